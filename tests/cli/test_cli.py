@@ -223,8 +223,12 @@ def test_files_for_train():
     whole = {"groups": [GROUP], "loss": {}}
     assert read_request(json.dumps(whole)) == {"kind": "rl", **whole}
     assert read_request('{"pairs": []}') == {"kind": "dpo", "pairs": []}
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert read_request(json.dumps(pair)) == {"kind": "dpo", "pairs": [pair]}
+    for example in ({"prompt": "a", "completion": "b"}, {"text": "abc"}):
+        assert read_request(json.dumps(example)) == {"kind": "sft", "examples": [example]}
     wrong = {"": "FILE", "[]": "FILE", f"{line}\n{{": "FILE line 2", f"{line}\n3": "FILE line 2"}
-    for text, field in (wrong | {json.dumps([EXAMPLE, GROUP]): "FILE"}).items():
+    for text, field in (wrong | {json.dumps([EXAMPLE, GROUP]): "FILE", json.dumps([pair, EXAMPLE]): "FILE"}).items():
         with pytest.raises(InvalidInput) as refused:
             read_request(text)
         assert refused.value.field == field, text

@@ -170,14 +170,14 @@ def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(clie
     assert max(reads) <= 4 * PART_BYTES
 
 
-def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, reads, monkeypatch):
-    job = client.train(run, rl_request()).id
+def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, run, reads, monkeypatch):
+    jobs = [client.train(run, rl_request()).id for _ in range(5)]
     looks, look = [], EventStreams._look
     monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(1) or look(*arguments))
 
     async def scene() -> None:
         streams = EventStreams(server.spool)
-        readers = [streams.follow(job, -1, wait=True, stopping=anyio.Event()) for _ in range(50)]
+        readers = [streams.follow(job, -1, wait=True, stopping=anyio.Event()) for job in jobs * 10]
         for reader in readers:
             assert await anext(reader) == b"retry: 1000\n\n"
         for number in (1, 2):
@@ -186,8 +186,9 @@ def test_many_readers_of_a_job_cost_one_look_at_its_file(client, server, run, re
             await asyncio.sleep(1)
             assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
             assert 0 < len(looks) <= 6
-            await asyncio.to_thread(server.spool.events.append, job, "step", step=number)
-            assert len(set(await asyncio.wait_for(asyncio.gather(*coming), 20))) == 1
+            for job in jobs:
+                await asyncio.to_thread(server.spool.events.append, job, "step", step=number)
+            assert len(set(await asyncio.wait_for(asyncio.gather(*coming), 20))) == len(jobs)
         for reader in readers:
             await reader.aclose()  # type: ignore[attr-defined]
         del readers, reader, coming

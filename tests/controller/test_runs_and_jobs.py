@@ -288,6 +288,17 @@ def test_rows_that_do_not_divide_over_the_ranks_are_refused(deploy):
     client.train("a", rl_request(optimizer={"grad_accumulation_sequences": 4}))
 
 
+def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
+    """Its examples would be rendered with this deployment's tokenizer."""
+    server, client = deploy()
+    client.create_run("a", lora={"rank": 2})
+    path = server.spool.root / "runs/a/run.json"
+    path.write_text(path.read_text().replace(server.spool.runs.get("a").base_model, "/other/model"))
+    with refused(InvalidInput, "run", "TANDEM_BASE_MODEL"):
+        client.train("a", rl_request())
+    assert client.list_jobs() == []
+
+
 @pytest.mark.parametrize(("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")])
 def test_families_without_merged_weights_are_refused(deploy, family, why):
     shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
@@ -361,6 +372,7 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
     (staged / "optimizer" / "adam.json").write_text("{}")
     made = server.spool.checkpoints.commit(staged, "all", 1, "a-job")
     client.fork("all", 1, "fork")
+    assert client.create_run("all", trainable="full").newest_step == 1
     manifest = server.spool.checkpoints.manifest("fork", 0)
     assert manifest.files == made.files
     assert manifest.weights_sha256 == made.files["model.safetensors"].sha256

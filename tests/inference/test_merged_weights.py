@@ -20,6 +20,7 @@ from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.inference.server.worker.model_weights import BASE
 from tandem.inference.server.worker.weight_plan import CannotWrite, plan
 from tandem.spool.schema import LoraShape
+from tiny import write_random_model
 from waiting import until
 
 SOME = LoraShape(rank=2, alpha=5.0, targets=("q_proj", "o_proj"))
@@ -351,6 +352,16 @@ def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_
     (adapter / WEIGHTS_FILE).write_bytes(whole)
     with pytest.raises(CheckpointDamaged, match="no adapter of rank 8"):
         check.adapter_rows(adapter, LORA.model_copy(update={"rank": 8}))
+
+
+def test_a_tied_models_files_may_have_an_output_layer_which_vllm_does_not_load(tmp_path: Path) -> None:
+    directory = write_random_model(tmp_path / "tied", family="qwen2", tie_word_embeddings=True)
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    workers = Workers(Model(directory), whole=True)
+    expected = SpotCheck(str(directory), "float32").model_rows(directory)
+    assert expected.wrong(workers.weights[0].rows(expected.rows)) == ""
 
 
 def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> None:

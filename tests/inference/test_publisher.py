@@ -17,7 +17,7 @@ import pytest
 import fake_vllm
 from inference.stage import Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
-from tandem.vllm_client.client import InferenceRefused, VllmClient
+from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmClient
 from waiting import until
 
 
@@ -232,15 +232,37 @@ def test_after_a_rollback_the_name_serves_the_new_checkpoint(stage: Stage) -> No
     assert stage.served() == (1, None)
 
 
+def test_of_many_refused_steps_few_are_tried_in_a_turn(stage: Stage) -> None:
+    for number in range(8):
+        stage.step(0.1 * (number + 1), weights=-0.9)
+    stage.publisher(keep_served=1).once()
+    assert stage.vllm.loads() == ["run@8", "run@7", "run@6"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize(("version", "resets"), [("0.32.0", 0), ("0.31.1", 1), ("0.26.0", 1), ("dev", 1)])
-def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(stage: Stage, version: str, resets: int) -> None:
+def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
+    stage: Stage, version: str, resets: int, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost`: vLLM loads the old adapter, but its answer does not arrive."""
     stage.vllm.stop()
     stage.vllm.version = version
     publisher = stage.publisher()
     assert not publisher.once()
     stage.vllm.start()  # the publisher has seen the start, so it knows that nothing was loaded before
     stage.step(0.3)
+    if lost:
+        load = stage.client.load_lora
+
+        def load_and_lose(name: str, path: str) -> None:
+            load(name, path)
+            monkeypatch.setattr(stage.client, "load_lora", load)
+            raise InferenceFailed("no answer")
+
+        monkeypatch.setattr(stage.client, "load_lora", load_and_lose)
+        publisher.once()
     publisher.once()
+    assert stage.served() == (1, None)
     assert stage.called("/reset_prefix_cache") == 0
     stage.rollback(0)
     publisher.once()

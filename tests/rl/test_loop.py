@@ -171,6 +171,17 @@ def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) 
     check(stack, 1, 0)
 
 
+def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: Path) -> None:
+    """Of another state file, in the same metrics file."""
+    asyncio.run(run_until_done(config(steps=4), FakeStack(), tmp_path))
+    (tmp_path / "state.json").unlink()
+    stack = FakeStack(delay=0.001)
+    stack.kill_at = 12
+    assert asyncio.run(run_until_done(config(steps=4), stack, tmp_path)) == 1
+    check(stack, 4, 0)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4] * 2
+
+
 def test_one_loop_per_state_file(tmp_path: Path) -> None:
     async def two() -> None:
         stack = FakeStack(delay=0.05)

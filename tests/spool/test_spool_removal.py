@@ -1,5 +1,6 @@
 """Runs are deleted, old checkpoints and ended jobs removed; what something needs stays; a death leaves nothing half."""
 
+import errno
 import os
 import shutil
 import time
@@ -12,7 +13,7 @@ from spool.spool_tools import add_run, commit, failed, maker, run_spec, serve, s
 from spool.volume_tools import refused, tree
 from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, NotFound
-from tandem.spool import Spool, fs, recovery
+from tandem.spool import Spool, fs, recovery, removal
 from tandem.spool.removal import delete_checkpoint, delete_run, prune
 from tandem.spool.schema import RLJob, RLLoss
 
@@ -156,6 +157,16 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
     assert [job.spec.id for _, job in spool.jobs.list()] == ["young"]
     with refused(NotFound, "id"):
         spool.jobs.get("old")
+
+
+def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch):
+    for job_id in ("first", "second"):
+        spool.queue.finish(start(spool, job_id, created=time.time() - 72 * 3600), failed())
+        hours_ago(spool, job_id, 48)
+    monkeypatch.setattr(removal, "_prune_damaged", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "no")))
+    with pytest.raises(OSError, match="no"):
+        prune(spool, Settings(keep_days=1.0))
+    assert files_of_jobs(spool) == set()
 
 
 def damage(spool: Spool, job_id: str, state: str, hours: float) -> None:

@@ -64,6 +64,15 @@ def test_what_is_not_ours_is_not_listed(spool):
     assert spool.queue.claim("runner") is None
 
 
+def test_a_step_that_is_made_while_its_rival_is_synced_is_a_conflict(spool, monkeypatch):
+    staged = stage(spool, start(spool, "j"))
+    sync, rival = fs.fsync_tree, spool.checkpoints.path("r", 0).with_name("00000001")
+    monkeypatch.setattr(fs, "fsync_tree", lambda path: (sync(path), rival.mkdir(), (rival / "file").touch()))
+    with refused(Conflict, "step", match="has a checkpoint 1 already"):
+        spool.checkpoints.commit(staged, "r", 1, "j")
+    assert staged.is_dir()
+
+
 def test_commit_says_all_that_the_manifest_holds_and_makes_only_the_next_step(spool):
     staged = stage(spool, start(spool, "j"))
     before = tree(spool.root)

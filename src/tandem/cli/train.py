@@ -139,8 +139,9 @@ def job(
     """Train a run by one job of yours, which makes its next step.
 
     FILE is one of: [bold]JSON lines[/bold] (or a JSON array), where each line is an example for SFT
-    ({"messages": [...]}) or a group for RL ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole
-    [bold]request[/bold], {"kind": "rl", "groups": [...], "loss": {...}, ...}, as the HTTP API takes it.
+    ({"messages": [...]}), a pair for DPO ({"prompt": ..., "chosen": ..., "rejected": ...}) or a group for RL
+    ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole [bold]request[/bold],
+    {"kind": "rl", "groups": [...], "loss": {...}, ...}, as the HTTP API takes it.
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
@@ -162,12 +163,12 @@ def job(
 
 def read_request(text: str) -> dict[str, Any]:
     """The training request in a file's text; raises InvalidInput with the line as its field."""
+    whole = {"groups": "rl", "examples": "sft", "pairs": "dpo"}
     try:
         content = jsonlib.loads(text)
     except ValueError:
         items = list(_lines(text))
     else:
-        whole = {"groups": "rl", "examples": "sft", "pairs": "dpo"}
         if isinstance(content, dict) and content.keys() & {"kind", *whole}:
             kind = next((kind for name, kind in whole.items() if name in content), "sft")
             return {"kind": kind, **content}
@@ -175,16 +176,19 @@ def read_request(text: str) -> dict[str, Any]:
         items = [(f"[{i}]", item) for i, item in enumerate(content)] if is_list else [("line 1", content)]
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
+    # What only items of this kind have: a pair may have a prompt or messages, too.
+    marks = {"groups": {"trajectories"}, "pairs": {"chosen"}, "examples": {"messages", "prompt", "text", "token_ids"}}
     kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
     for place, item in items:
-        if not isinstance(item, dict) or not {"trajectories", "messages", "token_ids"} & item.keys():
-            problem = 'neither a group ("trajectories") nor an example ("messages" or "token_ids")'
-            raise InvalidInput(problem, field=f"FILE {place}")
-        kinds.setdefault("groups" if "trajectories" in item else "examples", place)
-    if len(kinds) == 2:
-        problem = f"groups (from {kinds['groups']}) and examples (from {kinds['examples']}) can't be in one job"
-        raise InvalidInput(problem, field="FILE")
-    return {"kind": "rl" if "groups" in kinds else "sft", next(iter(kinds)): [item for _, item in items]}
+        keys = item.keys() if isinstance(item, dict) else set[str]()
+        if not (kind := next((kind for kind, names in marks.items() if names & keys), "")):
+            known = '"trajectories"), pair ("chosen") or example ("messages", "prompt", "text", "token_ids")'
+            raise InvalidInput(f"no group ({known}", field=f"FILE {place}")
+        kinds.setdefault(kind, place)
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} (from {place})" for kind, place in kinds.items())
+        raise InvalidInput(f"{found} can't be in one job", field="FILE")
+    return {"kind": whole[kind], kind: [item for _, item in items]}
 
 
 def _lines(text: str) -> Iterator[tuple[str, Any]]:

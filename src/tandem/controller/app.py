@@ -129,8 +129,10 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
             ctypes.CDLL(None).malloc_trim(0)
         try:
             spool.check()
-            prune(spool, settings)
-            sweep(spool)
+            try:
+                prune(spool, settings)
+            finally:
+                sweep(spool)
         except Exception as error:  # the next time may go well
             log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 

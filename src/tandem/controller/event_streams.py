@@ -1,4 +1,4 @@
-"""Event streams: one look at a followed file for all its readers, and bounded memory for each reader.
+"""Event streams: one look at all followed files for all their readers, and bounded memory for each reader.
 
 A reader holds one part of its file at a time, and reads the next only when its client has taken this one.
 """
@@ -6,7 +6,7 @@ A reader holds one part of its file at a time, and reads the next only when its 
 import os
 import time
 from asyncio import sleep
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -32,7 +32,6 @@ class _File:
 
     size: int = 0
     ended: bool = False  # the job has a terminal state, or is gone
-    looked: float = 0.0  # monotonic
     state_read: float = field(default_factory=time.monotonic)
 
 
@@ -42,6 +41,7 @@ class EventStreams:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._files = WeakValueDictionary[str, _File]()  # job -> its file, as long as somebody follows the job
+        self._looked = 0.0  # monotonic
         # Threads of its own, so that streams don't wait for heavy requests.
         self._threads = anyio.CapacityLimiter(_THREADS)
 
@@ -74,9 +74,9 @@ class EventStreams:
             file.size = size  # the last look may have been before this reading
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                if time.monotonic() >= file.looked + POLL_SECONDS:  # no other reader has looked meanwhile
-                    file.looked = time.monotonic()
-                    await to_thread.run_sync(self._look, job, file, limiter=self._threads)
+                if time.monotonic() >= self._looked + POLL_SECONDS:  # no other reader has looked meanwhile
+                    self._looked = time.monotonic()
+                    await to_thread.run_sync(self._look, list(self._files.items()), limiter=self._threads)
 
     def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
         """A part of the file, the offset of the next one, where reading ended, and whether the terminal event is in it.
@@ -87,15 +87,16 @@ class EventStreams:
         block = b"".join(_formatted(event) for event in events if event.seq > after)
         return block, end, size, any(event.type in TERMINAL for event in events)
 
-    def _look(self, job: str, file: _File) -> None:
-        with suppress(TandemError, OSError):
-            file.size = _size(str(self._spool.paths.events_file(job)))
-            if time.monotonic() > file.state_read + STATE_SECONDS:
-                file.state_read = time.monotonic()
-                try:
-                    file.ended = self._spool.jobs.get(job)[0] in TERMINAL
-                except NotFound:
-                    file.ended = True
+    def _look(self, files: Sequence[tuple[str, _File]]) -> None:
+        for job, file in files:
+            with suppress(TandemError, OSError):
+                file.size = _size(str(self._spool.paths.events_file(job)))
+                if time.monotonic() > file.state_read + STATE_SECONDS:
+                    file.state_read = time.monotonic()
+                    try:
+                        file.ended = self._spool.jobs.get(job)[0] in TERMINAL
+                    except NotFound:
+                        file.ended = True
 
 
 def _formatted(event: Event) -> bytes:

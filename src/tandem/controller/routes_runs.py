@@ -69,9 +69,9 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
             if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
                 problem = f"merged weights are not built for {deployment.arch.model_type}, which has {what}"
                 raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
-        others = [run.name for run in deployment.spool.runs.list() if run.weights == "merged" and run.name != spec.name]
-        if others:
-            problem = f"one vLLM serves one run with merged weights, and that is {others[0]!r} here"
+        merged = [run.name for run in deployment.spool.runs.list() if run.weights == "merged"]
+        if merged and spec.name not in merged:
+            problem = f"one vLLM serves one run with merged weights, and that is {merged[0]!r} here"
             remedy = "delete it first (`tandem run delete`), or use another deployment or TANDEM_WEIGHTS=adapter"
             raise Conflict(f"{problem}; {remedy}", field="weights")
     check(deployment.arch, Sizes.of(settings))

@@ -121,7 +121,10 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A refused request
     leaves nothing on the spool.
     """
-    deployment.spool.runs.get(run)
+    base_model = deployment.spool.runs.get(run).base_model
+    if not deployment.is_base_model(base_model):
+        problem = f"run {run!r} is of {base_model!r}, and this deployment trains {deployment.base_model!r}"
+        raise InvalidInput(f"{problem}; TANDEM_BASE_MODEL chooses", field="run")
     request = parse_body(_train_request, body)
     _check(deployment, request)
     fingerprint = _fingerprint(run, request)

@@ -23,7 +23,7 @@ from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, lora_modules, peft_keys
 from tandem.families.arch import Arch
 from tandem.families.model_config import model_directory, other_files, weight_files
-from tandem.families.registry import read_arch
+from tandem.families.registry import read_arch, weight_rules
 from tandem.spool.schema import LoraShape
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -148,10 +148,12 @@ class SpotCheck:
         return Rows(rows, expected)
 
     def model_rows(self, directory: Path) -> Rows:
-        """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be read."""
+        """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be read. A model that
+        ties its output layer may have one in its files all the same, which vLLM does not load."""
+        names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
         try:
             files = _files(directory)
-            shapes = {name: file.shape(name) for name, file in files.items()}
+            shapes = {name: file.shape(name) for name, file in files.items() if name in names}
             rows = {name: random.randrange(shape[0]) for name, shape in shapes.items() if len(shape) == 2}
             return Rows(rows, {name: self._served(files[name], name, row) for name, row in rows.items()})
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

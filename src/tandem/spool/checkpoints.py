@@ -127,7 +127,10 @@ class Checkpoints:
         with fs.volume_errors(target):
             manifest = write_manifest(staged_dir, manifest, sha256)
             fs.fsync_tree(staged_dir)
-            fs.rename_dir(staged_dir, target)
+            try:
+                fs.rename_dir(staged_dir, target)
+            except FileExistsError as error:  # a rank of an earlier attempt has done it meanwhile
+                raise Conflict(f"run {run!r} has a checkpoint {step} already", field="step") from error
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:

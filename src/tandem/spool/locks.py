@@ -180,9 +180,10 @@ class HoldRecord:
         """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
+            runner = None
             with suppress(OSError):
                 runner = fs.read_undamaged(path, RunnerInfo)
-                # A runner that started after the hold was written is another one, even with the same name.
-                if runner is not None and is_locked(path) and runner.since <= hold.since:
-                    return hold
+            # A runner that started after the hold was written is another one, even with the same name.
+            if runner is not None and is_locked(path) and runner.since <= hold.since:
+                return hold
         return None

@@ -59,9 +59,11 @@ def prune(spool: Spool, settings: Settings) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         if doomed:
             log.info("removed old checkpoints", run=run, count=len(doomed))
-    _prune_jobs(spool, limit)
-    _prune_damaged(spool, limit)
-    complete_removals(spool)
+    try:
+        _prune_jobs(spool, limit)
+        _prune_damaged(spool, limit)
+    finally:
+        complete_removals(spool)
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:

@@ -80,10 +80,10 @@ class Loop:
         differs = wanted.items() - (existing.model_dump() if existing else {}).items()
         if differs or run.trainable != status.spec.trainable:
             raise Conflict(f"run {run.name!r} exists with {existing or 'all weights'}; name another", field="run.lora")
-        new = State(run=run.name, environments=uses, first=status.newest_step, cursors=[0] * len(uses))
-        if not self._file.exists():
-            self.record.lines.clear()  # they are of another training
+        first, recorded = status.newest_step, len(self.record.lines)
+        new = State(run=run.name, environments=uses, first=first, recorded=recorded, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
+        del self.record.lines[: self.state.recorded]
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
         if status.shared_gpus and self.bound:

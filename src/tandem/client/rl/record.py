@@ -34,6 +34,7 @@ class State(BaseModel):
     run: str
     environments: list[str]
     first: int  # the step that the loop began with
+    recorded: int = 0  # lines that the record had then, of other trainings
     cursors: list[int]
     open: list[str] = []  # handed out, and in no job
     jobs: list[Submitted] = []

@@ -183,9 +183,10 @@ class Publisher:
         wanted: set[str] = set()
         newest: Served | None = None
         refused: tuple[int, str] | None = None  # the newest step that is above `newest` and refused, and why
-        # Behind refused steps it looks for older ones: at no more than two extra steps, if one is served.
+        # Behind refused steps it looks for older ones: at no more than two extra steps, unless a rollback discarded the
+        # step that is served.
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
-            if len(wanted) == self._keep or (looked >= self._keep + 2 and (newest or self._served(run.name))):
+            if len(wanted) == self._keep or (looked >= self._keep + 2 and (newest or not self._discarded(run.name))):
                 break
             name = f"{run.name}@{step}"
             try:
@@ -203,6 +204,9 @@ class Publisher:
             self._put_record(run.name, before, refused)
             wanted.add(before.model)
         return wanted
+
+    def _discarded(self, run: str) -> bool:
+        return self._spool.served.get(run) is not None and self._served(run) is None
 
     def _served(self, run: str) -> Served | None:
         """The record of the step that is served, unless a rollback discarded that step."""

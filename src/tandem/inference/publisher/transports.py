@@ -142,7 +142,9 @@ class LoraTransport:
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
         """Remove the name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
-        del self.listed[name]
+        path = self.listed.pop(name)
+        if self._loaded is not None:  # vLLM may have loaded it although `load` raised
+            self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
         """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys blocks by the name."""

@@ -59,9 +59,8 @@ def stay(entry: str, control: str) -> int:
 
 
 def main() -> int:
-    die_with_parent()
-    if os.getppid() == 1:
-        return 1  # the agent died before die_with_parent took effect
+    # If the agent died during the imports, this process's parent is whoever adopts orphans.
+    die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
     if len(sys.argv) == 3:
         return stay(sys.argv[1], sys.argv[2])
     return run(Launch.model_validate_json(sys.argv[1]))

@@ -6,6 +6,7 @@ torchrun's exit status is 1 whichever rank failed and however. This program call
 failures that it raises to `exits.json` in `directory`.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 
 def main(work: str, *arguments: str) -> None:
+    os.environ["TANDEM_AGENT_PID"] = str(os.getpid())
     try:
         run.main([*arguments])
     except ChildFailedError as error:
