@@ -81,8 +81,11 @@ def lower(policy: Policy) -> bool:
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:
     """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep: most at
     `INPUT`, where the backward pass makes again what the others kept."""
-    layer, row = policy.gpt.decoder.layers[0], policy.laid_out(row)
-    inputs, hidden = policy.decoder_inputs(row), policy.no_hidden(row).requires_grad_()
+    layer, row = policy.gpt.decoder.layers[-1], policy.laid_out(row)  # a mixture's first layers may be dense
+    # Random, because a router sends equal rows to the same experts; the same on all ranks.
+    hidden = policy.no_hidden(row)
+    hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
+    inputs, hidden = policy.decoder_inputs(row), hidden.requires_grad_()
 
     def passes(level: Keep) -> tuple[int, int]:
         memory.reset_peaks()

@@ -69,11 +69,13 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
 
 @torch.no_grad()
 def read(checked: Contents[StoredTensor]) -> Contents[Tensor]:
-    """Read the tensors onto the device. Raises CheckpointDamaged if one holds NaN or infinity."""
-    adapter = read_tensors(checked.adapter, device.device())
+    """Read the tensors onto the device, those of experts into host memory: all of them may not fit beside the weights,
+    and under expert parallelism this rank needs only a part. CheckpointDamaged if one holds NaN or infinity."""
+    where = torch.device("cpu") if any(".experts." in key for key in checked.adapter) else device.device()
+    adapter = read_tensors(checked.adapter, where)
     if checked.optimizer is None:
         return Contents(adapter, None)
-    adam = read_tensors(checked.optimizer, device.device())
+    adam = read_tensors(checked.optimizer, where)
     if (step := int(adam["step"])) < 1:
         raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
     return Contents(adapter, adam)
