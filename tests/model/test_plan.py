@@ -135,6 +135,14 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     assert held[Keep.ALL] - held[Keep.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
 
 
+def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
+    """Measured on two ranks, too, whose layers kept as many bytes of gate and up as one rank's."""
+    job = Training(ARCHS["qwen3-30b-a3b"], None, 8192)
+    for sizes in (Sizes(expert_tensor=2, data=2), Sizes(expert_tensor=2, expert=2, data=4), Sizes(expert=4, data=4)):
+        kept, alone = memory(job, sizes).kept, memory(job, Sizes()).kept
+        assert kept.all - kept.attention == alone.all - alone.attention
+
+
 def test_the_fullest_stage_of_a_pipeline_counts():
     whole, needs = (memory(training("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3))
     assert whole.weights / 3 < needs.weights < whole.weights / 3 * 1.05

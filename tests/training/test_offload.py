@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.model import device
+from tandem.model.device import offload
 from tandem.model.device.offload import Offload
 from tiny import write_random_model
 from training.offloading import Training, same, total
@@ -19,12 +20,12 @@ def on_the_cpu() -> None:
 def test_contents_and_sizes_come_back_and_views_with_them() -> None:
     whole, other = torch.arange(1000.0), torch.arange(7, dtype=torch.bfloat16)
     view = whole[10:20]
-    offload = Offload(contents=True)
-    assert offload.park([whole, view, other]) == 4000 + 14
+    parked = Offload(contents=True)
+    assert parked.park([whole, view, other]) == 4000 + 14
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match="offloaded already"):
-        offload.park([torch.ones(3)])
-    offload.restore()
+        parked.park([torch.ones(3)])
+    parked.restore()
     assert torch.equal(whole, torch.arange(1000.0))
     assert torch.equal(view, torch.arange(10.0, 20.0))
     assert view.data_ptr() == whole.data_ptr() + 40
@@ -32,22 +33,34 @@ def test_contents_and_sizes_come_back_and_views_with_them() -> None:
     dropped = Offload(contents=False)
     assert dropped.park([whole]) == 4000
     dropped.restore()
-    assert dropped._host is None
+    assert not dropped._host
     assert whole.untyped_storage().nbytes() == 4000
 
 
 def test_the_host_buffer_is_used_again_and_grows_only_for_more() -> None:
-    offload = Offload(contents=True)
+    parked = Offload(contents=True)
 
     def buffer_after(size: int) -> tuple[int, int]:
-        offload.park([torch.ones(size)])
-        offload.restore()
-        assert offload._host is not None
-        return offload._host.data_ptr(), offload._host.nbytes
+        parked.park([torch.ones(size)])
+        parked.restore()
+        [host] = parked._host
+        return host.data_ptr(), host.nbytes
 
     first = buffer_after(2000)
     assert buffer_after(2000) == buffer_after(100) == first
     assert buffer_after(4000)[1] > first[1]
+
+
+def test_tensors_may_lie_in_several_host_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds pinned memory up to a power of two, so that one buffer could take twice the memory."""
+    monkeypatch.setattr(offload, "CHUNK", 1024)
+    parked = Offload(contents=True)
+    for sizes in ((100, 700, 3, 256, 0, 1000), (2000, 5)):
+        tensors = [torch.arange(float(size)) for size in sizes]
+        parked.park(tensors)
+        assert {len(host) for host in parked._host[:-1]} == {1024}
+        parked.restore()
+        assert all(torch.equal(tensor, torch.arange(float(len(tensor)))) for tensor in tensors)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,8 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     own = -(-slots // sizes.tensor) if sizes.sequence else slots  # of which it has the residual stream
     rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
     if moe is not None:  # of the experts', if they get equally many
-        rows = (own * sizes.expert_tensor if sizes.sequence else own) * moe.experts_per_token
+        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows.
+        rows = own * sizes.expert_tensor * moe.experts_per_token
         features = moe.ffn_hidden_size // sizes.expert_tensor
 
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o and down.

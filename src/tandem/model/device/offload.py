@@ -1,25 +1,28 @@
 """Gives device memory back for a while: the tensors stay, their storages are emptied and later refilled."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from tandem.model import device
 from tandem.model.device.memory import ALIGNMENT
 
+CHUNK = 2**30
+"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which would double one large buffer."""
+
 
 class Offload:
     """Tensors that are parked and restored together: a model's parameters, or its optimizer's state, or its gradients.
 
-    `contents=True` keeps their values in one host buffer (pinned if there is a GPU), made at the first `park` and used
+    `contents=True` keeps their values in host buffers (pinned if there is a GPU), made at the first `park` and used
     again by later ones, because pinning costs far more than copying. `contents=False` drops the values, for tensors
     that are read from files again or begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
-        self._host: torch.Tensor | None = None
-        self._parked: list[tuple[torch.UntypedStorage, int, int]] = []  # and its bytes, and its copy's offset in _host
+        self._host: list[torch.Tensor] = []  # each of CHUNK bytes, but the last one
+        self._parked: list[tuple[torch.UntypedStorage, int, int]] = []  # and its bytes, and where its copy begins
 
     @property
     def parked(self) -> bool:
@@ -39,11 +42,13 @@ class Offload:
                 self._parked.append((storage, storage.nbytes(), offset))
                 offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
         if self._contents:
-            if self._host is None or self._host.nbytes < offset:
-                self._host = None  # frees it before the larger one is made
-                self._host = torch.empty(offset, dtype=torch.uint8, device="cpu", pin_memory=device.is_cuda())
-            for storage, size, begin in self._parked:
-                self._host[begin : begin + size].copy_(_bytes(storage), non_blocking=True)
+            if sum(len(chunk) for chunk in self._host) < offset:
+                self._host = []  # frees them before more are made
+                sizes = [min(CHUNK, offset - begin) for begin in range(0, offset, CHUNK)]
+                pinned = device.is_cuda()
+                self._host = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in sizes]
+            for own, copy in self._pieces():
+                copy.copy_(own, non_blocking=True)
         device.synchronize()  # waits for the copies, and for kernels that still read the tensors
         for storage, _, _ in self._parked:
             storage.resize_(0)
@@ -51,13 +56,20 @@ class Offload:
 
     def restore(self) -> None:
         """Allocate the tensors' memory again, in the same sizes: with their contents, or uninitialised."""
-        for storage, size, begin in self._parked:
+        for storage, size, _ in self._parked:
             storage.resize_(size)
-            if self._host is not None:
-                _bytes(storage).copy_(self._host[begin : begin + size], non_blocking=True)
+        if self._contents:
+            for own, copy in self._pieces():
+                own.copy_(copy, non_blocking=True)
         device.synchronize()  # before the host buffer may be used again
         self._parked = []
 
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The bytes of what is parked, and their places in host memory."""
+        for storage, size, begin in self._parked:
+            own, end = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), begin + size
+            at = begin
+            while at < end:
+                until = min(end, (at // CHUNK + 1) * CHUNK)
+                yield own[at - begin : until - begin], self._host[at // CHUNK][at % CHUNK :][: until - at]
+                at = until

@@ -66,19 +66,25 @@ class ModelFiles:
             shards[-1][name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
         self._bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         self._headers: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
         self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # of each tensor: file, first byte, shape
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             self._headers[file] = safetensors_header(shard)
+            last = next(reversed(shard.values()))["data_offsets"]
+            self._sizes[file] = len(self._headers[file]) + last[1]  # type: ignore[index]
             for name, entry in shard.items():
                 begin = len(self._headers[file]) + entry["data_offsets"][0]  # type: ignore[index]
                 self._places[name] = file, begin, shapes[name]
 
     def create(self, base_model: Path | None = None) -> None:
-        """Make the files without the tensors' bytes, and copy the model's other files: configuration and tokenizer."""
+        """Make the files, with zeros for the tensors, and copy the model's other files: configuration and tokenizer."""
         self._directory.mkdir(parents=True)
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
+            # In their final size: an NFS client that writes behind the end that it knows sends the whole page, and so
+            # zeros over what another host has written there.
+            os.truncate(self._directory / file, self._sizes[file])
         index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
         for path in other_files(base_model) if base_model else ():

@@ -250,7 +250,7 @@ def receive(
         for sender in ranks:
             channels.append(connect(source["way"], store, f"{sender}", rank + 1, workers + 1, where, address))
             opened.callback(channels[-1].close)
-        beat()
+            beat()
         # The ranks send at once, each its own; so they take turns here.
         turns = [turn for of_turn in zip_longest(*lists) for turn in zip(channels, of_turn, strict=True) if turn[1]]
         most = max(sum(part.size for part in parts) for _, parts in turns)

@@ -54,6 +54,8 @@ class ModelWeights:
         self._copy = {name: _copied(live, self.place) for name, live in copied.items()}
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
+        # One for all adapters: torch's allocator keeps what was freed on a stream for that stream.
+        self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
     def device_bytes(self) -> int:
@@ -109,8 +111,7 @@ class ModelWeights:
         """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it does not fit."""
         factors: Factors = {}
         file = TensorFile(Path(directory, WEIGHTS_FILE))
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        with self._in_stream(stream):
+        with self._in_stream(self._reader):
             data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
             s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
             left = set(file)
