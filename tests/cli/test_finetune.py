@@ -117,6 +117,17 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(t
     assert (status, "complete" in err, f"{run}@{JOBS}" in err) == (1, True, True)
 
 
+def test_the_same_command_trains_what_a_rollback_has_discarded(tandem, server, run) -> None:
+    with trainer(server, run, JOBS):
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 0
+    server.spool.checkpoints.rollback(run, 2)
+    with trainer(server, run, JOBS - 2) as again:
+        status, out, err = tandem("train", "sft", run, *ARGUMENTS)
+    assert (status, f"{run}@{JOBS}" in out) == (0, True), err
+    assert [job.spec.base_step for job, *_ in again] == list(range(2, JOBS))
+    assert server.spool.checkpoints.newest(run) == JOBS
+
+
 def test_another_training_of_the_run_in_between_is_refused(tandem, server, run) -> None:
     long = ("data.jsonl", "--batch-size", "12", "--checkpoint-every", "1", "--sequence-length", "16")
     with trainer(server, run, 2, failing=(1,)):

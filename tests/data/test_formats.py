@@ -13,7 +13,7 @@ from tandem.data.formats import FORMATS, Examples
 from tandem.errors import InvalidInput
 
 SYSTEM, ASK, ANSWER = ({"role": r, "content": c} for r, c in (("system", "s"), ("user", "q"), ("assistant", "a")))
-WORSE = ANSWER | {"content": "b"}
+WORSE, AGAIN = ANSWER | {"content": "b"}, ASK | {"content": "again?"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 CALL = {"name": "f", "arguments": {"x": 1}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -56,6 +56,15 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                     "non_preferred_output": [WORSE]}, PAIR | {"tools": TOOLS}),
     ("preference", {"instruction": "q", "chosen": "a", "rejected": "b"}, PAIR),
     ("preference", {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, PAIR | {"prompt": [SYSTEM, ASK]}),
+    ("preference", {"system": "s", "conversations": [HUMAN], "chosen": GPT, "rejected": GPT | {"value": "b"}},
+     PAIR | {"prompt": [SYSTEM, ASK]}),
+    ("preference", {"system": "s", "prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]},
+     PAIR | {"prompt": [SYSTEM, ASK]}),
+    *(("preference", {"system": "s", **asked, "chosen": [ASK, ANSWER], "rejected": [ASK, WORSE]},
+       {"chosen": [SYSTEM, ASK, ANSWER], "rejected": [SYSTEM, ASK, WORSE]}) for asked in ({}, {"prompt": "q"})),
+    ("preference", {"prompt": [SYSTEM, ASK, ANSWER, AGAIN], "chosen": [AGAIN, ANSWER], "rejected": [AGAIN, WORSE]},
+     {"chosen": [SYSTEM, ASK, ANSWER, AGAIN, ANSWER], "rejected": [SYSTEM, ASK, ANSWER, AGAIN, WORSE]}),
+    ("messages", {"messages": [SYSTEM, ASK, ANSWER], "system": "s"}, {"messages": [SYSTEM, ASK, ANSWER]}),
 ]  # fmt: skip
 
 

@@ -90,7 +90,13 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
                 messages, tools=tools, return_dict=True, return_assistant_tokens_mask=marked
             )
         except Exception:  # templates raise anything
-            with pytest.raises(InvalidInput, match=r"the chat template (refuses|renders)"):
+            with pytest.raises(InvalidInput, match=r"the chat template (refuses|renders|leaves out)"):
+                render(tokenizer, [example], ["x"])
+            continue
+        shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]  # without the tools' descriptions
+        wanted = {"tool_calls": "get_weather", "system": "be brief"}
+        if any(field in str(messages) and text not in shown for field, text in wanted.items()):
+            with pytest.raises(InvalidInput, match="the chat template leaves out"):
                 render(tokenizer, [example], ["x"])
             continue
         (sequences,) = render(tokenizer, [example], ["x"])
@@ -102,6 +108,16 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
         else:
             assert turns_of(sequences) == expected
     assert rendered or path.stem in REFUSED
+
+
+@pytest.mark.parametrize("role", ["human", "User", "developer"])
+def test_messages_of_a_role_that_the_template_passes_over_are_refused(role: str) -> None:
+    example = SFTExample.model_validate({"messages": [turn(role, "What is 2+2?"), turn("assistant", "4")]})
+    with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{role}'") as refused:
+        render(chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()), [example], ["x"])
+    assert refused.value.field == "x.messages.0"
+    (shown,) = render(chat_tokenizer((TEMPLATES / "llama3.jinja").read_text()), [example], ["x"])
+    assert shown
 
 
 # Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a list, for images.

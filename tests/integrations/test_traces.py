@@ -113,6 +113,21 @@ def test_no_rollout_outlives_the_groups_that_were_taken(fails: bool) -> None:
     asyncio.run(scene())
 
 
+def test_a_rollout_samples_with_the_options_of_the_loop() -> None:
+    made, wanted = environment(Agent(fails=False)), []
+    made._agent = lambda model, **options: wanted.append(options) or Agent(fails=False)
+    task = SimpleNamespace(data=SimpleNamespace(idx=0))
+    sampler = SimpleNamespace(model="run@1", options={"temperature": 0.6, "max_tokens": 9})
+    for own in ({}, {"temperature": 0.6, "top_logprobs": 1}):
+        made._options = own
+        assert asyncio.run(made.rollout(task, sampler))["turns"]
+    assert wanted == [sampler.options] * 2
+    made._options = {"temperature": 1.0}
+    with pytest.raises(InvalidInput, match=r"1.0 is not the loss's 0.6") as refused:
+        asyncio.run(made.rollout(task, sampler))
+    assert refused.value.field == "arguments.sampling.temperature"
+
+
 def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
     async def first() -> object:
         return await anext(environment(Agent(fails=False), bounded=False).groups("run", 0))

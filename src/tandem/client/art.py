@@ -118,7 +118,7 @@ class TandemBackend:
         ]
         settings = _job_settings(learning_rate, len(groups), self._sequence_length, options)
         try:
-            job = await self._tandem.train_rl(_run(model), groups, wait="served", **(self._options | settings))
+            job = await self._tandem.train_rl(_run(model), groups, wait="served", **self._with_options(settings))
         except NothingToLearn:
             return TrainResult(step=await self._get_step(model))
         events = await self._tandem.job_events(job.id)
@@ -137,8 +137,9 @@ class TandemBackend:
             raise InvalidInput(f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate")
         step = None
         for rate, part in groupby(zip(rates, batches, strict=False), key=lambda pair: pair[0]):
-            options: Any = self._options | {"packing": {"sequence_length": self._sequence_length}}
-            options |= {"optimizer": {"learning_rate": rate, "batch_size": size}}
+            options: Any = {"packing": {"sequence_length": self._sequence_length}}
+            options = self._with_options(options | {"optimizer": {"learning_rate": rate, "batch_size": size}})
+            options = {name: value for name, value in options.items() if name not in ("loss", "advantage")}  # of RL
             job = await self._tandem.train_sft(_run(model), list(chain(*(batch for _, batch in part))), **options)
             async for event in self._tandem.events(job.id):
                 if event.type == "step":
@@ -147,6 +148,11 @@ class TandemBackend:
             step = job.spec.base_step + 1
         if step is not None:
             await self._arrived(model, step)
+
+    def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The backend's options with a call's own, which go before."""
+        merged = {name: {**self._options.get(name, {}), **own} for name, own in settings.items()}
+        return self._options | merged
 
     async def _arrived(self, model: Any, step: int) -> int:
         """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it may delete."""
@@ -215,7 +221,7 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
         loss["tis_cap"] = cap
     if take("precalculate_logprobs", False) or cap:
         loss["old_logprobs"] = "trainer"
-    scale = take("normalize_advantages", True) and take("scale_rewards", True)
+    scale = all([take("normalize_advantages", True), take("scale_rewards", True)])
     optimizer = {"learning_rate": learning_rate, "batch_size": max(1, groups)}
     if (adam := take("adam_params", None)) is not None:
         names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")

@@ -180,9 +180,14 @@ class Chain:
                     return tandem.train(self.config.run, self._request(part, name, start))
                 except InvalidInput as error:
                     raise self._in_file(error, part) from error
-            if job.state not in ("failed", "cancelled"):
+            if job.state not in ("failed", "cancelled") and not self._rolled_back(tandem, job):
                 return job
         raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
+
+    def _rolled_back(self, tandem: Tandem, job: JobStatus) -> bool:
+        """Whether the job has succeeded and its step has left the run's chain since."""
+        made, step = {info.step: info.job for info in tandem.checkpoints(self.config.run)}, job.spec.base_step + 1
+        return job.state == "succeeded" and (made[step] != job.id if step in made else max(made) < step)
 
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
         config, loss = self.config, self.config.loss

@@ -87,24 +87,30 @@ class Environment:
             from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
         except ImportError as error:
             raise ImportError("Environment needs the package verifiers: pip install 'verifiers>=0.4'") from error
-        options = {"temperature": 1.0, **(sampling or {})}
-        if refused := distorting(options):
+        self._options = dict(sampling or {})
+        if refused := distorting(self._options):
             raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
         named = os.environ.get("TANDEM_INFERENCE_URL") or os.environ.get("OPENAI_BASE_URL")
         url = (inference_url or named or "http://127.0.0.1:8000").rstrip("/").removesuffix("/v1")
         keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
         client = vf.TrainClientConfig(base_url=f"{url}/rollout/v1", **keys)
         given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
-        config = partial(vf.AgentConfig, client=client, sampling=options, **given)
-        self._agent: Callable[[str], Any] = lambda model: vf.Agent(config(model=model))
+        config = partial(vf.AgentConfig, client=client, **given)
+        self._agent: Callable[..., Any] = lambda model, **options: vf.Agent(
+            config(model=model, sampling={"temperature": 1.0, **options, **self._options})
+        )
         self._taskset = load_taskset(taskset_config_type(name)(id=name)) if isinstance(name, str) else name
 
     def tasks(self) -> Iterable[Any]:
         return list(self._taskset) if self._taskset.bounded else self._taskset
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
-        """One trajectory, sampled from `sampler.model`; TandemError where the rollout fails."""
-        trace = await self._agent(sampler.model).run(task)
+        """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError where the rollout fails."""
+        wanted = {"temperature": 1.0, **sampler.options}
+        if self._options.get("temperature", wanted["temperature"]) != wanted["temperature"]:
+            problem = f"{self._options['temperature']} is not the loss's {wanted['temperature']}"
+            raise InvalidInput(f"{problem}; set both in the config", field="arguments.sampling.temperature")
+        trace = await self._agent(sampler.model, **wanted).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
             raise TandemError(f"the rollout failed: {_problem(trace)}")
         return trajectory

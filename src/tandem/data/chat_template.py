@@ -87,6 +87,7 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
+        self._shown = set[tuple[str, str]]()  # templates and the roles whose messages they render
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
@@ -105,9 +106,22 @@ class Renderer:
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
+        self._check_roles(template, plain[: max(trained) + 1], names, tools)
         if _has_marks(template):
             return [self._marked(template, plain, names, trained, tools)]
         return self._turns(template, plain, names, trained, tools)
+
+    def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
+        """Refuses a message of a role that the template passes over: it would vanish."""
+        for i, message in enumerate(plain):
+            seen = template, message["role"]
+            if message["role"] in ("user", "assistant", "tool") or not message["content"] or seen in self._shown:
+                continue
+            other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
+            if self._apply(template, plain, tools, names[i]) == self._apply(template, other, tools, names[i]):
+                problem = f"the chat template leaves out messages of the role {message['role']!r}"
+                raise InvalidInput(f"{problem}; give another role, or leave the message out", field=names[i])
+            self._shown.add(seen)
 
     def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
         """The plan of a template with `{% generation %}`."""
@@ -120,6 +134,7 @@ class Renderer:
                 problem = f"the chat template marks {len(spans)} parts of {len(assistants)} assistant messages"
                 raise InvalidInput(f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last)
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
+        _check_calls("".join(text[start:end] for start, end in spans), [plain[i] for i in trained], last)
         if not spans:
             raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
         return Plan(text, [(start, end, last) for start, end in spans], marked=True)
@@ -138,6 +153,7 @@ class Renderer:
                 if whole.startswith(prompt):
                     problem = f"renders nothing {'for' if prompt else 'before'} this message"
                 raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
+            _check_calls(completion, [plain[index]], name)
             if completion.rstrip().endswith(self.endings):
                 completion = completion.rstrip()  # sampling stops before the white space
             if not plans or not prompt.startswith(plans[-1].text):
@@ -200,6 +216,16 @@ class Renderer:
                 whole = np.concatenate([prompt, alone])
             found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
         return found
+
+
+def _check_calls(text: str, messages: list[Any], name: str) -> None:
+    """Refuses messages of which the trained text lacks the calls, or all of the content."""
+    for message in messages:
+        said = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not (said or message["content"]) and message.get("reasoning_content"):
+            said = [message["reasoning_content"].strip()]
+        if lost := [part for part in said if part not in text]:
+            raise InvalidInput(f"the chat template leaves out {lost[0][:60]!r} of this message; {_INSTEAD}", field=name)
 
 
 def _sequence(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> LinearSequence:

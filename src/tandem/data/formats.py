@@ -85,7 +85,12 @@ def _asked(record: Record) -> list[dict[str, Any]]:
 def _messages(record: Record) -> Record:
     name = "messages" if record.get("messages") is not None else "conversations"
     messages, system = _chat(record[name], name), _text(record, "system")
-    return {"messages": _turns(system) + messages if system and isinstance(messages, list) else messages}
+    return {"messages": _led(_turns(system), messages)}
+
+
+def _led(lead: list[dict[str, Any]], messages: Any) -> Any:
+    """Messages after the record's own system message, unless they begin with it."""
+    return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages
 
 
 def _alpaca(record: Record) -> Record:
@@ -116,18 +121,26 @@ def _preference(record: Record) -> Record:
     """`prompt` as a text beside chosen and rejected as messages is the user's message before them, or repeats it."""
     chosen, rejected = (_chat(record[name], name) for name in _CHOSEN_REJECTED[record.get("chosen") is None])
     prompt: Any = _chat(record.get("prompt"), "prompt")
+    lead = _turns(_text(record, "system", "system_prompt"))
     if record.get("conversations") is not None:
-        prompt = _chat(record["conversations"], "conversations")
+        prompt = _led(lead, _chat(record["conversations"], "conversations"))
     elif isinstance(record.get("input"), dict):
-        prompt = _chat(record["input"].get("messages"), "input.messages")
+        prompt = _led(lead, _chat(record["input"].get("messages"), "input.messages"))
     elif record.get("instruction") is not None or record.get("question") is not None:
         prompt = _asked(record)
-    elif isinstance(prompt, str) and (_text(record, "system") or isinstance(chosen, list)):
-        prompt = _turns(_text(record, "system"), prompt)
+    elif isinstance(prompt, str) and (lead or isinstance(chosen, list)):
+        prompt = lead + _turns("", prompt)
+    elif prompt is None:
+        chosen, rejected = _led(lead, chosen), _led(lead, rejected)
+    else:
+        prompt = _led(lead, prompt)
     if isinstance(prompt, list):
         chosen, rejected = (_answer(half) if isinstance(half, str) else half for half in (chosen, rejected))
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
-            prompt = None
+            # Both repeat the prompt, or its end.
+            repeated = len(chosen) - chosen[::-1].index(prompt[-1])
+            missing = prompt[:-repeated] if prompt[-repeated:] == chosen[:repeated] else []
+            prompt, chosen, rejected = None, _led(missing, chosen), _led(missing, rejected)
     return {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
 
 

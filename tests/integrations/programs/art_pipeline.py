@@ -36,6 +36,10 @@ def options() -> None:
         "advantage": {"scale": "none"}, "packing": {"sequence_length": 512},
         "optimizer": {"learning_rate": 1e-2, "beta1": 0.8, "batch_size": 3},
     }  # fmt: skip
+    for scale in ({"normalize_advantages": False, "scale_rewards": False}, {"scale_rewards": False}):
+        assert _job_settings(1e-5, 3, 256, scale)["advantage"] == {"scale": "none"}
+    backend = TandemBackend(None, loss={"temperature": 0.7, "ratio_level": "sequence"})
+    assert backend._with_options(default)["loss"] == {"temperature": 0.7} | default["loss"]
     for settings in (default, changed):
         RLLoss.model_validate(settings["loss"])
 

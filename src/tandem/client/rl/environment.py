@@ -40,7 +40,7 @@ class Sampler:
     def __init__(
         self, vllm: httpx.AsyncClient, run: str, newest: Callable[[], int], pin: int | None, options: Mapping[str, Any]
     ) -> None:
-        self._vllm, self._run, self._newest, self._pin, self._options = vllm, run, newest, pin, options
+        self._vllm, self._run, self._newest, self._pin, self.options = vllm, run, newest, pin, options
         self._builder = TrajectoryBuilder([])
         self.response: dict[str, Any] = {}
 
@@ -55,7 +55,7 @@ class Sampler:
         InvalidInput for options that change the distribution, and for what vLLM refuses, such as a conversation longer
         than its context.
         """
-        wanted = {"temperature": 1.0, **self._options}
+        wanted = {"temperature": 1.0, **self.options}
         if options.get("temperature", wanted["temperature"]) != wanted["temperature"]:
             problem = f"{options['temperature']} is not the loss's {wanted['temperature']}; set both in the config"
             raise InvalidInput(problem, field="temperature")
