@@ -174,6 +174,20 @@ def test_bad_runs(name, http):
     assert refusal(http.post("/v1/runs", content=body, headers=JSON))[::2] == (status, field)
 
 
+def test_turns_that_are_too_old_behind_the_queued_jobs(http, server, client, run):
+    """Packed, the request is compared with the newest step; queued, it begins after others."""
+    for _ in range(2):
+        client.train(run, rl_request())
+    body = rl_request(max_off_policy_steps=1)
+    for trajectory in body["groups"][0]["trajectories"]:
+        trajectory["turns"][0]["policy_step"] = 0
+    before = tree(server.spool.root)
+    answer = http.post(f"/v1/runs/{run}/train", json=body)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "max_off_policy_steps")
+    assert tree(server.spool.root) == before
+    assert http.post(f"/v1/runs/{run}/train", json=body | {"max_off_policy_steps": 2}).status_code == 202
+
+
 def test_unknown_architecture(tmp_path):
     root = make_root(tmp_path / "spool")
     config = root / "models/tiny/config.json"

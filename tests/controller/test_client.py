@@ -1,7 +1,10 @@
 """The client by itself: its address and key, retries, errors, and downloads."""
 
+import asyncio
+import contextlib
 import inspect
 import tarfile
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -147,6 +150,31 @@ def test_download(client, server, http, trained, tmp_path):
         assert (tmp_path / "raw.tar").stat().st_size == int(answer.headers["content-length"])
     with tarfile.open(tmp_path / "raw.tar") as archive:
         assert archive.getnames()[-1] == f"{trained}@1/manifest.json"
+
+
+def test_a_download_that_breaks_late_is_tried_again_as_long_as_it_gets_further(monkeypatch, tmp_path):
+    sent = []
+
+    @contextlib.asynccontextmanager
+    async def stream(*_: object, **__: object) -> AsyncIterator[AsyncIterator[bytes]]:
+        sent.append(0)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(min(len(sent), 3)):
+                await asyncio.sleep(0.4)
+                yield b"part"
+            raise Unreachable("it broke")
+
+        yield chunks()
+
+    async def scene() -> None:
+        async with AsyncTandem("http://somewhere", patience=0.7) as client:
+            monkeypatch.setattr(client, "_stream", stream)
+            with pytest.raises(Unreachable):
+                await client.download("run", 1, tmp_path / "new")
+
+    asyncio.run(scene())
+    assert 3 <= len(sent) <= 5
 
 
 def test_a_download_does_not_overwrite(client, trained, tmp_path):

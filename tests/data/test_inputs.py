@@ -161,6 +161,15 @@ def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) ->
     assert re.search(message, error.message), error.message
 
 
+def test_many_wrong_items_are_one_error() -> None:
+    """Errors of all of them take hundreds of times the memory of the request."""
+    turn = {"prompt_token_ids": [1], "token_ids": [2] * 1000, "logprobs": [math.nan] * 1000}
+    for value in ({"trajectories": [{"turns": [turn] * 5, "reward": 1.0}] * 5}, {"trajectories": [1] * 1000}):
+        with pytest.raises(ValidationError) as raised:
+            Group.model_validate(value)
+        assert raised.value.error_count() == 1
+
+
 @pytest.mark.parametrize(
     ("model", "value", "field", "message"),
     [

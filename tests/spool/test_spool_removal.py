@@ -169,6 +169,21 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
     assert files_of_jobs(spool) == set()
 
 
+def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
+    """The time of its directory is that of the first file in it."""
+    monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
+    staged = spool.root / "runs" / f"{fs.TEMPORARY}{fs.new_ulid()}"
+    (staged / "checkpoints").mkdir(parents=True)
+    (staged / "checkpoints" / "model").touch()
+    for path in (staged / "checkpoints", staged):
+        os.utime(path, (time.time() - 4000,) * 2)
+    recovery.sweep(spool)
+    assert staged.exists()
+    os.utime(staged / "checkpoints" / "model", (time.time() - 4000,) * 2)
+    recovery.sweep(spool)
+    assert not staged.exists()
+
+
 def damage(spool: Spool, job_id: str, state: str, hours: float) -> None:
     """Damages a job's file, which was set aside so many hours ago then."""
     (path,) = spool.paths.jobs.glob(f"{state}/**/*,{job_id}.json")

@@ -23,6 +23,7 @@ SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
 # The answer to a training request comes once its batch is packed, after the batches before it.
 _PACKING_SECONDS = 900.0
+_FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
 # The controller sends a keep-alive every 10 s; after 35 s without one the connection is dead.
@@ -70,7 +71,8 @@ class Api(Requests):
 
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
         """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
-        return await self._call(RunStatus, "POST", "runs", run, "fork", body={"step": step, "name": name})
+        body = {"step": step, "name": name}
+        return await self._call(RunStatus, "POST", "runs", run, "fork", body=body, seconds=_FORK_SECONDS)
 
     async def delete_run(self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS) -> None:
         """Delete a run with its checkpoints and ended jobs; vLLM unloads what it serves of it. There is no way back.
@@ -277,7 +279,7 @@ class Api(Requests):
     async def download(self, run: str, step: int, dest: Path | str, *, weights_only: bool = False) -> Manifest:
         """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers where the run trains
         all weights. Checks each file's SHA-256. `weights_only`: without the optimizer's state."""
-        backoff, target = Backoff(self._patience), Path(dest)
+        backoff, target, most = Backoff(self._patience), Path(dest), 0
         parts, params = ("runs", run, "checkpoints", str(step), "download"), {"weights_only": weights_only}
         with staging(target) as directory:
             archive = Path(directory, "archive.tar")
@@ -287,6 +289,9 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
+                                if file.tell() > most:  # further than the attempts before
+                                    most = file.tell()
+                                    backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))
                 except TandemError as error:
                     if not error.retriable:

@@ -136,8 +136,9 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
         return _pack(deployment, request, spec, directory)
 
     return deployment.spool.queue.submit(
-        pack, run=run, job_id=request.id, fingerprint=fingerprint, base_step=request.base_step
-    )
+        pack, run=run, job_id=request.id, fingerprint=fingerprint, base_step=request.base_step,
+        most_behind=getattr(request, "max_off_policy_steps", None),
+    )  # fmt: skip
 
 
 def _fingerprint(run: str, request: AnyRequest) -> str:

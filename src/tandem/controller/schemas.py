@@ -141,7 +141,7 @@ class RLRequest(_TrainRequest):
     )
 
     kind: Literal["rl"] = "rl"
-    groups: list[Group] = Field(min_length=1)
+    groups: list[Group] = Field(min_length=1, fail_fast=True)
     loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     max_off_policy_steps: int | None = Field(
@@ -165,8 +165,8 @@ class SFTRequest(_TrainRequest):
     )
 
     kind: Literal["sft"] = "sft"
-    examples: list[SFTExample] = Field(min_length=1)
-    held_out: list[SFTExample] = Field(default=[], description=_HELD_OUT)
+    examples: list[SFTExample] = Field(min_length=1, fail_fast=True)
+    held_out: list[SFTExample] = Field(default=[], fail_fast=True, description=_HELD_OUT)
     loss: schema.SFTLoss = schema.SFTLoss()
 
 
@@ -178,8 +178,8 @@ class DPORequest(_TrainRequest):
     )
 
     kind: Literal["dpo"] = "dpo"
-    pairs: list[PreferencePair] = Field(min_length=1)
-    held_out: list[PreferencePair] = Field(default=[], description=_HELD_OUT)
+    pairs: list[PreferencePair] = Field(min_length=1, fail_fast=True)
+    held_out: list[PreferencePair] = Field(default=[], fail_fast=True, description=_HELD_OUT)
     loss: schema.PreferenceLoss = schema.PreferenceLoss()
 
 

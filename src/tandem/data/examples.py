@@ -120,7 +120,7 @@ class Message(Record):
 
 
 # The tags are parts of pydantic's paths; `inputs.from_validation_error` leaves them out.
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 TextOrMessages = Annotated[
     Annotated[str, Tag("as text")] | Annotated[Messages, Tag("as messages")],
     Discriminator(lambda value: "as messages" if isinstance(value, list) else "as text"),
@@ -148,8 +148,8 @@ class SFTExample(Record):
     completion: TextOrMessages | None = None
     text: str | None = Field(default=None, min_length=1)
     token_ids: TokenIds | None = Field(default=None, min_length=2)
-    trainable: list[StrictBool] | None = None
-    weights: list[StrictFloat] | None = None
+    trainable: Annotated[list[StrictBool], Field(fail_fast=True)] | None = None
+    weights: Annotated[list[StrictFloat], Field(fail_fast=True)] | None = None
     targets: TokenIds | None = None
     weight: StrictFloat = Field(default=1.0, ge=LOWEST_WEIGHT)
 

@@ -35,7 +35,8 @@ def _check_ids(ids: list[int]) -> list[int]:
 
 
 StrictFloat = Annotated[float, Field(strict=True)]
-TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], AfterValidator(_check_ids)]
+# `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds of times its size.
+TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(fail_fast=True), AfterValidator(_check_ids)]
 
 
 class Turn(Record):
@@ -48,7 +49,7 @@ class Turn(Record):
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
-    logprobs: list[StrictFloat]
+    logprobs: Annotated[list[StrictFloat], Field(fail_fast=True)]
     policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
     routed_experts: str | None = None
 
@@ -72,7 +73,7 @@ class Trajectory(Record):
     A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that turn's linear
     sequence; any other turn starts another sequence of the trajectory, with the same advantage."""
 
-    turns: list[Turn] = Field(min_length=1)
+    turns: list[Turn] = Field(min_length=1, fail_fast=True)
     reward: StrictFloat
     messages: list[dict[str, Any]] | None = None
     advantage: StrictFloat | None = None
@@ -82,7 +83,7 @@ class Trajectory(Record):
 class Group(Record):
     """All trajectories of one prompt; advantages compare their rewards."""
 
-    trajectories: list[Trajectory] = Field(min_length=1)
+    trajectories: list[Trajectory] = Field(min_length=1, fail_fast=True)
 
 
 class AdvantageSettings(Record):

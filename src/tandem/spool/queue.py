@@ -37,14 +37,16 @@ class Queue:
 
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,
-        run: str, job_id: str | None, fingerprint: str, base_step: int | None,
+        run: str, job_id: str | None, fingerprint: str, base_step: int | None, most_behind: int | None = None,
     ) -> tuple[Job, bool]:  # fmt: skip
         """Queues a job; returns it and whether it is new.
 
         `make(id, base_step, directory)` writes the job's data into `directory` and returns its specification, whose
         `base_step` and `data.path` are set here: another job may be queued while it works. A known id with the same run
         and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given, must be
-        `next_base(run)`: Conflict (field `base_step`). Any failure, also one of `make`, leaves no trace.
+        `next_base(run)`: Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
+        oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for an older one. Any
+        failure, also one of `make`, leaves no trace.
         """
         spec_of_run = self._spool.runs.get(run)
         if job_id is None:
@@ -67,6 +69,7 @@ class Queue:
                 base = self._check_base(run, base_step)
                 job = Job(spec=spec.model_copy(update={"data": placed, "base_step": base}))
                 self._check_reference(job.spec)
+                _check_age(job.spec, most_behind)
                 self._enqueue(job, staged)
         return job, True
 
@@ -248,6 +251,15 @@ class Queue:
         """Removes what a job needs only while an attempt runs."""
         _remove(self._paths.lease_file(job_id))
         fs.remove_tree(self._paths.all_work_dirs(job_id))
+
+
+def _check_age(spec: JobSpec, most: int | None) -> None:
+    """`data.prepare` has compared turns with the base step before other jobs were queued."""
+    oldest = spec.data.policy_step_min
+    if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
+        behind = f"step {oldest} sampled a turn, {age} steps before the job's base step {spec.base_step}"
+        problem = f"{behind}, which comes after the queued jobs; the most is {most}"
+        raise InvalidInput(problem, field="max_off_policy_steps")
 
 
 def _remove(*paths: Path) -> None:

@@ -89,7 +89,9 @@ def _remove_if_stale(path: Path) -> None:
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            age = clock.stat().st_mtime - path.stat().st_mtime
+            # A directory's own time says nothing about what is written deep inside it.
+            newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+            age = clock.stat().st_mtime - newest
         except FileNotFoundError:
             return
         finally:

@@ -66,9 +66,12 @@ class JobLog:
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
         for name, tail in self._tails.items():
-            if lines := tail.lines(final=final):
+            while lines := tail.lines():
                 self._write([f"[{name}] {line}" for line in lines])
+                if not final:
+                    break
             if final:
+                self._write([f"[{name}] {line}" for line in tail.lines(final=True)])
                 tail.close()
         if final:
             self._stdout.write([], timeout=1.0)
