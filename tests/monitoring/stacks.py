@@ -291,3 +291,12 @@ def sharing_in_one_pod() -> Stack:
     """As `sharing`, in Kubernetes: the containers of trainer and inference are one pod's."""
     return {re.sub(r'\bpod="(trainer|inference)"', 'pod="tandem-engine-0"', series): values
             for series, values in sharing().items()}  # fmt: skip
+
+
+def only_verifying() -> Stack:
+    """As `training`, and nobody samples: vLLM answers only the publisher's requests for one token."""
+    stack = training()
+    _vllm(stack, pace=0)
+    for metric, labels in (("generation_tokens", {}), ("request_success", {"finished_reason": "length"})):
+        put(stack, "vllm", f"vllm:{metric}_total", lambda minute: 8 * _jobs_done(minute), **_ENGINE, **labels)
+    return stack
