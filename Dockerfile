@@ -13,7 +13,7 @@ RUN apt-get update -qq \
  && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt \
  # Volumes take owner and mode from here. Group 0 writes, so any uid of group 0 will do.
  && echo 'tandem:x:2000:0:Tandem:/tmp:/usr/sbin/nologin' >>/etc/passwd \
- && install -d -m 2775 -o 2000 -g 0 /data /cache /cache/private /run/tandem
+ && install -d -m 2775 -o 2000 -g 0 /data /cache /private-cache /run/tandem
 ENV PATH=/opt/tandem/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     # The root file system is read-only: what wants to be written lies on the cache volume or on /tmp (tmpfs).
@@ -114,10 +114,10 @@ ENV TANDEM_DEVICE=cpu
 FROM torch-${DEVICE} AS torch
 # Compiled kernels survive a restart. They are code, and some are pickles: they lie on a volume that no other container
 # has.
-ENV XDG_CACHE_HOME=/cache/private XDG_CONFIG_HOME=/cache/private/config \
-    TORCHINDUCTOR_CACHE_DIR=/cache/private/inductor TRITON_CACHE_DIR=/cache/private/triton \
-    VLLM_CACHE_ROOT=/cache/private/vllm VLLM_CONFIG_ROOT=/cache/private/config NUMBA_CACHE_DIR=/cache/private/numba \
-    FLASHINFER_WORKSPACE_BASE=/cache/private \
+ENV XDG_CACHE_HOME=/private-cache XDG_CONFIG_HOME=/private-cache/config \
+    TORCHINDUCTOR_CACHE_DIR=/private-cache/inductor TRITON_CACHE_DIR=/private-cache/triton \
+    VLLM_CACHE_ROOT=/private-cache/vllm VLLM_CONFIG_ROOT=/private-cache/config NUMBA_CACHE_DIR=/private-cache/numba \
+    FLASHINFER_WORKSPACE_BASE=/private-cache \
     VLLM_NO_USAGE_STATS=1 HF_HUB_DISABLE_TELEMETRY=1 DO_NOT_TRACK=1
 
 # ---------------------------------------------------------------- trainer
@@ -168,7 +168,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 COPY examples /opt/tandem/examples
 COPY --chmod=755 entrypoints/inference /entrypoint
 # Copies of the adapters that vLLM serves: on a volume, since /tmp is memory.
-ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/cache/private/tmp \
+ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/private-cache/tmp \
     # Not the trainer's: the two may share a network.
     TANDEM_METRICS_PORT=9401
 RUN python -c "import tandem.inference.publisher.publisher, tandem.metrics.exporter, tandem.supervise.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"

@@ -166,7 +166,7 @@ def test_only_scratch_space_is_writable_for_everybody(image):
     modes = {p: m for p, m in final.items() if not stat.S_ISLNK(m) and not stat.S_ISCHR(m)}
     assert {p for p, m in modes.items() if m & stat.S_IWOTH and not (stat.S_ISDIR(m) and m & stat.S_ISVTX)} == set()
     ours = {p: m for p, m in modes.items() if not p.startswith(("/var/", "/tmp", "/run/lock"))}
-    assert {p for p, m in ours.items() if m & stat.S_IWGRP} <= {"/data", "/cache", "/cache/private", "/run/tandem"}
+    assert {p for p, m in ours.items() if m & stat.S_IWGRP} <= {"/data", "/cache", "/private-cache", "/run/tandem"}
     assert not [p for p, m in ours.items() if p.startswith("/opt") and m & (stat.S_ISUID | stat.S_ISGID)]
 
 

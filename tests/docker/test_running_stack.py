@@ -88,7 +88,7 @@ def test_secrets_are_only_in_their_files(stack):
     assert len(output) > 100_000
     for name in names:
         assert stack.secret(name) not in output, name
-    places = ["/data", "/cache", "/tmp", "/run/tandem"]
+    places = ["/data", "/cache", "/private-cache", "/tmp", "/run/tandem"]
     for service in SERVICES:
         everything = ["grep", "-rslF", "-D", "skip"]
         assert stack.exec(service, *everything, RUN, *places).stdout, "grep finds existing text"

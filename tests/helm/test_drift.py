@@ -201,10 +201,10 @@ def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, 
     """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
     image = (ROOT / "Dockerfile").read_text()
     assert set(re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)) == {
-        f"/cache/private{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
+        f"/private-cache{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
     }
-    caches = {role: sources(services(*files)[role])["/cache/private"] for role in ("trainer", "inference")}
-    assert all("emptyDir" in volume(case(name), role, "/cache/private") for role in caches)
+    caches = {role: sources(services(*files)[role])["/private-cache"] for role in ("trainer", "inference")}
+    assert all("emptyDir" in volume(case(name), role, "/private-cache") for role in caches)
     for one, service in services(*files).items():
         assert set(sources(service).values()) & set(caches.values()) == ({caches[one]} if one in caches else set())
 

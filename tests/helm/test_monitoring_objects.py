@@ -14,10 +14,20 @@ from helm.renders import NAMESPACE, RELEASES, case, component, component_of, tem
 ROOT = CHART.parents[1]
 PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
 JOBS = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
-TANDEM, KUBERNETES = (
-    yaml.safe_load((ROOT / "images" / "prometheus" / "rules" / f"{name}.yml").read_text())["groups"]
-    for name in ("tandem", "kubernetes")
-)
+OF_THE_RELEASE = {'namespace=~".+"': f'namespace="{NAMESPACE}"', 'pod=~".+-(': 'pod=~"a-tandem-('}
+"""What the chart replaces in the rules on kube-state-metrics."""
+
+
+def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
+    """The groups in a file of rules, with texts replaced."""
+    text = (ROOT / "images" / "prometheus" / "rules" / file).read_text()
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    return yaml.safe_load(text)["groups"]
+
+
+TANDEM, KUBERNETES = groups_of("tandem.yml", {}), groups_of("kubernetes.yml", OF_THE_RELEASE)
 DASHBOARDS = sorted((ROOT / "images" / "grafana" / "dashboards").glob("*.json"))
 MONITORED = [name for name in CASES if value(name, "monitoring.monitors.kind") != "none"]
 
@@ -105,6 +115,26 @@ def test_the_rules_are_those_of_compose():
     assert rules(kubernetes=False) == TANDEM
     assert len(alerts(TANDEM)) > 20
     assert any("record" in rule for group in TANDEM for rule in group["rules"])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.rules.enabled")])
+def test_the_rules_on_kube_state_metrics_select_the_pods_of_the_release(name):
+    rendered = case(name)
+    exprs = " ".join(
+        rule["expr"] for group in rendered.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"]
+    )
+    selectors = re.findall(r"\bkube_\w+\s*\{([^}]*)\}", exprs)
+    assert len(selectors) == len(re.findall(r"\bkube_", exprs)) >= 4
+    own = [f"{obj['metadata']['name']}-0" for obj in rendered.all("StatefulSet")]
+    own += [f"{obj['metadata']['name']}-6d4f9c7b8-x2x7q" for obj in rendered.all("Deployment")]
+    assert len(own) == len(templates(rendered))
+    others = ["ingress-nginx-controller-6d4f9c7b8-x2x7q", "b-tandem-trainer-0", "a-tandem-test-job"]
+    for selector in selectors:
+        matchers = {label: (sign, text) for label, sign, text in re.findall(r'(\w+)(=~?)"([^"]*)"', selector)}
+        assert matchers["namespace"] == ("=", NAMESPACE), selector
+        sign, pattern = matchers["pod"]
+        assert sign == "=~"
+        assert [pod for pod in own + others if re.fullmatch(pattern, pod)] == own, selector
 
 
 def test_disabled_and_overridden_rules():

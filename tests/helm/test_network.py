@@ -111,6 +111,7 @@ NAMESPACES = {
     "monitoring": {"kubernetes.io/metadata.name": "monitoring"},
     "elsewhere": {"team": "research"},
     "kube-system": {},
+    "openshift-dns": {},
 }
 STRANGERS = {name: Pod(name, namespace, labels) for name, namespace, labels in (
     ("prometheus", "monitoring", _PROMETHEUS),
@@ -184,14 +185,20 @@ def test_only_expected_connections_are_open(name):
     clients = {"client", "proxy elsewhere"} if "everything" in name else {"client"}
     allowed = expected(set(found.own), clients)
     assert set(found.own) >= TESTS | {"controller"}
-    dns = Pod("dns", "kube-system", {"k8s-app": "kube-dns"}), Pod("dns of the node", address="169.254.20.10")
+    # Kubernetes' DNS pods, those of OpenShift, and a DNS cache on the node.
+    dns = (
+        (Pod("dns", "kube-system", {"k8s-app": "kube-dns"}), 53),
+        (Pod("dns", "openshift-dns", {"dns.operator.openshift.io/daemonset-dns": "default"}), 5353),
+        (Pod("dns of the node", address="169.254.20.10"), 53),
+    )
     for one in found.own:
         works = one not in TESTS
         assert found.reached(one, INTERNET, 443) == works, one
         assert not any(found.reached(one, INTERNET, port) for port in (22, 80, 8000, 8443)), one
         assert not found.reached(one, INTERNET, 443, "UDP")
         assert found.reached(one, PROXY_OUTSIDE, 3128) == (works and "everything" in name)
-        assert all(found.reached(one, server, 53, protocol) for server in dns for protocol in ("UDP", "TCP"))
+        for server, port in dns:
+            assert all(found.reached(one, server, port, protocol) for protocol in ("UDP", "TCP")), (one, port)
         for port in PORTS:
             assert found.reaching(one, port) == allowed.get((one, port), set()), f"{one}:{port}"
             assert not [s for s in (*STRANGERS.values(), *found.others.values()) if found.reached(one, s, port)], one

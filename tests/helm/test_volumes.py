@@ -1,10 +1,13 @@
 """Volumes per access mode, and pods placed so that all of them get their volumes."""
 
+from pathlib import PurePosixPath
+
 import pytest
 
 from helm import matrix
-from helm.charts import merged
+from helm.charts import CHART, merged
 from helm.matrix import CASES, COMPONENT, INSTANCE, NAME, ONE_NODE, ROLES, SHARED_BY_RESOURCE, VALUES
+from helm.pods import containers
 from helm.renders import case, component, container_of, of, pod_of, templates, value, volume
 
 HOSTNAME = "kubernetes.io/hostname"
@@ -37,6 +40,29 @@ def test_all_roles_mount_the_same_two_volumes(name):
         assert obj["spec"]["resources"] == {"requests": {"storage": value(name, f"{kind}.size")}}
         policy = obj["metadata"].get("annotations", {}).get("helm.sh/resource-policy")
         assert policy == ("keep" if value(name, f"{kind}.keep") else None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_volume_is_mounted_inside_another(name):
+    """The runtime would have to create the directory as the host's root, whom NFS' root_squash gives no rights."""
+    for obj, pod in case(name).pods():
+        for container in containers(pod):
+            paths = [PurePosixPath(mount["mountPath"]) for mount in container["volumeMounts"]]
+            inside = [str(path) for path in paths if set(path.parents) & set(paths)]
+            assert inside == [], (obj["metadata"]["name"], container["name"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_images_of_trainer_and_inference_have_a_volume_for_their_own_files(name):
+    """In test pods, too: the root file system is read-only, and inference's entrypoint makes its TMPDIR."""
+    image = (CHART.parents[1] / "Dockerfile").read_text()
+    assert " TMPDIR=/private-cache/tmp " in image
+    assert " XDG_CACHE_HOME=/private-cache " in image
+    for obj, pod in case(name).pods():
+        for container in containers(pod):
+            if "-controller" not in container["image"]:
+                paths = {mount["mountPath"] for mount in container["volumeMounts"]}
+                assert "/private-cache" in paths, (obj["metadata"]["name"], container["name"])
 
 
 @pytest.mark.parametrize(("given", "expected"), [("", None), ("-", ""), ("fast", "fast")])

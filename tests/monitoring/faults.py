@@ -98,6 +98,7 @@ PROGRESS = "tandem_job_last_progress_timestamp_seconds"
 STEPS = "tandem_train_step_duration_seconds"
 START = "tandem_supervisor_process_start_time_seconds"
 UP = "tandem_supervisor_process_up"
+NEW_POD = {"pod": "tandem-controller-2", "instance": "tandem-controller-2:8080"}
 FAILED = "tandem_job_attempts_failed_total"
 FINISHED = "tandem_jobs_finished_total"
 SPLIT = "tandem_torch_memory_inactive_split_bytes"
@@ -206,6 +207,12 @@ fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFill
       *shared_volume(lambda m: 800.0 * GIB - GIB * m))  # fmt: skip
 fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 230: NONE},
       *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)))  # fmt: skip
+fault("a new controller downloads a model", idle, {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
+      dropping("controller", "tandem_volume_", since=200, volume="cache"),
+      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="cache", **NEW_POD),
+      setting("controller", "tandem_volume_free_bytes",
+              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="cache",
+              **NEW_POD))  # fmt: skip
 fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
       setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip
 fault("a job's file is damaged", idle, {24: NONE, 26: {"TandemSpoolDamaged"}},
@@ -261,3 +268,5 @@ fault("a container restarts", idle, {20: NONE, 29: {"TandemContainerRestarting"}
       kube(RESTARTS, lambda m: max(min(m, 40) - 20, 0) // 2, container="controller"))  # fmt: skip
 fault("a pod has no node", idle, {34: NONE, 35: {"TandemPodPending"}},
       kube("kube_pod_status_phase", since(20, 1), phase="Pending"))  # fmt: skip
+fault("the pod of trainer and inference has no node", idle, {34: NONE, 35: {"TandemPodPending"}},
+      kube("kube_pod_status_phase", since(20, 1), phase="Pending", pod="tandem-engine-0"))  # fmt: skip

@@ -31,6 +31,15 @@ def drop(stack: Stack, target: str, prefix: str = "", *, since: int = 0, **label
             values[since:] = [None] * len(values[since:])
 
 
+def input_series(stack: Stack, end: int) -> list[dict[str, str]]:
+    """A stack's minutes before `end`, as promtool reads them."""
+    return [
+        {"series": name, "values": " ".join("_" if value is None else f"{value:.10g}" for value in values[:end])}
+        for name, values in stack.items()
+        if any(value is not None for value in values[:end])
+    ]
+
+
 def per_minute(amount: float) -> Callable[[int], float]:
     return lambda minute: amount * minute
 

@@ -1,5 +1,6 @@
 """Healthy stacks, as Prometheus sees them minute by minute."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -272,7 +273,30 @@ def sharing() -> Stack:
         put(stack, target, "tandem_gpu_memory_used_bytes",
             lambda minute: (0.5 + 0.1 * (minute > 300) if asleep(minute) else 0.9) * TOTAL,
             uuid=INFERENCE_GPU)  # fmt: skip
-    put(stack, "trainer", "tandem_job_gpu_left_bytes", 0, uuid=INFERENCE_GPU)
-    put(stack, "trainer", "tandem_train_active", asleep)
+    trainer = partial(put, stack, "trainer")
+    trainer("tandem_gpu_info", 1, uuid=INFERENCE_GPU, name="H200")
+    trainer("tandem_gpu_utilization_ratio", lambda minute: 0.9 * asleep(minute), uuid=INFERENCE_GPU)
+    trainer("tandem_job_gpu_left_bytes", 0, uuid=INFERENCE_GPU)
+    trainer("tandem_train_active", asleep)
+    trainer("tandem_job_info", lambda minute: 1 if asleep(minute) else None, job_id="job", run="math", kind="rl")
+    for kind, share in (("reserved", 0.45), ("inactive_split", 0.05), ("step_floor", 0.1)):
+        trainer(f"tandem_torch_memory_{kind}_bytes",
+                lambda minute, share=share: share * TOTAL if asleep(minute) else None, rank="0",
+                uuid=INFERENCE_GPU)  # fmt: skip
     put(stack, "controller", "tandem_jobs", asleep, state="running")
+    return stack
+
+
+def sharing_in_one_pod() -> Stack:
+    """As `sharing`, in Kubernetes: the containers of trainer and inference are one pod's."""
+    return {re.sub(r'\bpod="(trainer|inference)"', 'pod="tandem-engine-0"', series): values
+            for series, values in sharing().items()}  # fmt: skip
+
+
+def only_verifying() -> Stack:
+    """As `training`, and nobody samples: vLLM answers only the publisher's requests for one token."""
+    stack = training()
+    _vllm(stack, pace=0)
+    for metric, labels in (("generation_tokens", {}), ("request_success", {"finished_reason": "length"})):
+        put(stack, "vllm", f"vllm:{metric}_total", lambda minute: 8 * _jobs_done(minute), **_ENGINE, **labels)
     return stack

@@ -13,15 +13,17 @@ import yaml
 
 from monitoring.faults import FAULTS, NONE, Case
 from monitoring.prometheus_tools import PROMETHEUS, ROOT, RULES, promtool
-from monitoring.series import MINUTES, Stack
+from monitoring.series import MINUTES, Stack, input_series
 from monitoring.stacks import (
     idle,
     merged,
     merged_and_sharing,
     on_cpu,
+    only_verifying,
     resident,
     resident_idle,
     sharing,
+    sharing_in_one_pod,
     starting,
     training,
 )
@@ -48,6 +50,8 @@ HEALTHY = [
     quiet(resident, *range(40, 52), 120),
     quiet(resident_idle, 60),
     quiet(sharing, 30, 45, 55, 70, 95, 105, 370, 399, MINUTES),
+    quiet(sharing_in_one_pod, 30, 45, 70, 95, 105),
+    quiet(only_verifying, 60, 120),
     quiet(on_cpu, 5, 60, 120),
     quiet(merged, 30, 59, *range(60, 100), 200),
     quiet(merged_and_sharing, 39, 52, 80, 99, 105, 120),
@@ -60,11 +64,6 @@ def _test(case: Case) -> dict:
     It also expects each alert that fires to have no labels and texts, which is wrong: so promtool prints them.
     """
     end = max(case.expected) + 1
-    series = [
-        {"series": name, "values": " ".join("_" if value is None else f"{value:.10g}" for value in values[:end])}
-        for name, values in case.stack().items()
-        if any(value is not None for value in values[:end])
-    ]
     firing = [
         {"expr": 'group by (alertname) (ALERTS{alertstate="firing"})', "eval_time": f"{minute}m",
          "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)]}
@@ -72,8 +71,8 @@ def _test(case: Case) -> dict:
     ]  # fmt: skip
     texts = [{"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
              for minute, names in case.expected.items() for name in sorted(names)]  # fmt: skip
-    return {"interval": "1m", "name": case.name, "input_series": series, "promql_expr_test": firing,
-            "alert_rule_test": texts}  # fmt: skip
+    return {"interval": "1m", "name": case.name, "input_series": input_series(case.stack(), end),
+            "promql_expr_test": firing, "alert_rule_test": texts}  # fmt: skip
 
 
 def _run(directory: Path, cases: list[Case]) -> str:

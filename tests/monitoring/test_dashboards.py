@@ -1,5 +1,6 @@
 """Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes, and readable."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,9 +8,10 @@ import sys
 import yaml
 from images.grafana.source.limits import LIMITS
 
-from monitoring.dashboards import DASHBOARDS, GRAFANA, metrics, panels
-from monitoring.prometheus_tools import PROMETHEUS
-from monitoring.series import TARGETS
+from monitoring.dashboards import DASHBOARDS, GRAFANA, metrics, panels, queries, resolved
+from monitoring.prometheus_tools import PROMETHEUS, RULES, promtool
+from monitoring.series import TARGETS, input_series
+from monitoring.stacks import sharing_in_one_pod
 from monitoring.test_alerts import alerts
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -57,6 +59,24 @@ def test_limits_are_those_of_the_alerts():
         rule = alerts()[alert]
         text = rule["expr"].replace("256 * 1024^2", str(256 * 2**20))
         assert re.search(rf"(?<![\w.]){re.escape(f'{limit:.15g}')}(?![\w.])", text), f"{alert} has another limit"
+
+
+def test_every_query_can_be_answered_where_trainer_and_inference_are_one_pod(tmp_path):
+    """promtool prints what a query gave, which no test expects, or why it failed: a join with two partners."""
+    (tmp_path / "tandem.yml").write_text((RULES / "tandem.yml").read_text())
+    asked = [{"expr": resolved(expr), "eval_time": "60m", "exp_samples": []} for _, expr in queries()]
+    test = {"interval": "1m", "input_series": input_series(sharing_in_one_pod(), 61), "promql_expr_test": asked}
+    (tmp_path / "cases.yml").write_text(
+        json.dumps({"rule_files": ["tandem.yml"], "evaluation_interval": "1m", "tests": [test]})
+    )
+    done = promtool("test", "rules", "cases.yml", cwd=tmp_path)
+    printed = done.stdout + done.stderr
+    assert "err: " not in printed, printed
+    joined = [part for part in printed.split("expr: ") if re.search(r"\bon \(", part)]
+    assert len(joined) == sum(bool(re.search(r"\bon \(", query["expr"])) for query in asked) >= 1
+    for part in joined:
+        assert "got: nil" not in part, f"the stack has nothing to join: {part}"
+    assert printed.count("got:") > 50, printed
 
 
 def test_grafana_is_provisioned_with_them():

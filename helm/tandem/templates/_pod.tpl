@@ -206,7 +206,7 @@ projected:
 - {name: {{ include "tandem.own" (merge (dict "name" "run") .) }}, mountPath: /run/tandem}
 {{- if .shm }}
 - {name: {{ include "tandem.own" (merge (dict "name" "shm") .) }}, mountPath: /dev/shm}
-- {name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}, mountPath: /cache/private}
+- {name: {{ include "tandem.own" (merge (dict "name" "private-cache") .) }}, mountPath: /private-cache}
 {{- end }}
 {{- end -}}
 

@@ -45,6 +45,8 @@ spec:
         - {name: secrets, mountPath: /etc/tandem/secrets, readOnly: true}
         - {name: tmp, mountPath: /tmp}
         - {name: cache, mountPath: /cache}
+        # Where the images of trainer and inference have their own files.
+        - {name: cache, mountPath: /private-cache}
   volumes:
     {{- if .data }}
     - name: data

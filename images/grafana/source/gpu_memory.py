@@ -159,7 +159,7 @@ def _devices() -> list[Json]:
                  texts={"0": ("no", "transparent"), "1": ("yes", "orange")}),
         table("Device details", "`tandem_gpu_info` with `tandem_gpu_memory_total_bytes`. The index is the container's "
               "own.",
-              query("tandem_gpu_memory_total_bytes{@gpu} * on (namespace, pod, uuid) group_left (index, name, "
+              query("tandem_gpu_memory_total_bytes{@gpu} * on (namespace, pod, role, uuid) group_left (index, name, "
                     "driver_version, cuda_version, pci_bus_id, mig_profile) tandem_gpu_info{@gpu}", kind="table"),
               columns={"pod": "Pod", "index": "Index", "name": "Device", "Value": "Memory", "uuid": "UUID",
                        "mig_profile": "MIG", "driver_version": "Driver", "cuda_version": "CUDA", "pci_bus_id": "Bus"},
