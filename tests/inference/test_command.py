@@ -35,7 +35,8 @@ def test_cpu() -> None:
     assert "lm_head" not in made.argv
     expected = {
         "PATH": "/bin", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1", "GOMP_SPINCOUNT": "1000", "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
+        "GOMP_SPINCOUNT": "1000", "TORCH_COMPILE_DISABLE": "1",
     }  # fmt: skip
     assert made.env.items() >= expected.items()
     assert "HF_HUB_OFFLINE" not in made.env
@@ -122,6 +123,8 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
         ({"weights": "merged", "vllm_args": "--quant fp8"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "--api_server_count=2"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "--data-parallel-size 2"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "-pp 2"}, "vllm_args"),
+        ({"weights": "merged", "vllm_args": "--pipeline_parallel_size=2"}, "vllm_args"),
     ],
 )
 def test_settings_that_cannot_work_are_named(values: dict[str, object], field: str) -> None:

@@ -50,7 +50,7 @@ class Engine:
             return [{"seconds": 0.01, "tokens": dict(self.tokens)}]
         return [{"result": {"staged": "merge", "rows": []}.get(method)}] * 2
 
-    def generate(self, request_id: str) -> None:
+    async def add_request(self, request_id: str) -> None:
         self.generated.append(request_id)
 
     def swaps(self) -> list[str]:
@@ -82,9 +82,9 @@ class World:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.proceed, self.tokenised = asyncio.Event(), asyncio.Event()
-        self.proceed.set()
-        self.tokenised.set()
+        self.proceed, self.tokenised, self.streamed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.proceed, self.tokenised, self.streamed):
+            event.set()
         self.paths = [Path("base", "/model")]
         registry = SimpleNamespace(base_model_paths=self.paths)
         self.state = SimpleNamespace(
@@ -104,10 +104,10 @@ class World:
         body = await request.json()
         await self.tokenised.wait()
         request_id = request.headers.get("x-request-id", "?")
-        self.engine.generate(request_id)
         if body.get("stream"):
-            answer = StreamingResponse(self._events(body.get("echo", "x")), media_type="text/event-stream")
+            answer = StreamingResponse(self._events(request_id, body.get("echo", "x")), media_type="text/event-stream")
         else:
+            await self.engine.add_request(request_id)
             await self.proceed.wait()
             content = {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
             text = json.dumps(content)
@@ -115,7 +115,10 @@ class World:
             answer = StreamingResponse(iter([text[:5], text[5:]]), self.status, headers, "application/json")
         await answer(scope, receive, send)
 
-    async def _events(self, text: str) -> AsyncIterator[str]:
+    async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
+        """vLLM gives a stream to the engine when its first event is asked for, behind the answer's headers."""
+        await self.streamed.wait()
+        await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
         yield event
         await self.proceed.wait()
@@ -489,6 +492,37 @@ async def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights(wor
     world.tokenised.set()
     answer = await early
     assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
+
+
+async def test_a_stream_that_has_not_reached_the_engine_has_only_the_new_weights(world: World) -> None:
+    await world.publish(1)
+    world.streamed.clear()
+    early = world.sample(name="early", stream=True)
+    await world.until(lambda: world.server._in_flight)
+    await asyncio.sleep(0.05)
+    await world.publish(2)
+    world.streamed.set()
+    answer = await early
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.text) == ("run@2", False)
+
+
+async def test_a_request_that_ends_right_behind_the_swap_tells_it(world: World) -> None:
+    """The engine's answer to the swap and the last token come to the API server at once."""
+    await world.publish(1)
+    running = await world.running(stream=True)
+    swapped = asyncio.get_running_loop().create_future()
+
+    async def swap(*_: Any) -> Any:
+        return await swapped
+
+    world.engine.on["swap"] = swap
+    order = asyncio.create_task(world.swap(2))
+    await world.until(lambda: len(world.engine.swaps()) == 2)
+    swapped.set_result([{"seconds": 0.01, "tokens": {f"cmpl-mine-0-{RANDOM}": 1}}])
+    world.proceed.set()
+    answer = await running
+    assert '"spans": [["run@1", 0], ["run@2", 1]]' in answer.text
+    assert (await order).status_code == 200
 
 
 async def test_an_order_that_is_cut_off_changes_nothing(world: World) -> None:

@@ -48,6 +48,14 @@ def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_agai
     assert told == {"running": running, "evicted": 4}
 
 
+def test_drafts_on_their_way_are_discarded() -> None:
+    """Nobody knows yet how many of them will be accepted."""
+    scheduler = Scheduler([Request("running", 10, 4, b"first")], [])
+    scheduler.num_spec_tokens = 3  # type: ignore[attr-defined]
+    told = extension._tend(SimpleNamespace(scheduler=scheduler), "keep", "run@1")
+    assert (told, scheduler.running) == ({"running": 10}, [])
+
+
 def test_no_request_that_waits_finds_blocks_of_the_weights_before(hashes: Any) -> None:
     waits, comes = (Request(name, 0, 0, b"first") for name in ("waits", "comes"))
     extension._tend(SimpleNamespace(scheduler=Scheduler([], [waits])), "keep", "run@1")

@@ -34,7 +34,7 @@ class ChangedAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._start: Message | None = None  # of a JSON answer, held back until its body is complete
+        self._start: Message | None = None  # held back: the first event or the whole body decides the headers
         self._body = b""
         self._stream = False
 
@@ -50,21 +50,21 @@ class ChangedAnswer:
     async def send(self, message: Message) -> None:
         body: bytes = message.get("body", b"")
         if message["type"] == "http.response.start" and message["status"] == 200:
-            message = {**message}
-            headers = MutableHeaders(scope=message)
-            headers.update(self.headers())
-            self._stream = "event-stream" in headers.get("content-type", "")
-            if not self._stream:
-                self._start = message
-                return
-        elif self._start is not None:
+            self._start = {**message}
+            self._stream = "event-stream" in MutableHeaders(scope=self._start).get("content-type", "")
+            return
+        if self._start is not None:
             self._body += body
-            if message.get("more_body"):
+            if message.get("more_body") and not (self._stream and body):
                 return
-            body = self.whole(self._body)
-            MutableHeaders(scope=self._start)["content-length"] = str(len(body))
+            headers = MutableHeaders(scope=self._start)
+            headers.update(self.headers())
+            if not self._stream:
+                body = self.whole(self._body)
+                headers["content-length"] = str(len(body))
+                message = {"type": "http.response.body", "body": body}
             await self._send(self._start)
-            message = {"type": "http.response.body", "body": body}
-        elif self._stream and body:
+            self._start = None
+        if self._stream and body:
             message = {**message, "body": self.event(body)}
         await self._send(message)

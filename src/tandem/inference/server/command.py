@@ -56,6 +56,7 @@ def server_command(settings: Settings, *, environ: Mapping[str, str] | None = No
 _NOT_MERGED = (
     (("--enable-expert-parallel", "-ep"), None, "experts that are distributed over GPUs can't be written"),
     (("--quantization", "-q"), None, "quantised weights can't be written"),
+    (("--pipeline-parallel-size", "-pp"), "1", "a stage has no place for the layers of the others"),
     (("--api-server-count", "-asc"), "1", "each API server would hold requests back on its own"),
     (("--data-parallel-size", "-dp"), "1", "vLLM answers only for its first engine, so no other would be verified"),
 )
@@ -183,6 +184,8 @@ def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
 
 def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # vLLM 0.32 samples the calls of strict tools under a grammar: from another distribution than the trainer computes.
+    defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if device == "cpu":

@@ -84,14 +84,15 @@ class MergedServer:
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
-        generate = self._engine.generate
+        add_request = self._engine.add_request  # `generate` calls it when its first result is asked for
 
-        def note_and_generate(*args: Any, **kwargs: Any) -> Any:
+        async def add_and_note(*args: Any, **kwargs: Any) -> Any:
+            queue = await add_request(*args, **kwargs)
             if (request := current_request.get(None)) is not None:
                 request.in_engine = True
-            return generate(*args, **kwargs)
+            return queue
 
-        self._engine.generate = note_and_generate
+        self._engine.add_request = add_and_note
 
     async def _sample(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._until(lambda: self.phase not in ("swapping", "unverified"), time.monotonic() + HOLD_SECONDS)
@@ -225,23 +226,35 @@ class MergedServer:
         """The engine begins no swap after the deadline, so a missing answer means that it hangs."""
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, requests, version.name, deadline)
+
+        def tell(answers: list[dict[str, Any]]) -> None:  # before the tokens that come after the answer are passed on
+            if "tokens" in answers[0] and version.path != self.current.path:
+                for request in self._in_flight:
+                    request.swapped(version.name, answers[0]["tokens"], in_engine=in_engine.get(request, False))
+
         try:
-            [outcome] = await self._call("swap", deadline + GRACE_SECONDS, *arguments)
+            [outcome] = await self._call("swap", deadline + GRACE_SECONDS, *arguments, tell=tell)
         except SwapFailed as failure:
             raise failure if failure.status != 503 else Torn(str(failure)) from failure
         if "torn" in outcome:
             raise Torn(outcome["torn"])
         if "late" in outcome:
             raise SwapFailed("the engine was busy until the deadline; the old weights stay")
-        if version.path != self.current.path:
-            for request in self._in_flight:
-                request.swapped(version.name, outcome["tokens"], in_engine=in_engine.get(request, False))
         return dict(outcome)
 
-    async def _call(self, method: str, deadline: float, *args: Any) -> list[dict[str, Any]]:
+    async def _call(
+        self, method: str, deadline: float, *args: Any, tell: Callable[[list[dict[str, Any]]], None] | None = None
+    ) -> list[dict[str, Any]]:
         """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503 where no answer came
         in time, 422 where one is an error."""
-        call = asyncio.ensure_future(self._engine.collective_rpc("tandem_call", args=(method, *args)))
+
+        async def ask() -> list[dict[str, Any]]:
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc("tandem_call", args=(method, *args))
+            if tell is not None:
+                tell(answers)
+            return answers
+
+        call = asyncio.ensure_future(ask())
         while not call.done():
             left = deadline - time.monotonic()
             if self._engine.errored or left <= 0:

@@ -139,7 +139,9 @@ def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
     tokens = {r.request_id: r.num_output_tokens + r.num_output_placeholders for r in scheduler.requests.values()}
     # All block hashes begin with this value, so no request finds a block that other weights have computed.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
-    if requests == "recompute":
+    # Nobody knows yet how many of the drafts in flight will be accepted.
+    drafted = getattr(scheduler, "num_spec_tokens", 0) and any(r.num_output_placeholders for r in scheduler.running)
+    if requests == "recompute" or drafted:
         # vLLM discards the tokens in flight of running requests, and samples them again from the new weights.
         tokens |= {request.request_id: request.num_output_tokens for request in scheduler.running}
         scheduler.reset_prefix_cache(reset_running_requests=True)
