@@ -151,7 +151,7 @@ class TandemBackend:
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The backend's options with a call's own, which go before."""
-        merged = {name: {**self._options.get(name, {}), **own} for name, own in settings.items()}
+        merged = {name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()}
         return self._options | merged
 
     async def _arrived(self, model: Any, step: int) -> int:
