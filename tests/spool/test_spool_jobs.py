@@ -215,7 +215,7 @@ def test_sweep_of_old_remains_only(spool):
         else:
             path.write_text("x")
     for age in (0, 3000, 3700):
-        for path in [*remains, spool.paths.data_dir("queued")]:
+        for path in [*remains, *(path / "file" for path in remains if path.is_dir()), spool.paths.data_dir("queued")]:
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
