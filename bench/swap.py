@@ -9,10 +9,9 @@ publisher copies, loads, verifies and announces it. The stall of a swap is the l
 running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or
 write whole weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending`
 without the time to connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. Then
-`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, all of them from begin to
-end. The probe is made of
-vLLM's own log-probs. `--publications`: so many more checkpoints follow one another while nobody samples, and the
-memory of vLLM's processes is read now and then.
+`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, from the start of the
+first to the end of the last. The probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints
+follow one another while nobody samples, and the memory of vLLM's processes is read now and then.
 """
 
 import argparse
@@ -153,7 +152,7 @@ class Streams(threading.Thread):
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator, whole = np.random.default_rng(number), self._options.tokens
-        first = max(1, whole * (number + 1) // self._options.requests)  # later prompts come one by one then
+        first = max(1, whole * (number + 1) // self._options.requests)  # so that later prompts come one by one
         for tokens in itertools.chain([first], itertools.repeat(whole)):
             if self._ended.is_set():
                 return

@@ -182,8 +182,9 @@ def read_request(text: str) -> dict[str, Any]:
     for place, item in items:
         keys = item.keys() if isinstance(item, dict) else set[str]()
         if not (kind := next((kind for kind, names in marks.items() if names & keys), "")):
-            known = '"trajectories"), pair ("chosen") or example ("messages", "prompt", "text", "token_ids")'
-            raise InvalidInput(f"no group ({known}", field=f"FILE {place}")
+            examples = '("messages", "prompt", "text" or "token_ids")'
+            problem = f'neither a group ("trajectories") nor a pair ("chosen") nor an example {examples}'
+            raise InvalidInput(problem, field=f"FILE {place}")
         kinds.setdefault(kind, place)
     if len(kinds) > 1:
         found = " and ".join(f"{kind} (from {place})" for kind, place in kinds.items())

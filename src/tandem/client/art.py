@@ -137,9 +137,10 @@ class TandemBackend:
             raise InvalidInput(f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate")
         step = None
         for rate, part in groupby(zip(rates, batches, strict=False), key=lambda pair: pair[0]):
-            options: Any = {"packing": {"sequence_length": self._sequence_length}}
-            options = self._with_options(options | {"optimizer": {"learning_rate": rate, "batch_size": size}})
-            options = {name: value for name, value in options.items() if name not in ("loss", "advantage")}  # of RL
+            own = {"packing": {"sequence_length": self._sequence_length}}
+            own |= {"optimizer": {"learning_rate": rate, "batch_size": size}}
+            of_rl = ("loss", "advantage")
+            options: Any = {name: value for name, value in self._with_options(own).items() if name not in of_rl}
             job = await self._tandem.train_sft(_run(model), list(chain(*(batch for _, batch in part))), **options)
             async for event in self._tandem.events(job.id):
                 if event.type == "step":
@@ -150,7 +151,7 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options with a call's own, which go before."""
+        """The backend's options, joined with a call's own. Where both have a value, the call's counts."""
         merged = {name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()}
         return self._options | merged
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tandem.data.inputs import policy_step_of
 from tandem.errors import InvalidInput, TandemError
-from tandem.vllm_client.sampling import distorting
+from tandem.vllm_client.sampling import distorting, loop_options
 
 Group = dict[str, list[dict[str, Any]]]
 
@@ -106,10 +106,7 @@ class Environment:
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
         """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError where the rollout fails."""
-        wanted = {"temperature": 1.0, **sampler.options}
-        if self._options.get("temperature", wanted["temperature"]) != wanted["temperature"]:
-            problem = f"{self._options['temperature']} is not the loss's {wanted['temperature']}"
-            raise InvalidInput(f"{problem}; set both in the config", field="arguments.sampling.temperature")
+        wanted = loop_options(sampler.options, self._options, "arguments.sampling.temperature")
         trace = await self._agent(sampler.model, **wanted).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
             raise TandemError(f"the rollout failed: {_problem(trace)}")

@@ -89,7 +89,7 @@ def _messages(record: Record) -> Record:
 
 
 def _led(lead: list[dict[str, Any]], messages: Any) -> Any:
-    """Messages after the record's own system message, unless they begin with it."""
+    """`messages` behind those of `lead`, unless they begin with them; what is no list stays as it is."""
     return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages
 
 
@@ -123,17 +123,16 @@ def _preference(record: Record) -> Record:
     prompt: Any = _chat(record.get("prompt"), "prompt")
     lead = _turns(_text(record, "system", "system_prompt"))
     if record.get("conversations") is not None:
-        prompt = _led(lead, _chat(record["conversations"], "conversations"))
+        prompt = _chat(record["conversations"], "conversations")
     elif isinstance(record.get("input"), dict):
-        prompt = _led(lead, _chat(record["input"].get("messages"), "input.messages"))
+        prompt = _chat(record["input"].get("messages"), "input.messages")
     elif record.get("instruction") is not None or record.get("question") is not None:
         prompt = _asked(record)
     elif isinstance(prompt, str) and (lead or isinstance(chosen, list)):
-        prompt = lead + _turns("", prompt)
-    elif prompt is None:
+        prompt = _turns("", prompt)
+    if prompt is None:
         chosen, rejected = _led(lead, chosen), _led(lead, rejected)
-    else:
-        prompt = _led(lead, prompt)
+    prompt = _led(lead, prompt)
     if isinstance(prompt, list):
         chosen, rejected = (_answer(half) if isinstance(half, str) else half for half in (chosen, rejected))
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:

@@ -23,20 +23,20 @@ class Tail:
             file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """New complete lines, without their ends, at most about 16 MiB of them: the next call has more. `final`: all of
-        them, and the last line counts even if it is not finished."""
+        """New complete lines, without their ends, at most about 16 MiB of them: the next call has more. `final`: the
+        last line of the file counts even if it is not finished."""
         lines, read = list[str](), 0
         while file := self._open():
             if os.fstat(file.fileno()).st_size < file.tell():
                 file.seek(0)  # it was truncated
-            while (final or read < _MOST) and (chunk := file.read(_CHUNK)):
+            while read < _MOST and (chunk := file.read(_CHUNK)):
                 read += len(chunk)
                 *complete, self._partial = (self._partial + chunk).split(b"\n")
                 if len(self._partial) > _LONGEST_LINE:
                     complete, self._partial = [*complete, self._partial], b""
                 lines += [line.decode(errors="replace").rstrip("\r") for line in complete]
-            if read >= _MOST and not final:
-                break
+            if read >= _MOST:
+                return lines
             with suppress(OSError):
                 if not os.path.samestat(self.path.stat(), os.fstat(file.fileno())):
                     self.close()  # it was rotated

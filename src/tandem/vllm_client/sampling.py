@@ -1,8 +1,10 @@
 """Options of vLLM's sampling with which it draws from the distribution that the trainer computes. Standard library
-only: vLLM's own process imports this."""
+and `tandem.errors` only: vLLM's own process imports this."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from tandem.errors import InvalidInput
 
 # Options that change the distribution, and the values with which they don't.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -20,3 +22,13 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
             problem = f"{name}={options[name]} samples from another distribution than the trainer computes"
             return name, f"{problem}; leave it out"
     return None
+
+
+def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """The options of a training loop, temperature included. InvalidInput, with this field, where a request's or an
+    environment's own options have another temperature: the loss computes with the loop's."""
+    wanted = {"temperature": 1.0, **options}
+    if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
+        problem = f"{own['temperature']} is not the loss's {wanted['temperature']}; set both in the config"
+        raise InvalidInput(problem, field=field)
+    return wanted

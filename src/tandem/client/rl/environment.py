@@ -18,6 +18,7 @@ from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff, connection
 from tandem.client.rl.config import EnvironmentSection, RLSection
 from tandem.errors import InvalidInput, TandemError
+from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
 """Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
@@ -55,10 +56,7 @@ class Sampler:
         InvalidInput for options that change the distribution, and for what vLLM refuses, such as a conversation longer
         than its context.
         """
-        wanted = {"temperature": 1.0, **self.options}
-        if options.get("temperature", wanted["temperature"]) != wanted["temperature"]:
-            problem = f"{options['temperature']} is not the loss's {wanted['temperature']}; set both in the config"
-            raise InvalidInput(problem, field="temperature")
+        wanted = loop_options(self.options, options, "temperature")
         extra = sampling_options(**{**wanted, **options})["extra_body"]
         self.response = await self._post({"messages": list(messages), "logprobs": True, **extra})
         self._builder.messages = [dict(message) for message in messages]

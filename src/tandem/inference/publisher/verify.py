@@ -18,6 +18,7 @@ IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(rang
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
 
 IDENTITY_TRIES = 4
+"""How often step 0 is compared with the base model before it is refused."""
 
 MARGIN = 4.0
 """Standard errors by which a movement must be below one half to count against a checkpoint. The trainer's log-probs

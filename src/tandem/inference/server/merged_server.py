@@ -246,7 +246,7 @@ class MergedServer:
         self, method: str, deadline: float, *args: Any, tell: Callable[[list[dict[str, Any]]], None] | None = None
     ) -> list[dict[str, Any]]:
         """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503 where no answer came
-        in time, 422 where one is an error."""
+        in time, 422 where one is an error. `tell` gets the answers as soon as they are here."""
 
         async def ask() -> list[dict[str, Any]]:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc("tandem_call", args=(method, *args))

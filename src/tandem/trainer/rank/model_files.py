@@ -82,8 +82,8 @@ class ModelFiles:
         self._directory.mkdir(parents=True)
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # In their final size: an NFS client that writes behind the end that it knows sends the whole page, and so
-            # zeros over what another host has written there.
+            # In their final size. An NFS client that writes behind the end that it knows sends the whole page, and so
+            # it overwrites what another host has written there with zeros.
             os.truncate(self._directory / file, self._sizes[file])
         index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -66,12 +66,11 @@ class JobLog:
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
         for name, tail in self._tails.items():
-            while lines := tail.lines():
+            while lines := tail.lines(final=final):
                 self._write([f"[{name}] {line}" for line in lines])
-                if not final:
+                if not final:  # the runner has other things to do
                     break
             if final:
-                self._write([f"[{name}] {line}" for line in tail.lines(final=True)])
                 tail.close()
         if final:
             self._stdout.write([], timeout=1.0)
