@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tandem.supervise.watchdog import Progress, Sample, parse
-from tandem.system import processes
 from tandem.system.processes import Process
+from waiting import alive
 
 VLLM = Process(pid=7, parent=1, zombie=False, started=1, command="vllm")
 BUSY = """\
@@ -112,7 +112,7 @@ def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
     stack.until("vLLM runs", count=2)
     stack.until("ended: terminated by SIGKILL; crash 1 of 8")
     first = re.findall(r"with engine (\d+)", stack.text())[0]
-    assert processes.read(int(first)) is None
+    assert not alive(int(first))
     stack.until("asked for /metrics", count=stack.text().count("asked for /metrics") + 20)
     assert stack.text().count("vLLM runs") == 2
     # The server itself hangs.
