@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from unittest import mock
 import torch
 
 from free_ports import free_ports
+from tandem.system import processes
 
 
 def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
@@ -99,12 +101,17 @@ def run_program(script: str, *arguments: str, seconds: float) -> str:
         finally:
             program.kill()
         printed = log.read_text(errors="replace")
-        assert program.exitcode == 0, f"{program.exitcode}: {printed[-6000:]}"
+        assert program.exitcode == 0, f"{program.exitcode}: {printed[-20000:]}"
         return printed
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait until all have ended, for `seconds` at most."""
+    """Wait until all have ended, for `seconds` at most. Those that have not are ended; Tandem's print their stacks."""
     end = time.monotonic() + seconds
     for rank in ranks:
         rank.join(max(0.0, end - time.monotonic()))
+    for rank in ranks:
+        if rank.pid is not None and rank.is_alive():
+            for process in [*processes.descendants(rank.pid), *filter(None, [processes.read(rank.pid)])]:
+                processes.send(process, signal.SIGABRT)
+    time.sleep(2 if any(rank.is_alive() for rank in ranks) else 0)
