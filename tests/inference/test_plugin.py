@@ -1,10 +1,15 @@
-"""The plugin: vLLM's engine processes end with the server that started them."""
+"""The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters change only their own
+tokens."""
 
 import os
 import signal
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from tandem.inference.server import plugin
 from tandem.system import processes
 from waiting import until
 
@@ -46,3 +51,25 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
         server.stdout.close()
         if processes.read(engine) is not None:
             os.kill(engine, signal.SIGKILL)
+
+
+def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for module in (lora_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)  # puts it back at the end
+    plugin._leave_base_tokens_alone()
+    adapters, base = [7, 9], 0  # in slots 0 and 1
+    a, b, x = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 4), torch.randn(6, 8)
+    for prefill in (True, False):
+        wrapper = punica_cpu.PunicaWrapperCPU(16, 16, "cpu")
+        tokens = (base, base, 7, 7, 9, base)
+        wrapper.update_metadata(LoRAMapping(tokens, (base, 7, 9, base), is_prefill=prefill), adapters, 2, 100)
+        y = torch.zeros(6, 8)
+        wrapper.add_lora_linear(y, x, (a,), (b,), 2.0, (8,))
+        for adapter, row, added in zip(tokens, x, y, strict=True):
+            slot = adapters.index(adapter) if adapter != base else None
+            expected = torch.zeros(8) if slot is None else 2.0 * b[slot, 0] @ a[slot, 0] @ row
+            torch.testing.assert_close(added, expected)

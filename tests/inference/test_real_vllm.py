@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -172,18 +172,22 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
     assert time.time() - 60 < client.adapters_last_used()[name] <= time.time()
 
 
-def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
-    """The publisher verifies while clients sample, with adapters and without."""
-    name = f"{next(names)}@1"
-    client.load_lora(name, str(identity))
-    alone = client.prompt_logprobs("base", SEQUENCES[1])
-    with ExitStack() as streams:
-        for model in ("base", name, name):
-            next(streams.enter_context(stream(vllm, model)).iter_lines())
-        for model in (name, "base"):
-            assert client.prompt_logprobs(model, SEQUENCES[1]) == pytest.approx(alone, abs=1e-4)
-    assert client.healthy()
-    client.unload_lora(name)
+def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, tmp_path: Path) -> None:
+    """The publisher verifies while clients sample, and every slot of vLLM's for adapters is in use."""
+    adapters = [f"{next(names)}@1" for _ in range(Settings().max_loras)]
+    for seed, name in enumerate(adapters):
+        client.load_lora(name, str(write_random_adapter(tmp_path / str(seed), vllm.model, ATTENTION, seed=seed)))
+    models = ["base", *adapters]
+    alone = {model: client.prompt_logprobs(model, SEQUENCES[1]) for model in models}
+    assert distance([alone["base"]], [alone[adapters[0]]]) > 0.5
+    for model in models:
+        with stream(vllm, adapters[-1]) as answer:
+            lines = answer.iter_lines()  # without a reference the request would end
+            next(lines)
+            assert client.prompt_logprobs(model, SEQUENCES[1]) == pytest.approx(alone[model], abs=1e-4)
+            assert client.adapters_in_use() == {adapters[-1]}, "the requests did not share a batch"
+    for name in adapters:
+        client.unload_lora(name)
 
 
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(

@@ -3,7 +3,6 @@ prove only that the volume has the right bytes."""
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,9 +15,6 @@ from tandem.vllm_client.names import BASE_MODEL_NAME
 
 IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(range(48, 16, -1)))
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
-
-IDENTITY_TRIES = 4
-"""How often step 0 is compared with the base model before it is refused."""
 
 MARGIN = 4.0
 """Standard errors by which a movement must be below one half to count against a checkpoint. The trainer's log-probs
@@ -88,10 +84,11 @@ def verify(
     VllmClient raises.
     """
     longest = client.longest_prompt()
+    prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
+    served = list(chain.from_iterable(client.prompt_logprobs(model, tokens) for tokens in prompts))
     if probe is None:
-        return _with_identity(client, model, identity, [tokens[:longest] for tokens in IDENTITY_PROMPTS], tolerance)
-    prompts = [tokens[:longest] for tokens in probe.tokens]
-    served = _scores(client, model, prompts)
+        expected = list(chain.from_iterable(client.prompt_logprobs(identity, tokens) for tokens in prompts))
+        return Verification(_error(served, expected, "the base model", tolerance), len(served))
     expected = _of_prompts(prompts, probe.logprobs)
     short = Verification(_error(served, expected, "the trainer", tolerance), len(served))
     # The trainer computed the references too. vLLM's own log-probs of the base model would share vLLM's rounding with
@@ -99,26 +96,6 @@ def verify(
     for name, rows in (("the checkpoint before it", probe.previous), ("the base model", probe.base)):
         _refuse_reference(served, expected, _of_prompts(prompts, rows), name)
     return short if probe.long is None else _with_long(short, client, model, probe.long, longest, tolerance)
-
-
-def _with_identity(
-    client: VllmClient, model: str, identity: str, prompts: Sequence[Sequence[int]], tolerance: float,
-    tries: int = IDENTITY_TRIES,
-) -> Verification:  # fmt: skip
-    """The comparison of two models of vLLM's. vLLM 0.32 on the CPU has computed one of the two wrongly, now and then,
-    while others sampled: WrongWeights where they differ each time."""
-    served, expected = _scores(client, model, prompts), _scores(client, identity, prompts)
-    try:
-        return Verification(_error(served, expected, "the base model", tolerance), len(served))
-    except WrongWeights:
-        if tries == 1:
-            raise
-    time.sleep(0.2)
-    return _with_identity(client, model, identity, prompts, tolerance, tries - 1)
-
-
-def _scores(client: VllmClient, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
-    return list(chain.from_iterable(client.prompt_logprobs(model, tokens) for tokens in prompts))
 
 
 def _with_long(

@@ -1,12 +1,14 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
 
-It installs what merged weights need (`worker/`), and works around two faults of vLLM 0.32:
+It installs what merged weights need (`worker/`), and works around three faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory. (The orphan can't
   be found by its environment, because it overwrites that.) Every engine process asks the kernel to die with its parent.
 - With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also without adapters on
   experts. On the CPU there are none (they are Triton's), and on Blackwell they demand an adapter of experts, so the
   engine ends. There vLLM is told that experts have no LoRA.
+- On the CPU, tokens of the base model get the last slot's adapter wherever they share a batch with tokens of any
+  adapter: their slot is -1, with which torch indexes from the end.
 
 On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
 vLLM again: 8 of the 17 seconds of a start.
@@ -37,6 +39,7 @@ def register() -> None:
         _install_merged_weights()
     else:
         _switch_expert_lora_off()
+        _leave_base_tokens_alone()
 
 
 @functools.cache
@@ -141,3 +144,20 @@ def _switch_expert_lora_off() -> None:
         original(config)
 
     FusedMoEConfig.__post_init__ = without_lora
+
+
+def _leave_base_tokens_alone() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def shrink_adapted(x: Any, weights: Any, output: Any, slots: Any, scaling: float = 1.0) -> None:
+        shrink(x, weights, output, slots, scaling)
+        output[slots < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted
