@@ -18,7 +18,7 @@ async def main() -> None:
     environment = Environment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"max_tokens": 8})
     task, *others = environment.tasks()
     assert len(others) == 3
-    sampled = await environment.rollout(task, SimpleNamespace(model=f"{run}@{step}"))
+    sampled = await environment.rollout(task, SimpleNamespace(model=f"{run}@{step}", options={}))
     (turn,) = Trajectory.model_validate(sampled).turns
     assert turn.policy_step == int(step)
     with pytest.raises(InvalidInput) as refused:
