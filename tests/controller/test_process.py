@@ -1,5 +1,6 @@
 """The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad moments."""
 
+import errno
 import json
 import signal
 import threading
@@ -14,6 +15,8 @@ import pytest
 from api_server import KEY, Process, claim, make_root, rl_request, succeed, work
 from spool.volume_tools import mounted
 from tandem.client import Tandem
+from tandem.config import Settings
+from tandem.controller import app
 from tandem.spool import Spool
 from waiting import until
 
@@ -41,6 +44,20 @@ def client(process: Process) -> Iterator[Tandem]:
 @pytest.fixture(autouse=True)
 def no_jobs_left() -> None:
     """Each test ends its own jobs."""
+
+
+def test_what_can_not_be_pruned_keeps_nothing_stale(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept, stop = list[Spool](), threading.Event()
+
+    def prune(*_: object) -> None:
+        stop.set()
+        raise OSError(errno.EACCES, "no")
+
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(app, "prune", prune)
+    monkeypatch.setattr(app, "sweep", swept.append)
+    app._remove_regularly(Spool(root), Settings(), stop)
+    assert swept
 
 
 def test_chats_are_tokenised_without_torch(process, client):

@@ -239,6 +239,20 @@ def test_of_many_refused_steps_few_are_tried_in_a_turn(stage: Stage) -> None:
     assert stage.vllm.loads() == ["run@8", "run@7", "run@6"]
 
 
+def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_refused(stage: Stage) -> None:
+    publisher = stage.publisher(keep_served=1)
+    stage.step(0.3)
+    publisher.once()
+    for number in range(7):
+        stage.step(0.1 * (number + 4), weights=-0.9)
+    publisher.once()
+    assert stage.served() == (1, 8)
+    stage.vllm.adapters.clear()
+    for _ in range(3):
+        publisher.once()
+    assert (stage.served(), stage.listed()) == ((1, 8), ["run@1"])
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize(("version", "resets"), [("0.32.0", 0), ("0.31.1", 1), ("0.26.0", 1), ("dev", 1)])
 def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(

@@ -1,15 +1,17 @@
-"""Rollouts of verifiers as trajectories, without the package."""
+"""Rollouts of verifiers as trajectories, and the options of ART's backend, without these packages."""
 
 import asyncio
+import sys
 from contextlib import aclosing
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tandem.client.verifiers import Environment, outputs_to_groups, trace_to_trajectory
 from tandem.data.inputs import Trajectory
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput, NotFound, TandemError
 
 
 def branch(ids: list[int], sampled: list[int], *, trainable: bool = True) -> SimpleNamespace:
@@ -134,3 +136,27 @@ def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
 
     with pytest.raises(InvalidInput, match="pass the tasks"):
         asyncio.run(first())
+
+
+def test_an_sft_job_of_arts_backend_has_no_options_of_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in {"art": {}, "art.metrics_taxonomy": {"average_metric_samples": dict},
+                          "art.types": {"TrainResult": dict}}.items():  # fmt: skip
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tandem.client.art", raising=False)
+    backend = import_module("tandem.client.art").TandemBackend(
+        "http://nowhere", loss={"temperature": 0.7}, advantage={"scale": "none"}, max_off_policy_steps=2, labels={}
+    )
+    sent = dict[str, Any]()
+
+    async def train_sft(_run: str, _examples: object, **options: Any) -> None:
+        sent.update(options)
+        raise NotFound("no run", field="run")
+
+    backend._tandem.train_sft = train_sft
+    trajectory = SimpleNamespace(messages=list, tools=None)
+    config = SimpleNamespace(batch_size="auto", learning_rate=1e-4)
+    with pytest.raises(NotFound):
+        asyncio.run(anext(backend._train_sft(SimpleNamespace(name="run"), [trajectory], config, None)))
+    assert sent.keys() == {"labels", "optimizer", "packing"}

@@ -2,10 +2,12 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from tandem.trainer.runner.joblog import JobStdout
+from tandem.system import tail
+from tandem.trainer.runner.joblog import JobLog, JobStdout
 
 
 @pytest.fixture
@@ -67,3 +69,16 @@ def test_a_gone_reader_is_no_error():
     os.close(out)
     JobStdout("j1", into).write(["[rank 0] nobody"])
     os.close(into)
+
+
+def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tail, "_MOST", 1000)
+    monkeypatch.setattr(tail, "_CHUNK", 100)
+    paths = SimpleNamespace(log_file=lambda _: tmp_path / "log", work_dir=lambda *_: tmp_path)
+    job = SimpleNamespace(spec=SimpleNamespace(id="j1"), attempt=1)
+    log = JobLog(SimpleNamespace(paths=paths), job, 1)  # type: ignore[arg-type]
+    (tmp_path / "rank.0.log").write_text("".join(f"line {n}\n" for n in range(900)))
+    log.collect()
+    assert 0 < len((tmp_path / "log").read_text().splitlines()) < 200
+    log.collect(final=True)
+    assert (tmp_path / "log").read_text().splitlines() == [f"[rank 0] line {n}" for n in range(900)]

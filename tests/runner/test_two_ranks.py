@@ -1,7 +1,10 @@
 """Two ranks, under the real torchrun and forked: whoever is killed, all of them end and the job names the reason."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +77,13 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
     assert "the parent of the ranks ended with signal SIGKILL" in job.last_error.message
     assert not any(alive(process.pid) for process in (agent, *ranks))
+
+
+def test_a_rank_whose_agent_died_during_its_imports_ends():
+    """Its parent is whoever adopts orphans: the runner, whose pid says nothing."""
+    command = [sys.executable, "-m", "tandem.trainer.launch.bootstrap", "no launch"]
+    rank = subprocess.run(command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True)
+    assert rank.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow

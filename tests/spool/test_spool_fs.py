@@ -14,10 +14,10 @@ import pytest
 from spool.spool_tools import commit, spool_with_run, start, submit
 from spool.volume_tools import full_disk, in_child, tree
 from tandem.errors import SpoolUnusable
-from tandem.spool import fs
+from tandem.spool import fs, locks
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.spool.paths import listing
-from tandem.spool.schema import Event, Job
+from tandem.spool.schema import Event, Hold, Job
 
 
 def test_ulids_are_unique_and_sort_by_time():
@@ -118,6 +118,21 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
     assert in_child(die_with_it) == -9
     with file_lock(lock, blocking=False):
         pass
+
+
+def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
+    """Else vLLM would wake on the GPUs of a job."""
+    spool, now = spool_with_run(tmp_path), time.time()
+    spool.hold.put(Hold(runner="r", job="j", attempt=1, phase="training", since=now, beat=now, lease=60, deadline=now))
+    with spool.runner_lock("r"):
+        pass
+
+    def no_locks(_: Path) -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(locks, "is_locked", no_locks)
+    with pytest.raises(OSError, match="no locks"):
+        spool.hold.live()
 
 
 def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monkeypatch):

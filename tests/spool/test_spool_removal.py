@@ -184,6 +184,24 @@ def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
     assert not staged.exists()
 
 
+def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypatch):
+    """Each takes 50 minutes."""
+    train_one(spool)
+    monkeypatch.setattr(recovery, "STALE_SECONDS", 3600.0)
+    sha256_file = fs.sha256_file
+
+    def hash_slowly(path: Path) -> str:
+        for staged in spool.root.glob(f"runs/{fs.TEMPORARY}*"):
+            for entry in (staged, *staged.rglob("*")):
+                os.utime(entry, (0, entry.stat().st_mtime - 3000))
+            recovery.sweep(spool)
+        return sha256_file(path)
+
+    monkeypatch.setattr(fs, "sha256_file", hash_slowly)
+    spool.checkpoints.fork("r", 1, run_spec("copy"))
+    assert spool.checkpoints.verify("copy", 0).origin is not None
+
+
 def damage(spool: Spool, job_id: str, state: str, hours: float) -> None:
     """Damages a job's file, which was set aside so many hours ago then."""
     (path,) = spool.paths.jobs.glob(f"{state}/**/*,{job_id}.json")

@@ -185,7 +185,7 @@ def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
         monkeypatch.setattr("shutil.copyfile", lambda source, target: target.write_bytes(source.read_bytes()[::-1]))
     else:
         (spool.checkpoints.path("r", 0) / "adapter_model.safetensors").write_bytes(b"?")
-    with pytest.raises(CheckpointDamaged, match="adapter_model"):
+    with pytest.raises(CheckpointDamaged, match="adapter_"):
         spool.checkpoints.fork("r", 0, run_spec("n"))
     assert [spec.name for spec in spool.runs.list()] == ["r"]
     assert temporary_names(spool.root) == []

@@ -139,7 +139,7 @@ class TandemBackend:
         for rate, part in groupby(zip(rates, batches, strict=False), key=lambda pair: pair[0]):
             own = {"packing": {"sequence_length": self._sequence_length}}
             own |= {"optimizer": {"learning_rate": rate, "batch_size": size}}
-            of_rl = ("loss", "advantage")
+            of_rl = ("loss", "advantage", "max_off_policy_steps")
             options: Any = {name: value for name, value in self._with_options(own).items() if name not in of_rl}
             job = await self._tandem.train_sft(_run(model), list(chain(*(batch for _, batch in part))), **options)
             async for event in self._tandem.events(job.id):
@@ -151,7 +151,8 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. Where both have a value, the call's counts."""
+        """The backend's options, joined with a call's own. Where both have a value, the call's counts, also ART's
+        default."""
         merged = {name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()}
         return self._options | merged
 

@@ -106,21 +106,24 @@ class Renderer:
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
-        self._check_roles(template, plain[: max(trained) + 1], names, tools)
         if _has_marks(template):
-            return [self._marked(template, plain, names, trained, tools)]
-        return self._turns(template, plain, names, trained, tools)
+            plans = [self._marked(template, plain, names, trained, tools)]
+        else:
+            plans = self._turns(template, plain, names, trained, tools)
+        self._check_roles(template, plain[: max(trained) + 1], names, tools)
+        return plans
 
     def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
         """Refuses a message of a role that the template passes over: it would vanish."""
         for i, message in enumerate(plain):
             seen = template, message["role"]
-            if message["role"] in ("user", "assistant", "tool") or not message["content"] or seen in self._shown:
+            # Beside calls some templates have no content.
+            if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
             if self._apply(template, plain, tools, names[i]) == self._apply(template, other, tools, names[i]):
                 problem = f"the chat template leaves out messages of the role {message['role']!r}"
-                raise InvalidInput(f"{problem}; give another role, or leave the message out", field=names[i])
+                raise InvalidInput(f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i])
             self._shown.add(seen)
 
     def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
@@ -219,7 +222,7 @@ class Renderer:
 
 
 def _check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages of which the trained text lacks the calls, or all of the content."""
+    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is nothing else."""
     for message in messages:
         said = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not (said or message["content"]) and message.get("reasoning_content"):

@@ -172,13 +172,16 @@ class Checkpoints:
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
 
             def copy(checkpoint: Path) -> None:
-                for name in manifest.files:
+                for name, entry in manifest.files.items():
                     target = checkpoint / name
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(self.path(run, step) / name, target)
-                verify_files(checkpoint, manifest)
+                    # Before the next one is copied: `recovery.sweep` removes what has not changed for an hour.
+                    verify_files(checkpoint, manifest.model_copy(update={"files": {name: entry}}))
 
-            return self._runs.create(new.model_copy(update={"forked_from": origin}), copy, origin=origin, **details)
+            sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
+            new = new.model_copy(update={"forked_from": origin})
+            return self._runs.create(new, copy, sha256, origin=origin, **details)
 
 
 class MergedFiles:

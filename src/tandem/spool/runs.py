@@ -75,10 +75,13 @@ class Runs:
             raise NotFound(f"there is no run {name!r}; runs are: {known}", field="run")
         return path
 
-    def create(self, spec: RunSpec, write_files: Callable[[Path], None], **details: Any) -> RunSpec:
-        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `details`: more
-        fields of its manifest. Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it
-        does."""
+    def create(
+        self, spec: RunSpec, write_files: Callable[[Path], None], sha256: Mapping[str, str] | None = None,
+        **details: Any,
+    ) -> RunSpec:  # fmt: skip
+        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `sha256`: hashes of
+        files whose writer knows them; `details`: more fields of its manifest. Conflict (field `name`) if the run
+        exists. Nothing of the run exists unless all of it does."""
         manifest = Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}, **details)
         target = self._paths.run_dir(spec.name)
         taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")
@@ -91,7 +94,7 @@ class Runs:
             checkpoint = staged / "checkpoints" / step_name(0)
             checkpoint.mkdir(parents=True)
             write_files(checkpoint)
-            write_manifest(checkpoint, manifest)
+            write_manifest(checkpoint, manifest, sha256)
             fs.fsync_tree(staged)
             try:
                 fs.rename_dir(staged, target)

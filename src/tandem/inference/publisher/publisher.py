@@ -183,10 +183,12 @@ class Publisher:
         wanted: set[str] = set()
         newest: Served | None = None
         refused: tuple[int, str] | None = None  # the newest step that is above `newest` and refused, and why
-        # Behind refused steps it looks for older ones: at no more than two extra steps, unless a rollback discarded the
-        # step that is served.
+        # Behind refused steps it looks for older ones: at no more than two extra steps. Where none is served it goes on
+        # from turn to turn, because it remembers which are refused.
+        most, tries = self._keep + 2, self._loader.loads + self._keep + 2
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
-            if len(wanted) == self._keep or (looked >= self._keep + 2 and (newest or not self._discarded(run.name))):
+            enough = looked >= most and (newest or self._served(run.name) or self._loader.loads >= tries)
+            if len(wanted) == self._keep or enough:
                 break
             name = f"{run.name}@{step}"
             try:
@@ -204,9 +206,6 @@ class Publisher:
             self._put_record(run.name, before, refused)
             wanted.add(before.model)
         return wanted
-
-    def _discarded(self, run: str) -> bool:
-        return self._spool.served.get(run) is not None and self._served(run) is None
 
     def _served(self, run: str) -> Served | None:
         """The record of the step that is served, unless a rollback discarded that step."""
