@@ -53,7 +53,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=120)  # a test may have moved the clock that its loop sleeps by
         assert not self._thread.is_alive()
 
     def http(self, key: str | None = KEY) -> httpx.Client:
@@ -102,7 +102,7 @@ class Process:
             self.popen = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
 
     def wait_ready(self) -> None:
-        until("the controller is ready", lambda: self.popen.poll() is not None or answers(f"{self.url}/readyz"), 60)
+        until("the controller is ready", lambda: self.popen.poll() is not None or answers(f"{self.url}/readyz"))
         assert self.popen.poll() is None, self.output()
 
     def kill_and_restart(self) -> None:

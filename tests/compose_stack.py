@@ -48,7 +48,7 @@ until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 def require_engine() -> None:
     """Skip the test without a Docker engine, or fail it where TANDEM_REQUIRE_DOCKER=1."""
     if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
-        until("the Docker engine answers", _engine_answers, 60)
+        until("the Docker engine answers", _engine_answers)
     elif not _engine_answers():
         pytest.skip("needs a Docker engine with Compose")
 
@@ -191,7 +191,7 @@ class Compose:
     def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
         """Wait for a program's process and signal it."""
         kill = f"kill -{int(number)} $pid"
-        until(f"a process of {program}", lambda: self.pids(service, program, kill), 60)
+        until(f"a process of {program}", lambda: self.pids(service, program, kill))
 
     def kill_first(self, service: str) -> None:
         """Kill the container's first process as the kernel's OOM killer does, without the engine."""

@@ -15,6 +15,8 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from free_ports import free_ports
+
 API_KEY, ADMIN_TOKEN = "key", "token"
 _LORA_INFO = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}} {!r}'
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
@@ -59,7 +61,7 @@ class FakeVllm:
 
     def start(self, port: int = 0) -> None:
         """Start without adapters, on the port of the last time."""
-        self._port = port or self._port
+        self._port = port or self._port or free_ports(1)[0]  # the kernel gives one of its own to others after `stop`
         self.adapters.clear()
         self.asleep = self.dead = False
         fake = self
@@ -78,7 +80,6 @@ class FakeVllm:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
-        self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:

@@ -1,11 +1,15 @@
 """Ports for programs that a test starts."""
 
 import random
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.errors import Conflict
 from tandem.system import ports
+
+_marks: list[socket.socket] = []
+"""For as long as this process lives, no other process of tests is given its ports: their programs listen later."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -15,9 +19,15 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     with ExitStack() as held:
         while len(found) < count:
-            try:
-                port = held.enter_context(ports.reserve(random.SystemRandom().randrange(10_000, first)))
-            except Conflict:
-                continue
-            found.append(port.port)
+            number = random.SystemRandom().randrange(10_000, first)
+            with ExitStack() as refused:
+                mark = refused.enter_context(socket.socket(socket.AF_UNIX))
+                try:
+                    mark.bind(f"\0tandem-test-port-{number}")
+                    held.enter_context(ports.reserve(number))
+                except (Conflict, OSError):
+                    continue
+                refused.pop_all()
+            _marks.append(mark)
+            found.append(number)
     return found

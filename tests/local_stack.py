@@ -147,6 +147,6 @@ class LocalStack:
 
     def kill(self, program: str) -> int:
         """kill -9 the oldest process of `program`; returns its pid."""
-        pid = until(f"a process of {program}", lambda: self.pids(program), 60)[0]
+        pid = until(f"a process of {program}", lambda: self.pids(program))[0]
         os.kill(pid, signal.SIGKILL)
         return pid

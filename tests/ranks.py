@@ -1,5 +1,6 @@
 """Ranks as processes of their own, as torchrun would start them, for what a test has one rank do."""
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -65,6 +66,7 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # libraries read the variable when they were loaded
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
@@ -106,7 +108,7 @@ def run_program(script: str, *arguments: str, seconds: float) -> str:
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait until all have ended, for `seconds` at most. Those that have not are ended; Tandem's print their stacks."""
+    """Wait until all have ended, for `seconds` at most. Those that have not print their stacks and are ended."""
     end = time.monotonic() + seconds
     for rank in ranks:
         rank.join(max(0.0, end - time.monotonic()))

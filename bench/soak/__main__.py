@@ -36,7 +36,7 @@ from bench.soak.stack import TRAINER, Stack, Victim, Volume
 
 ROUND = 40
 LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
-STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 90.0
+STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 180.0
 LATE_SECONDS = 20.0
 """So far behind its pace the soak waits for no moment that seldom comes."""
 VOLUME_MIB = 320
@@ -244,14 +244,14 @@ def run(soak: Soak, options: argparse.Namespace) -> list[str]:
 
 
 def wait_ready(url: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while time.monotonic() < end:
         try:
             if httpx.get(f"{url}/readyz", timeout=5).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.1)
-    raise TimeoutError("the controller did not start within 60 s")
+    raise TimeoutError("the controller did not start within 180 s")
 
 
 def main() -> int:

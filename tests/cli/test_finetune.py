@@ -49,7 +49,7 @@ def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) 
 
     def work() -> None:
         for number in range(jobs):
-            until("a job is queued", lambda: spool.jobs.list(states=("queued",)), 60)
+            until("a job is queued", lambda: spool.jobs.list(states=("queued",)))
             queued = spool.jobs.list(states=("queued",))[0][1]
             with PackedBatch.open(spool.root / queued.spec.data.path) as batch:
                 tokens: dict[int, list[int]] = defaultdict(list)  # of each batch; those held out are batch -1

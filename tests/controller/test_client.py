@@ -74,7 +74,7 @@ def test_a_stream_that_is_refused_for_long_raises_why(page, tmp_path):
         requests.append(request)
         return httpx.Response(503, content=body)
 
-    with Tandem("http://somewhere", patience=0.4) as client:
+    with Tandem("http://somewhere", patience=1) as client:
         client._client._transport = httpx.MockTransport(answer)
         for ask in (lambda: list(client.events("j")), lambda: client.download("r", 1, tmp_path / "new")):
             with pytest.raises(Unreachable if page else errors.SpoolUnusable, match="no backend" if page else "^read-"):

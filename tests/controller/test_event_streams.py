@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 
 import anyio
 import httpx
@@ -98,7 +99,7 @@ def test_the_server_stops_reading_when_a_client_hangs_up(server, client, run, mo
         parts = response.iter_text()  # kept, because httpx closes the connection with its iterator
         assert next(parts).startswith("retry")
         assert not ended.is_set()
-    assert ended.wait(20)
+    assert ended.wait(120)
 
 
 def test_a_stream_ends_with_its_job_even_without_a_terminal_event(client, server, run, monkeypatch):
@@ -183,9 +184,10 @@ def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, 
         for number in (1, 2):
             coming = [asyncio.create_task(anext(reader)) for reader in readers]
             looks.clear()
+            begin = time.monotonic()
             await asyncio.sleep(1)
             assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
-            assert 0 < len(looks) <= 6
+            assert 0 < len(looks) <= 1 + (time.monotonic() - begin) / event_streams.POLL_SECONDS
             for job in jobs:
                 await asyncio.to_thread(server.spool.events.append, job, "step", step=number)
             assert len(set(await asyncio.wait_for(asyncio.gather(*coming), 20))) == len(jobs)

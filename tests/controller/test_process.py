@@ -138,7 +138,7 @@ def test_a_controller_starts_on_a_full_volume_and_says_so(tmp_path):
                     return httpx.get(url, trust_env=False)
                 return None
 
-            full = until("it answers", answer, 60)
+            full = until("it answers", answer)
             assert (full.status_code, "full" in full.text, full.headers["retry-after"]) == (503, True, "2")
             filler.unlink()
             process.wait_ready()

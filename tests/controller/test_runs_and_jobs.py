@@ -67,7 +67,7 @@ def test_an_rl_job_from_queue_to_served(client, server, run):
     assert (client.get_job(job.id).state, client.get_job(job.id).phase) == ("running", "forward")
     api_server.work(server.spool, claimed)
     api_server.succeed(server.spool, claimed)
-    done = client.wait_job(job.id, timeout=10)
+    done = client.wait_job(job.id, timeout=60)
     assert (done.state, done.step, done.error) == ("succeeded", 1, None)
     assert client.get_run(run).newest_step == 1
     types = [event.type for event in client.job_events(job.id)]
@@ -106,7 +106,7 @@ def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     job = client.train(run, rl_request())
     fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, \x0b, and \r\nTraceback: boom\n")
     with pytest.raises(JobFailed) as failed:
-        client.wait_job(job.id, timeout=10)
+        client.wait_job(job.id, timeout=60)
     assert (failed.value.job_id, failed.value.reason) == (job.id, "rank_crashed")
     assert "SIGSEGV" in failed.value.message
     assert failed.value.message.endswith("Traceback: boom")
@@ -128,14 +128,14 @@ def test_a_retried_job_shows_the_previous_attempt(client, server, run):
     status = client.get_job(job.id)
     assert (status.state, status.attempt, status.error, status.last_error.type) == ("queued", 1, None, "rank_hung")
     run_one(server.spool)
-    assert client.wait_job(job.id, timeout=10).attempt == 2
+    assert client.wait_job(job.id, timeout=60).attempt == 2
 
 
 def test_cancel(client, server, run):
     queued = client.train(run, rl_request())
     assert client.cancel(queued.id).state == "cancelled"
     with pytest.raises(JobFailed) as failed:
-        client.wait_job(queued.id, timeout=10)
+        client.wait_job(queued.id, timeout=60)
     assert failed.value.reason == "cancelled"
     running = client.train(run, rl_request())
     claimed = claim(server.spool)
@@ -209,7 +209,7 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
 
     thread = threading.Thread(target=runner)
     thread.start()
-    client.delete_run(run, cancel_jobs=True, timeout=20)
+    client.delete_run(run, cancel_jobs=True, timeout=60)
     thread.join()
     for ask in (client.get_run, client.delete_run, lambda _: client.get_job(done.id)):
         with pytest.raises(NotFound):

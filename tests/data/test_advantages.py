@@ -5,7 +5,7 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem.data.inputs import AdvantageSettings
@@ -31,15 +31,16 @@ def independent(rewards: list[float], batch: list[float], baseline: str, scale: 
     return [float(value) / divisor for value in centred]
 
 
+@settings(deadline=None)
 @given(
     rewards_of_a_group, rewards_of_a_group, st.sampled_from(["mean", "leave_one_out"]),
     st.sampled_from(["group", "batch", "none"]),
 )  # fmt: skip
 @example([0.1] * 3, [], "mean", "group")  # (0.1 + 0.1 + 0.1) / 3 != 0.1
 def test_formulas(rewards: list[float], others: list[float], baseline: str, scale: str) -> None:
-    settings = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})
+    of_case = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})
     batch = rewards + others
-    found = group_advantages(np.array(rewards), settings, batch_spread=spread(np.array(batch)))
+    found = group_advantages(np.array(rewards), of_case, batch_spread=spread(np.array(batch)))
     assert found.dtype == np.float64
     assert found.tolist() == pytest.approx(independent(rewards, batch, baseline, scale), rel=1e-9, abs=1e-7)
     assert found.any() == (len(set(rewards)) > 1)

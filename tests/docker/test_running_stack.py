@@ -108,7 +108,7 @@ def test_prometheus_reaches_every_target(stack):
         targets = ask(stack, "targets")["activeTargets"]
         return targets if all(target["health"] == "up" for target in targets) else None
 
-    targets = until("every target is up", up, 60)
+    targets = until("every target is up", up)
     assert {target["labels"]["job"] for target in targets} == {
         "tandem-controller", "tandem-trainer", "tandem-inference", "tandem-vllm",
     }  # fmt: skip
@@ -154,7 +154,7 @@ def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
     """The job returns to the queue without a counted attempt, and containers of another uid continue it."""
     step = stack.client.get_run(RUN).newest_step
     job = stack.submit(RUN, epochs=400)
-    until("the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job)), 60)
+    until("the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job)))
     begin = time.time()
     stack.run("--profile", "*", "down", timeout=200)
     assert time.time() - begin < 75 + 10
@@ -170,7 +170,7 @@ def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
     assert [event.data["error"]["type"] for event in requeued] == ["runner_stopped"]
     # The new vLLM serves the old step. The job may end before vLLM is ready.
     stack.client.wait_served(RUN, step, timeout=120)
-    until(f"step {step} answers again", lambda: stack.chat_status(f"{RUN}@{step}") == 200, 60)
+    until(f"step {step} answers again", lambda: stack.chat_status(f"{RUN}@{step}") == 200)
     done = stack.client.wait_job(job, timeout=240)
     assert (done.state, done.step, done.attempt) == ("succeeded", step + 1, 2)
     stack.client.wait_served(RUN, step + 1, timeout=120)

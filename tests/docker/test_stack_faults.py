@@ -69,7 +69,7 @@ def restarts(stack: ComposeStack, service: str) -> int:
 
 
 def restarted(stack: ComposeStack, service: str, before: int) -> None:
-    until(f"{service} is started again", lambda: restarts(stack, service) == before + 1, 60)
+    until(f"{service} is started again", lambda: restarts(stack, service) == before + 1)
 
 
 def exit_status(stack: ComposeStack, service: str, since: float) -> int:
@@ -80,7 +80,7 @@ def exit_status(stack: ComposeStack, service: str, since: float) -> int:
         exits = stack.exits(since, stack.container(service))
         return exits if service in exits else None
 
-    return until(f"the end of {service}", ended, 90)[service]
+    return until(f"the end of {service}", ended)[service]
 
 
 def test_docker_kill_of_inference(stack):
@@ -206,7 +206,7 @@ def test_a_full_volume(stack):
         assert answer.status_code == 503, answer.text
         assert "No space left on device" in answer.text or "the volume is full" in answer.text
         assert httpx.get(f"{stack.controller_url}/v1/jobs/{job}", headers=headers, timeout=60).status_code == 200
-        until("the runner says so", lambda: "the volume is full" in stack.logs("trainer"), 60)
+        until("the runner says so", lambda: "the volume is full" in stack.logs("trainer"))
         time.sleep(3)
         assert stack.client.get_job(job).state not in TERMINAL
     finally:
@@ -243,7 +243,7 @@ def test_what_preflight_refuses_does_not_start(images, tmp_path, variables, secr
         begin = time.monotonic()
         done = stack.run("up", "--wait", "--wait-timeout", "120", check=False, timeout=180)
         assert done.returncode != 0
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 110
         assert "preflight" in done.stderr
         assert words in stack.logs("preflight")
         for service in SERVICES:

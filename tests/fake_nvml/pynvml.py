@@ -67,7 +67,8 @@ def _only(matches: list[dict]) -> dict:
 
 
 def _memory_of(directory: Path) -> SimpleNamespace:
-    """Of a GPU that is a directory, where each living process has written the MiB it uses (see runner/fake_gpu.py)."""
-    files = [path for path in directory.glob("*.[0-9]*") if Path("/proc", path.suffix[1:]).exists()]
-    used = (3 + sum(int(path.read_text() or 0) for path in files)) * 2**20
+    """Of a GPU that is a directory, where each living process has written the MiB it uses."""
+    from runner import fake_gpu
+
+    used = (3 + sum(fake_gpu.living(directory).values())) * 2**20
     return SimpleNamespace(total=80 * 2**30, free=80 * 2**30 - used, reserved=0, used=used)

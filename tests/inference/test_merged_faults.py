@@ -29,7 +29,7 @@ from waiting import alive, answers, until
 
 pytestmark = pytest.mark.slow
 
-BOUND = 10.0
+BOUND = 40.0
 """Seconds in which everybody notices a death."""
 
 
@@ -78,7 +78,7 @@ def test_a_publisher_that_dies_or_stops(
     }  # fmt: skip
     publisher = subprocess.Popen([sys.executable, publish_and_stop.__file__, phase, str(int(sig))], env=environment)
     try:
-        until("it gets there", lambda: publisher.poll() is not None or stopped(publisher.pid), 60, poll=0.01)
+        until("it gets there", lambda: publisher.poll() is not None or stopped(publisher.pid), poll=0.01)
         assert publisher.poll() in (None, -signal.SIGKILL)
         with ThreadPoolExecutor(1) as pool:
             request = pool.submit(complete, vllm, trainer.run, max_tokens=1)

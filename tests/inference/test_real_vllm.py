@@ -160,7 +160,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
     with stream(vllm, name) as answer:
         lines = answer.iter_lines()
         next(lines)
-        until("the request runs", lambda: name in client.adapters_in_use(), 60)
+        until("the request runs", lambda: name in client.adapters_in_use())
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
         # A step that a rollback discarded goes at once. The request that uses it continues.
         assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [name]
@@ -168,7 +168,7 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
         assert name not in client.models()
         for _ in range(20):
             assert next(lines) is not None
-    until("the request ends", lambda: name not in client.adapters_in_use(), 60)
+    until("the request ends", lambda: name not in client.adapters_in_use())
     assert time.time() - 60 < client.adapters_last_used()[name] <= time.time()
 
 

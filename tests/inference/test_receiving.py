@@ -20,7 +20,7 @@ from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS
 from whole_weights_sender import Senders
 
-BOUND = 12.0
+BOUND = 40.0
 """Seconds in which whoever waits notices that nobody sends any more."""
 BUFFER_BYTES = 5000
 """Tensors are cut, and there are more buffers than are on their way at once."""

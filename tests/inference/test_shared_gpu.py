@@ -1,6 +1,5 @@
 """The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one it wakes vLLM."""
 
-import os
 import subprocess
 import sys
 import time
@@ -56,7 +55,7 @@ class SharedGpu:
         self.runners[-1].wait()
 
     def use(self, mib: int) -> None:
-        (self.gpu / f"rank.{os.getpid()}").write_text(f"{mib}\n")
+        fake_gpu.use(self.gpu, "rank", mib)
 
 
 @pytest.fixture

@@ -67,9 +67,9 @@ def servers(tmp_path):
     for server in servers.running:
         server.kill()
     # The children hold the pipes open, so they go before the pipes are read to the end.
-    processes.kill_all(lambda: processes.marked(*servers.marker), timeout=5)
+    processes.kill_all(lambda: processes.marked(*servers.marker), timeout=30)
     for server in servers.running:
-        server.communicate(timeout=10)
+        server.communicate(timeout=60)
 
 
 def test_a_child_that_outlived_its_server_is_killed_before_the_next_server_starts(servers):
@@ -85,7 +85,7 @@ def test_a_child_that_outlived_its_server_is_killed_before_the_next_server_start
 def test_a_second_server_is_refused_and_kills_no_process_of_the_first(servers):
     child = servers.child(servers.start())
     second = servers.start()
-    assert "already runs" in second.communicate(timeout=20)[1]
+    assert "already runs" in second.communicate(timeout=120)[1]
     assert second.returncode == 1
     assert alive(child)
 
@@ -93,7 +93,7 @@ def test_a_second_server_is_refused_and_kills_no_process_of_the_first(servers):
 def test_it_gives_up_and_names_the_gpu_and_the_bytes(servers):
     servers.use(70000)
     refused = servers.start(FREE_SECONDS="0.2")
-    complaint = refused.communicate(timeout=20)[1]
+    complaint = refused.communicate(timeout=120)[1]
     assert f"GPU-bbbb ({70000 * MIB} bytes in use)" in complaint
     assert "GPU-aaaa" not in complaint
     assert refused.returncode == 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import tiny_model
@@ -21,7 +22,7 @@ from whole_weights_sender import Senders
 
 pytestmark = pytest.mark.slow
 
-BOUND = 12.0
+BOUND = 40.0
 """Seconds in which everybody notices that somebody is gone or stands still."""
 
 
@@ -87,6 +88,14 @@ def make(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.Monk
         trainer.senders.__exit__()
 
 
+def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
+    """The weights of one long answer after another: on a busy machine a swap may take longer than one."""
+    found = []
+    while not enough.is_set():
+        found.append(complete(vllm, run, max_tokens=3500).headers["x-tandem-weights"])
+    return found
+
+
 @pytest.mark.sample(1, of="ways of whole weights")
 def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
     trainer = make("nccl", tp=2)
@@ -95,14 +104,17 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
     with ThreadPoolExecutor(1) as pool:
         for step in (1, 2):
             assert trainer.send(seed=step) == step
-            running = pool.submit(complete, vllm, trainer.run, max_tokens=3500)
-            until("it runs", lambda: trainer.client.merged()["in_flight"] == 1, 30)
-            served = trainer.serve_sent(step)
+            served_yet = Event()
+            running = pool.submit(sample, vllm, trainer.run, served_yet)
+            try:
+                until("it runs", lambda: trainer.client.merged()["in_flight"] == 1)
+                served = trainer.serve_sent(step)
+            finally:
+                served_yet.set()
             assert served.transport == "nccl"
             assert served.mean_abs_logprob_error < (0.02 if GPU else 1e-4)  # vLLM's attention has TF32 there
             assert trainer.senders.sent()["transport"] == "nccl"
-            names = running.result().headers["x-tandem-weights"]
-            assert names == f"{trainer.run}@{step - 1},{trainer.run}@{step}"
+            assert f"{trainer.run}@{step - 1},{trainer.run}@{step}" in running.result()
 
 
 @pytest.mark.sample(1, of="ways of whole weights")

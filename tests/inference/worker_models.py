@@ -179,7 +179,7 @@ class Workers:
         self.order(version, source, scale)
         ways: set[str] = set()
         for weights in self.weights:
-            ways.add(until(f"{version} is here", lambda of=weights: of.staged(str(version)), 20, poll=0.001))
+            ways.add(until(f"{version} is here", lambda of=weights: of.staged(str(version)), poll=0.001))
         [way] = ways
         return way
 

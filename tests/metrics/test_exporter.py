@@ -61,7 +61,7 @@ def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_o
                 until("it has found the spool", lambda: succeeds()["jobs"] == 1)
                 assert httpx.get(f"{url}/").status_code == 404
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(20) == 0
+                assert process.wait(60) == 0
             finally:
                 process.kill()
     assert not list(multiproc.iterdir())

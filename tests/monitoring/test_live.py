@@ -57,10 +57,10 @@ def prometheus(tmp_path_factory) -> Iterator[Prometheus]:
     demo = [sys.executable, "-m", "images.grafana.demo", str(directory), "--interval", "1s"]
     with ExitStack() as running:
         running.enter_context(_running(demo, directory / "demo.log", ROOT))
-        until("the demo serves", lambda: "&& prometheus" in (directory / "demo.log").read_text(), 60)
+        until("the demo serves", lambda: "&& prometheus" in (directory / "demo.log").read_text())
         running.enter_context(_running(run, directory / "prometheus.log", directory))
         started = Prometheus(port)
-        until("it has scraped all targets", lambda: len(started.query("up == 1")) == 4, 60)
+        until("it has scraped all targets", lambda: len(started.query("up == 1")) == 4)
         yield started
 
 
@@ -80,7 +80,7 @@ def test_every_rule_is_evaluated_and_nothing_fires(prometheus):
 
     own = [rule for rule in rules() if "kube_" not in rule["expr"]]
     assert set(loaded()) == {rule.get("alert") or rule["record"] for rule in own}
-    until("every rule is evaluated", lambda: all(rule["health"] == "ok" for rule in loaded().values()), 60)
+    until("every rule is evaluated", lambda: all(rule["health"] == "ok" for rule in loaded().values()))
     assert not [name for name, rule in loaded().items() if rule.get("state") == "firing"]
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TANDEM_TRAINER_RANKS": str(RANKS)}
     torch.set_num_threads(1)
+    one_thread = threading.RLock()
 
     def moment() -> None:
-        moments[rank] += 1
-        if moments[rank] == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with one_thread:
+            moments[rank] += 1
+            if moments[rank] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove") and str(root) in str(arguments[0]):
@@ -53,7 +56,8 @@ def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments:
 
 def attempt(spool: Spool, job: Job, killed: int, kill_at: int) -> list[int]:
     """One attempt; each rank's moments. Every rank is dead afterwards. `killed`: the rank that dies at `kill_at`."""
-    [port], moments = free_ports(1), FORK.Array("i", RANKS)
+    # Without a lock between processes: a rank that is killed while one of its threads holds it would keep it for ever.
+    [port], moments = free_ports(1), FORK.Array("i", RANKS, lock=False)
     ranks = [
         FORK.Process(target=rank_main, args=(rank, port, spool.root, job, kill_at if rank == killed else 0, moments))
         for rank in range(RANKS)

@@ -1,4 +1,5 @@
-"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as long as it lives.
+"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as long as it lives,
+and when that process started, because a machine with many processes soon gives its pid to another one.
 
 A process that asks for more than there is gets an out-of-memory error.
 """
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import fake_nvml
 from fake_nvml import FakeNvml
+from tandem.system import processes
 
 TOTAL, AWAKE, ASLEEP, RANK = 80_000, 68_000, 900, 30_000
 """MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake don't fit."""
@@ -21,10 +23,19 @@ def install(directory: Path) -> tuple[Path, FakeNvml]:
     return gpu, FakeNvml(directory, fake_nvml.gpu(UUID, memory_of=str(gpu)))
 
 
+def living(gpu: Path) -> dict[int, int]:
+    """Pid -> MiB in use, of living processes."""
+    found = {}
+    for path in gpu.glob("*.[0-9]*"):
+        pid, (mib, started) = int(path.suffix[1:]), map(int, path.read_text().split())
+        if (process := processes.read(pid)) is not None and process.started == started:
+            found[pid] = mib
+    return found
+
+
 def others(gpu: Path) -> int:
     """MiB in use by living processes other than this one."""
-    found = [path for path in gpu.glob("*.[0-9]*") if Path("/proc", path.suffix[1:]).exists()]
-    return sum(int(path.read_text() or 0) for path in found if path.suffix != f".{os.getpid()}")
+    return sum(mib for pid, mib in living(gpu).items() if pid != os.getpid())
 
 
 def use(gpu: Path, who: str, mib: int) -> None:
@@ -32,8 +43,10 @@ def use(gpu: Path, who: str, mib: int) -> None:
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")
+    own = processes.read(os.getpid())
+    assert own is not None
     staged = gpu / f".{who}"
-    staged.write_text(f"{mib}\n")
+    staged.write_text(f"{mib} {own.started}\n")
     staged.replace(gpu / f"{who}.{os.getpid()}")
 
 

@@ -36,9 +36,9 @@ def main(root: Path, job_id: str, attempt: int) -> int:
         staged.write_text(json.dumps(content))
         staged.replace(work / f"beat.{rank}")
 
-    beat("begin")
     if "litter" in labels:
         tempfile.mkdtemp()
+    beat("begin")
     order = labels.get("do")
     if attempt > int(labels.get("until", attempt)) or rank != int(labels.get("rank", rank)):
         order = None

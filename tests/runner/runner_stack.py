@@ -53,9 +53,9 @@ class Stack:
         orders = {key: str(value) for key, value in labels.items()}
         return spool_tools.submit(self.spool, run=run, labels=orders, **limits).spec.id
 
-    def wait(self, job_id: str, timeout: float = 120) -> tuple[str, Job]:
+    def wait(self, job_id: str, timeout: float = 240) -> tuple[str, Job]:
         """The job's terminal state and its record; fails after `timeout` seconds."""
-        self.until(lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, timeout, f"job {job_id} to end")
+        self.until(lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, f"job {job_id} to end", timeout)
         state, job = self.spool.jobs.get(job_id)
         assert job.result is not None
         return state, job
@@ -66,14 +66,16 @@ class Stack:
         job_id = self.submit(name, **order)
         return (job_id, *self.wait(job_id))
 
-    def until(self, condition: Callable[[], object], timeout: float, awaited: str) -> None:
+    def until[T](self, condition: Callable[[], T], awaited: str, timeout: float = 120) -> T:
+        """The first true answer of `condition`."""
         end = time.monotonic() + timeout
-        while not condition():
+        while not (answer := condition()):
             assert time.monotonic() < end, f"waited {timeout} s for {awaited}\n{self.log.read_text()}"
             time.sleep(0.05)
+        return answer
 
-    def until_logged(self, text: str, timeout: float = 60) -> None:
-        self.until(lambda: text in self.logged(), timeout, repr(text))
+    def until_logged(self, text: str) -> None:
+        self.until(lambda: text in self.logged(), repr(text))
 
     def logged(self) -> str:
         """What runners have logged since `forget`."""
@@ -82,10 +84,10 @@ class Stack:
     def forget(self) -> None:
         self._log_start = len(self.log.read_text()) if self.log.exists() else 0
 
-    def until_beating(self, job_id: str, attempt: int = 1, ranks: int = 1, timeout: float = 60) -> None:
+    def until_beating(self, job_id: str, attempt: int = 1, ranks: int = 1) -> None:
         """Wait until all ranks of an attempt have written a heartbeat."""
         work = self.spool.paths.work_dir(job_id, attempt)
-        self.until(lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), timeout, "heartbeats")
+        self.until(lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), "heartbeats")
 
     def kinds(self, job_id: str) -> list[str]:
         return [event.type for event in self.spool.events.read(job_id)]
@@ -116,12 +118,12 @@ class Stack:
     def kill(self) -> None:
         """`kill -9` of the runner."""
         self.runner.kill()
-        self.runner.wait(10)
+        self.runner.wait(60)
 
     def close(self) -> None:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-                process.wait(10)
+                process.wait(60)
         processes.kill_all(self.marked, timeout=10)
         print(self.log.read_text() if self.log.exists() else "the runner wrote no log")

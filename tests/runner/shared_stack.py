@@ -44,7 +44,7 @@ class SharedStack(Stack):
         """Start a vLLM; `wait`: until it is healthy."""
         self._vllm = self.program("vllm", "shared_vllm")
         if wait:
-            self.until(self.healthy, 30, f"vLLM\n{self.text('vllm')}")
+            self.until(self.healthy, f"vLLM\n{self.text('vllm')}")
 
     def kill_vllm(self) -> None:
         self._vllm.kill()
@@ -61,10 +61,10 @@ class SharedStack(Stack):
         return answers(f"{self.url}/health")
 
     def asleep(self) -> bool:
-        return bool(httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=20).json()["is_sleeping"])
+        return bool(httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=60).json()["is_sleeping"])
 
     def wake_vllm(self) -> None:
-        httpx.post(f"{self.url}/wake_up", headers=_ADMIN, timeout=20).raise_for_status()
+        httpx.post(f"{self.url}/wake_up", headers=_ADMIN, timeout=60).raise_for_status()
 
     def text(self, name: str) -> str:
         return (self.spool.root / f"{name}.log").read_text()
@@ -78,8 +78,8 @@ class SharedStack(Stack):
         super().forget()
         self._journal_start += len(self.journal())
 
-    def until_journal(self, line: str, count: int = 1, timeout: float = 40) -> None:
-        self.until(lambda: self.journal().count(line) >= count, timeout, f"{line!r} in {self.journal()}")
+    def until_journal(self, line: str, count: int = 1) -> None:
+        self.until(lambda: self.journal().count(line) >= count, f"{line!r} in {self.journal()}")
 
     def close(self) -> None:
         super().close()

@@ -22,7 +22,7 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
         stack.run()
         job_id = stack.submit("run", used=70 * MIB)
         stack.start()
-        stack.until(lambda: "jobs wait: the devices are not free" in stack.log.read_text(), 60, "the complaint")
+        stack.until(lambda: "jobs wait: the devices are not free" in stack.log.read_text(), "the complaint")
         assert stack.spool.jobs.get(job_id)[0] == "queued"
         nvml.set(gpu("GPU-aaaa1111", 3 * MIB), gpu("GPU-bbbb2222", 5 * MIB))
         assert stack.wait(job_id)[0] == "succeeded"

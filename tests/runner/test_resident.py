@@ -20,7 +20,7 @@ def stack(tmp_path_factory):
 
 def ranks(stack):
     """Pids of torchrun's agent and of the ranks, once they run."""
-    stack.until(lambda: len(stack.children()) == 3, 60, "agent and ranks")
+    stack.until(lambda: len(stack.children()) == 3, "agent and ranks")
     return stack.pids()
 
 
@@ -75,7 +75,7 @@ def test_ranks_that_died_between_jobs_are_replaced(stack):
     before = ranks(stack)
     victim = next(process for process in stack.children() if process.parent != stack.runner.pid)
     os.kill(victim.pid, signal.SIGKILL)
-    stack.until(lambda: not stack.children(), 60, "the agent to notice")
+    stack.until(lambda: not stack.children(), "the agent to notice")
     _, state, job = stack.ended("after-death")
     assert (state, job.attempt) == ("succeeded", 1)
     assert not ranks(stack) & before

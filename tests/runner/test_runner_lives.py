@@ -81,7 +81,7 @@ def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
     pids = stack.pids()
     assert pids
     stack.kill()
-    stack.until(lambda: not any(alive(pid) for pid in pids), 5, "the ranks to die")
+    stack.until(lambda: not any(alive(pid) for pid in pids), "the ranks to die")
     stack.start()
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "runner_lost")
@@ -91,9 +91,9 @@ def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_
     # The child has no idea that its parent may die, and ignores SIGTERM.
     job_id = stack.submit(stack.run("orphan"), do="leak_and_wait", until=1)
     stack.until_beating(job_id)
-    stack.until(lambda: len(stack.children()) == 4, 10, "server, leader, rank and its child")
+    stack.until(lambda: len(stack.children()) == 4, "server, leader, rank and its child")
     stack.kill()
-    stack.until(lambda: len(stack.marked()) == 1, 5, "the orphan to be alone")
+    stack.until(lambda: len(stack.marked()) == 1, "the orphan to be alone")
     (orphan,) = stack.marked()
     stack.start()
     assert stack.wait(job_id)[0] == "succeeded"
@@ -128,7 +128,7 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
     root.rename(away)
     root.mkdir()  # as an unmounted mount point looks
     stack.log = away / log.name
-    stack.until_logged("the volume is gone", 20)
+    stack.until_logged("the volume is gone")
     time.sleep(2)
     assert stack.logged().count("the volume is gone") == 1
     root.rmdir()
@@ -156,17 +156,17 @@ def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_not
         if process.parent != stack.runner.pid:  # leader and rank
             processes.send(process, signal.SIGKILL)
     stack.runner.send_signal(signal.SIGCONT)
-    stack.until_logged("can't write the event released", 30)
+    stack.until_logged("can't write the event released")
     time.sleep(1)
     assert stack.runner.poll() is None
     restore("events")
-    stack.until_logged("can't record the job's end", 40)
+    stack.until_logged("can't record the job's end")
     for name in ("logs", "leases", "failed"):
         restore(name)
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert stack.kinds(job_id) == ["claimed", "released", "failed"]
-    stack.until_logged("could record the job's end again", 40)
+    stack.until_logged("could record the job's end again")
     assert stack.wait(stack.submit("refused"))[0] == "succeeded"
 
 

@@ -30,7 +30,7 @@ def stack(shared):
         shared.start()
     elif shared.runner.poll() is not None:
         shared.start()
-    shared.until(shared.healthy, 30, "vLLM")
+    shared.until(shared.healthy, "vLLM")
     shared.forget()
     shared.name = shared.run(f"run-{len(shared.spool.runs.names())}")
     yield shared
@@ -50,6 +50,11 @@ def awake_and_unheld(stack):
     assert not stack.asleep()
     assert stack.spool.hold.get() is None
     assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE
+
+
+def live_hold(stack):
+    """On a busy machine the runner may once in a while renew it late."""
+    return stack.until(stack.spool.hold.live, "a live hold")
 
 
 def floor(mib=0):
@@ -102,13 +107,13 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
 def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack, publisher):
     job_id = stack.submit(stack.name, do="wait", until=1)
     stack.until_beating(job_id)
-    hold = stack.spool.hold.live()
+    hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
-    stack.until(lambda: stack.spool.hold.live().beat > hold.beat, 10, "a beat in the hold")
+    stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
     # A runner that hangs for longer than its lease: the hold is stale, but its ranks' memory is not free.
     stack.runner.send_signal(signal.SIGSTOP)
-    stack.until(lambda: stack.spool.hold.live() is None, 20, "the hold to be stale")
-    stack.until(lambda: "is lost, and" in stack.text("publisher"), 20, "the publisher to notice")
+    stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
+    stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
     time.sleep(1)
     assert "vllm wakes" not in stack.journal()
     stack.runner.send_signal(signal.SIGCONT)
@@ -133,7 +138,7 @@ def test_a_job_that_fails_leaves_vllm_awake(stack, order, kinds):
 
 
 def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(stack):
-    stack.vllm_does(sleep_seconds=1)
+    stack.vllm_does(sleep_seconds=3)
     job_id = stack.submit(stack.name)
     stack.until_journal("vllm falls asleep")
     stack.spool.queue.cancel(job_id)
@@ -145,7 +150,7 @@ def test_a_job_cancelled_while_vllm_falls_asleep_starts_no_rank(stack):
 def test_jobs_wait_for_vllm_and_the_log_says_so_once(stack):
     stack.kill_vllm()
     job_id = stack.submit(stack.name)
-    stack.until_logged("jobs wait: vLLM is not ready", 30)
+    stack.until_logged("jobs wait: vLLM is not ready")
     time.sleep(3)  # longer than a pause between two looks
     assert stack.logged().count("jobs wait") == 1
     assert stack.spool.jobs.get(job_id)[0] == "queued"
@@ -168,7 +173,7 @@ def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, publisher, mom
     stack.until_journal(moment)
     stack.kill()
     stack.until_journal("vllm is awake")
-    stack.until(lambda: stack.spool.hold.get() is None, 10, "the hold to be gone")
+    stack.until(lambda: stack.spool.hold.get() is None, "the hold to be gone")
     stack.start()
     assert stack.wait(job_id)[0] == "succeeded"
     awake_and_unheld(stack)
@@ -180,18 +185,18 @@ def test_a_runner_that_finds_a_stale_hold_settles_it(stack, awake):
     before it removed the hold: the memory in use is vLLM's own."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
-    stack.until(lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, 10, "the floor in the hold")
+    stack.until(lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, "the floor in the hold")
     stack.kill()
     if awake:
-        stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, 10, "the ranks to be gone")
+        stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, "the ranks to be gone")
         stack.wake_vllm()
     assert stack.spool.hold.get() is not None
     stack.start()
-    assert stack.wait(job_id, 20)[0] == "failed"
+    assert stack.wait(job_id)[0] == "failed"
     stack.until_journal("vllm is awake")
-    stack.until(lambda: stack.spool.hold.get() is None, 10, "the hold to be gone")
+    stack.until(lambda: stack.spool.hold.get() is None, "the hold to be gone")
     awake_and_unheld(stack)
-    assert stack.wait(stack.submit(stack.name), 20)[0] == "succeeded"
+    assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
 
 
 def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
@@ -212,12 +217,12 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.kill_vllm()
     stack.vllm(wait=False)  # at once, as supervisord does
     if order:
-        stack.until(lambda: stack.text("vllm").count("waiting until the trainer gives") > waits, 20, "vLLM to wait")
+        stack.until(lambda: stack.text("vllm").count("waiting until the trainer gives") > waits, "vLLM to wait")
         time.sleep(1)
         assert "vllm is up" not in stack.journal()
         stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == ("cancelled" if order else "succeeded")
-    stack.until(stack.healthy, 30, "vLLM")
+    stack.until(stack.healthy, "vLLM")
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
         # Its memory was free all the sooner, and the job went on.
@@ -250,6 +255,6 @@ def test_sigterm_ends_a_runner_that_waits_for_the_publisher(stack):
     with stack.spool.hold.lock():  # as the publisher holds it while it loads
         job_id = stack.submit(stack.name)
         time.sleep(2)
-        assert stack.stop(timeout=10) == 0
+        assert stack.stop() == 0
     assert stack.spool.jobs.get(job_id)[0] == "queued"
     stack.spool.queue.cancel(job_id)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
 LAUNCHES = ["torchrun", "fork"]
-SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 25}}
+SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 40}}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,12 @@ def stacks(tmp_path_factory):
 
 def standby(stack: Stack) -> list[int]:
     """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or nothing."""
-    pids = [child.pid for child in stack.children()]
-    return [pid for pid in pids if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()][:1]
+    pids = []
+    for child in stack.children():
+        with suppress(OSError):  # it is gone by now
+            if "forkserver" in Path(f"/proc/{child.pid}/cmdline").read_text():
+                pids.append(child.pid)
+    return pids[:1]
 
 
 def idle(stack: Stack) -> bool:
@@ -95,7 +100,7 @@ def test_a_rank_that_stays_after_its_peer_died_is_killed_and_not_blamed(stacks, 
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message
     assert allocated(stack, job_id)["1"] == 1001  # of a rank that died
     (died,) = re.findall(r"dies at (\S+)", stack.job_log(job_id))
-    assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 15
+    assert job.result.finished - float(died) < SHUTDOWN_SECONDS[launch] + 25
     assert idle(stack)
 
 
@@ -105,7 +110,8 @@ def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
     stack, job_id = stacks[launch, "stubborn"]
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_hung")
-    assert "(phase 'begin 0', silent for 25 s)" in job.result.error.message
+    [silent] = re.findall(r"\(phase 'begin 0', silent for (\d+) s\)$", job.result.error.message)
+    assert int(silent) >= SLOW_ENDS["stubborn"]["stall"]
     assert idle(stack)
 
 

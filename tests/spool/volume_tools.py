@@ -3,9 +3,10 @@
 import errno
 import io
 import os
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +16,14 @@ from tandem.errors import TandemError
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path under root with its content; directories map to None."""
-    paths = sorted(root.rglob("*"))
-    return {path.relative_to(root).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
+    """Every path under root with its content; directories map to None. Without what is removed meanwhile."""
+    found: dict[Path, bytes | None] = {}
+    for here, directories, files in root.walk():
+        found |= dict.fromkeys(here / name for name in directories)
+        for path in (here / name for name in files):
+            with suppress(FileNotFoundError):
+                found[path] = path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
+    return {path.relative_to(root).as_posix(): found[path] for path in sorted(found)}
 
 
 def temporary_names(root: Path) -> list[str]:

@@ -112,7 +112,7 @@ def succeeds(stack: LocalStack, job: str) -> int:
     assert stack.spool.checkpoints.manifest(RUN, status.step).job == job
     assert not stack.spool.paths.data_dir(job).exists()
     pids = {p for e in events if e.type == "started" for p in e.data["pids"]}
-    until("no rank is left", lambda: not any(is_rank(pid) for pid in pids), 30)
+    until("no rank is left", lambda: not any(is_rank(pid) for pid in pids))
     return status.attempt
 
 
@@ -130,10 +130,10 @@ def serves_all_steps(stack: LocalStack) -> None:
     steps = stack.spool.checkpoints.steps(RUN)
     stack.client.wait_served(RUN, steps[-1], timeout=SERVED_BOUND)
     models = {f"{RUN}@{step}" for step in steps}
-    until("every step is loaded", lambda: models <= listed(stack), 60)
+    until("every step is loaded", lambda: models <= listed(stack))
     for step in steps[1:]:
         job = str(stack.spool.checkpoints.manifest(RUN, step).job)
-        until(f"step {step} is verified", lambda j=job: any(e.type == "served" for e in stack.spool.events.read(j)), 60)
+        until(f"step {step} is verified", lambda j=job: any(e.type == "served" for e in stack.spool.events.read(j)))
     record = stack.spool.served.get(RUN)
     assert (record.step, record.refused_step) == (steps[-1], None)
     assert record.mean_abs_logprob_error <= (0.02 if CPU else 0.05)
@@ -188,7 +188,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
     threading.Thread(target=ask, args=(stack, "base", 4000), daemon=True).start()
     metrics = f"{stack.inference_url}/metrics"
     running = 'running{engine="0",model_name="base"} 1.0'
-    until("the request runs", lambda: running in httpx.get(metrics, timeout=5).text, 30)
+    until("the request runs", lambda: running in httpx.get(metrics, timeout=5).text)
     os.kill(engine, signal.SIGSTOP)
     assert answers(f"{stack.inference_url}/health")
     for program, event in (("rank", "step"), ("rank", "checkpoint"), ("runner", "step")):
@@ -197,9 +197,9 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
         kill(stack, program, job)
         assert succeeds(stack, job) <= 2
     noticed = "has stalled: 1 requests wait, and no token came"
-    until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"), 60)
-    until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]), 30)
-    until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
+    until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"))
+    until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]))
+    until("the engine ends with its server", lambda: processes.read(engine) is None)
     stack.wait_ready()
     serves_all_steps(stack)
 
@@ -209,7 +209,7 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     job = submit(stack)
     seen(stack.client, job, "checkpoint")
     stack.kill("vllm")
-    until("the engine ends with its server", lambda: processes.read(engine) is None, 30)
+    until("the engine ends with its server", lambda: processes.read(engine) is None)
     succeeds(stack, job)
     stack.wait_ready()
     serves_all_steps(stack)

@@ -11,6 +11,13 @@ from tandem.system import logs
 
 def main(name: str) -> None:
     order = os.environ.get(f"FAKE_{name.upper()}", "run")
+
+    def stop(*_: object) -> None:
+        os.write(1, f"{name} stops at {time.time()}\n".encode())  # it may interrupt a print
+        sys.exit(0)
+
+    # Before it says that it runs, because a test may then stop it at once.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if order == "stubborn" else stop)
     print(f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters", flush=True)
     if order == "child":
         # Like vLLM's engine: a child in the same process group that doesn't notice its parent's death.
@@ -28,10 +35,6 @@ def main(name: str) -> None:
     if order == "crash-loop":
         time.sleep(1.3)
         sys.exit(4)
-    if order == "stubborn":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, lambda *_: (print(f"{name} stops at {time.time()}", flush=True), sys.exit(0)))
     while True:
         time.sleep(0.1)
 

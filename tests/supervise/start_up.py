@@ -14,14 +14,17 @@ write_config = supervisord.write_config
 
 def write_config_with_retries(*arguments) -> Path:
     path, retries = write_config(*arguments), os.environ.get("FAKE_RETRIES", "3")
-    path.write_text(path.read_text().replace("autorestart", f"startretries = {retries}\nautorestart"))
+    # A program that ends within these seconds could not be started.
+    seconds = os.environ.get("FAKE_START_SECONDS", "1")
+    more = f"startretries = {retries}\nstartsecs = {seconds}\nautorestart"
+    path.write_text(path.read_text().replace("autorestart", more))
     return path
 
 
 if __name__ == "__main__":
     up.MOST_CRASHES = int(os.environ.get("FAKE_CRASHES", "1"))
     up.TRY_AGAIN_SECONDS = 1
-    watchdog._TIMEOUT_SECONDS = 0.5
+    watchdog._TIMEOUT_SECONDS = 1.5
     if os.environ.get("FAKE_READY"):
         up.health.problems = lambda *_: []
     supervisord.write_config = write_config_with_retries

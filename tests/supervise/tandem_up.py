@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from free_ports import free_ports
@@ -47,12 +48,13 @@ class Up:
     def pid(self, *words: str) -> int:
         """Of the process whose command line ends with these words, or has them after `-m`."""
         for process in self.left():
-            line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
-            if "-m" in line and line[line.index("-m") + 1 :][: len(words)] == list(words):
-                return process.pid
+            with suppress(OSError):  # another one, which has ended by now
+                line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+                if "-m" in line and line[line.index("-m") + 1 :][: len(words)] == list(words):
+                    return process.pid
         raise AssertionError(f"{words} does not run")
 
-    def wait(self, timeout: float = 30) -> int:
+    def wait(self, timeout: float = 120) -> int:
         return self.process.wait(timeout)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:

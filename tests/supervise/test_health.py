@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from free_ports import free_ports
 from inference.test_shared_gpu import HOLDER
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
 from tandem.supervise.health import problems, stopped_loops
 from tandem.supervise.supervisord import Status
-from tandem.system import liveness, ports
+from tandem.system import liveness
 from tandem.system.environment import runtime_dir
 from waiting import until
 
@@ -26,7 +27,7 @@ def check(environment, role):
     """(exit status, the line)"""
     done = subprocess.run(
         [sys.executable, "-m", "tandem.supervise.health"],
-        check=False, env=environment | {"TANDEM_ROLE": role}, capture_output=True, text=True, timeout=30,
+        check=False, env=environment | {"TANDEM_ROLE": role}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
@@ -90,8 +91,7 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
 
 
 def test_a_controller_is_healthy_when_it_is_ready():
-    with ports.reserve() as held:
-        port = held.port
+    [port] = free_ports(1)
     environment = os.environ | {"TANDEM_CONTROLLER_PORT": str(port), "TANDEM_CONTROLLER_HOST": "0.0.0.0"}
     assert check(environment, "controller")[0] == 1
     answers: dict[str, tuple[int, Any]] = {"/readyz": (503, {})}

@@ -102,12 +102,12 @@ def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
     (answers / "metrics").write_text(BUSY)
     (answers / "is_paused").write_text('{"is_paused": true}')
     vllm = {"name": "vllm", "module": "fake_vllm_server", "port": "inference"}
-    variables = {"FAKE_VLLM": str(answers), "TANDEM_VLLM_STALL_SECONDS": "1", "FAKE_CRASHES": "8"}
+    variables = {"FAKE_VLLM": str(answers), "TANDEM_VLLM_STALL_SECONDS": "2", "FAKE_CRASHES": "8"}
     stack = up(role="inference", programs=(vllm,), **variables)
     stack.until("asked for /is_paused", count=20)  # for twice as long as it may stall
     assert stack.text().count("vLLM runs") == 1
     (answers / "is_paused").unlink()
-    stack.until("has stalled: 3 requests wait, and no token came for 1 s; killing it")
+    stack.until("has stalled: 3 requests wait, and no token came for")
     (answers / "metrics").write_text(BUSY.replace("2.0", "0.0").replace("1.0", "0.0"))
     stack.until("vLLM runs", count=2)
     stack.until("ended: terminated by SIGKILL; crash 1 of 8")

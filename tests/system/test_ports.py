@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from free_ports import free_ports
 from tandem.errors import Conflict
 from tandem.system.ports import reserve
 
@@ -27,7 +28,7 @@ def test_the_program_it_is_for_listens_while_it_is_held():
 
 
 def test_a_port_in_use_or_held_is_refused_by_name():
-    with reserve() as held:
+    with reserve(*free_ports(1)) as held:
         with pytest.raises(Conflict, match="another Tandem process uses port") as caught:
             reserve(held.port, name="controller_port")
         assert caught.value.field == "controller_port"
