@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from tandem.system import processes
 from waiting import until
@@ -46,3 +47,10 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
         server.stdout.close()
         if processes.read(engine) is not None:
             os.kill(engine, signal.SIGKILL)
+
+
+def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
+    script = [sys.executable, "-m", "inference.failing_adapter"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-4:] == ["True", "ValueError: no such file on 0", "True", "0 answers are left"]
