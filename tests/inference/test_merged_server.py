@@ -552,6 +552,32 @@ async def test_unknown_orders_are_refused(world: World) -> None:
     assert world.engine.calls == []
 
 
+SWAP = {"name": "run@2", "path": "/2", "scale": 1.0, "requests": "keep", "seconds": 5.0, "source": None, "again": None}
+
+
+@pytest.mark.parametrize(("action", "body", "field"), [
+    ("swap", "", None), ("swap", "no JSON", None), ("swap", "[]", None), ("swap", "\xff", None),
+    ("swap", json.dumps({name: value for name, value in SWAP.items() if name != "path"}), "path"),
+    ("swap", json.dumps(SWAP | {"scale": "large"}), "scale"), ("swap", json.dumps(SWAP | {"seconds": None}), "seconds"),
+    ("swap", json.dumps(SWAP | {"seconds": float("nan")}), "seconds"),
+    ("swap", json.dumps(SWAP | {"requests": "end"}), "requests"), ("swap", json.dumps(SWAP | {"source": 3}), "source"),
+    ("announce", "{}", "path"), ("revert", '{"path": 3, "to_base": true}', "path"),
+    ("rows", '{"rows": {"weight": "first"}}', "rows.weight"),
+])  # fmt: skip
+async def test_an_order_that_is_none_is_refused_by_its_field(
+    world: World, action: str, body: str, field: str | None
+) -> None:
+    await world.publish(1)
+    calls = len(world.engine.calls)
+    answer = await world.http.post(f"{ROUTE}/{action}", content=body.encode("latin-1"))
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["field"]) == ("invalid_input", field)
+    assert f"no order to {action}" in error["message"]
+    assert len(world.engine.calls) == calls
+    assert await world.phase() == ("served", "run@1")
+
+
 async def test_the_client_gives_the_orders_that_the_server_takes(world: World) -> None:
     asked: list[httpx.Request] = []
 

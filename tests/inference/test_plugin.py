@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,3 +74,10 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch
             slot = adapters.index(adapter) if adapter != base else None
             expected = torch.zeros(8) if slot is None else 2.0 * b[slot, 0] @ a[slot, 0] @ row
             torch.testing.assert_close(added, expected)
+
+
+def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
+    script = [sys.executable, "-m", "inference.failing_adapter"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-4:] == ["True", "ValueError: no such file on 0", "True", "0 answers are left"]

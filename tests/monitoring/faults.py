@@ -13,9 +13,12 @@ from monitoring.stacks import (
     TRAINER_GPUS,
     idle,
     in_long_job,
+    in_one_pod,
     merged,
+    only_verifying,
     phase_of_merged,
     resident_idle,
+    sharing,
     training,
 )
 
@@ -108,6 +111,8 @@ VLLM_IS_DOWN = setting("inference", UP, since(20, 0, before=1), program="vllm")
 fault("an exporter is gone", idle, {22: NONE, 24: {"TandemTargetDown"}}, *gone("inference", 20))
 fault("the controller is gone", training, {22: NONE, 24: {"TandemTargetDown"}, 60: {"TandemTargetDown"}},
       *gone("controller", 20))  # fmt: skip
+fault("an exporter of a shared pod is gone", sharing, {12: NONE, 14: {"TandemTargetDown"}, 30: {"TandemTargetDown"},
+      120: {"TandemTargetDown"}}, *gone("inference", 10), in_one_pod)  # fmt: skip
 fault("vLLM does not come up", idle, {9: NONE, 10: {"TandemVLLMDown"}}, *gone("vllm", 0))
 for _target in ("controller", "trainer", "inference", "vllm"):
     fault(f"no {_target} is discovered", idle, {33: NONE, 36: {"TandemTargetAbsent"}}, dropping(_target, since=20))
@@ -207,6 +212,9 @@ fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFill
       *shared_volume(lambda m: 800.0 * GIB - GIB * m))  # fmt: skip
 fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 230: NONE},
       *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)))  # fmt: skip
+fault("a model is downloaded for an hour, as old containers see", idle,
+      {239: NONE, 260: NONE, 310: NONE, 400: NONE, 449: NONE},
+      *shared_volume(lambda m: 800.0 * GIB - 6 * GIB * min(max(m - 200, 0), 60)))  # fmt: skip
 fault("a new controller downloads a model", idle, {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
       dropping("controller", "tandem_volume_", since=200, volume="cache"),
       setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="cache", **NEW_POD),
@@ -244,6 +252,14 @@ fault("the KV cache is too small", training, {29: NONE, 35: {"TandemVLLMKVThrash
       setting("vllm", "vllm:num_preemptions_total", growing(20, 60), **ENGINE))  # fmt: skip
 fault("half of the samples are cut off", training, {20: NONE, 70: {"TandemTruncationHigh"}},
       setting("vllm", "vllm:request_success_total", growing(20, 95), **ENGINE, finished_reason="length"))  # fmt: skip
+fault("a few long samples beside verifications", only_verifying, {70: NONE, 120: NONE},
+      setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
+      setting("vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"))  # fmt: skip
+fault("half of a few samples are cut off", only_verifying, {70: NONE, 120: NONE},
+      setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
+      setting("vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"),
+      setting("vllm", "vllm:request_success_total", lambda m: 8 * ((m + 2) // 10) + 0.1 * m, **ENGINE,
+              finished_reason="length"))  # fmt: skip
 fault("vLLM answers 500", training, {24: NONE, 30: {"TandemVLLMErrors"}},
       setting("vllm", "http_requests_total", growing(20, 10), handler="/v1/completions", method="POST",
               status="5xx"))  # fmt: skip

@@ -84,6 +84,7 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     engine("vllm:num_preemptions_total", per_minute(6 * pace))
     engine("vllm:generation_tokens_total", per_minute(60000 * pace))
     engine("vllm:iteration_tokens_total_count", per_minute(1000 * pace))
+    engine("vllm:request_generation_tokens_bucket", 0, le="1.0")
     for reason, share in (("stop", 95), ("length", 5), ("abort", 0)):
         engine("vllm:request_success_total", per_minute(share * pace), finished_reason=reason)
     for status, share in (("2xx", 100), ("5xx", 0)):
@@ -289,14 +290,22 @@ def sharing() -> Stack:
 
 def sharing_in_one_pod() -> Stack:
     """As `sharing`, in Kubernetes: the containers of trainer and inference are one pod's."""
-    return {re.sub(r'\bpod="(trainer|inference)"', 'pod="tandem-engine-0"', series): values
-            for series, values in sharing().items()}  # fmt: skip
+    stack = sharing()
+    in_one_pod(stack)
+    return stack
+
+
+def in_one_pod(stack: Stack) -> None:
+    for series in list(stack):
+        values = stack.pop(series)
+        stack[re.sub(r'\bpod="(trainer|inference)"', 'pod="tandem-engine-0"', series)] = values
 
 
 def only_verifying() -> Stack:
     """As `training`, and nobody samples: vLLM answers only the publisher's requests for one token."""
     stack = training()
     _vllm(stack, pace=0)
-    for metric, labels in (("generation_tokens", {}), ("request_success", {"finished_reason": "length"})):
-        put(stack, "vllm", f"vllm:{metric}_total", lambda minute: 8 * _jobs_done(minute), **_ENGINE, **labels)
+    for metric, labels in (("generation_tokens_total", {}), ("request_success_total", {"finished_reason": "length"}),
+                           ("request_generation_tokens_bucket", {"le": "1.0"})):  # fmt: skip
+        put(stack, "vllm", f"vllm:{metric}", lambda minute: 8 * _jobs_done(minute), **_ENGINE, **labels)
     return stack

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -11,6 +13,7 @@ from spool.volume_tools import full_disk, refused, temporary_names, tree
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged, SpoolUnusable
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
+from tandem.spool.removal import delete_checkpoint, delete_run
 from tandem.spool.schema import LoraShape, Manifest, Origin, Probe
 
 PROBE = Probe(tokens=[[1, 2]], logprobs=[[-0.5]], previous=[[-0.6]], base=[[-0.7]])
@@ -182,12 +185,41 @@ def test_fork_refuses(spool):
 @pytest.mark.parametrize("damaged", ["source", "copy"])
 def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
     if damaged == "copy":
-        monkeypatch.setattr("shutil.copyfile", lambda source, target: target.write_bytes(source.read_bytes()[::-1]))
+        monkeypatch.setattr("shutil.copyfileobj", lambda source, target, _: target.write(source.read()[::-1]))
     else:
         (spool.checkpoints.path("r", 0) / "adapter_model.safetensors").write_bytes(b"?")
     with pytest.raises(CheckpointDamaged, match="adapter_"):
         spool.checkpoints.fork("r", 0, run_spec("n"))
     assert [spec.name for spec in spool.runs.list()] == ["r"]
+    assert temporary_names(spool.root) == []
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda spool: spool.checkpoints.rollback("r", 0),
+        lambda spool: rmtree(delete_checkpoint(spool, "r", 1)),
+        lambda spool: rmtree(delete_run(spool, "r")),
+    ],
+)
+def test_a_run_may_change_and_go_while_it_is_forked(spool, monkeypatch, remove):
+    """Another thread removes the source once the first file is being copied."""
+    for _ in range(2):
+        train_one(spool)
+    source, copyfileobj = tree(spool.checkpoints.path("r", 1)), shutil.copyfileobj
+    waiting = iter([remove])
+
+    def copy(*arguments):
+        for action in waiting:
+            ThreadPoolExecutor(1).submit(action, spool).result(10)
+        copyfileobj(*arguments)
+
+    monkeypatch.setattr("shutil.copyfileobj", copy)
+    spool.checkpoints.fork("r", 1, run_spec("fork"))
+    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {"manifest.json": None}
+    spool.checkpoints.verify("fork", 0)
+    with pytest.raises(NotFound):
+        spool.checkpoints.manifest("r", 1)
     assert temporary_names(spool.root) == []
 
 

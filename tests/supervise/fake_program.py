@@ -27,6 +27,10 @@ def main(name: str) -> None:
             # Its parent is gone at once; it ends a little later, as another process's child.
             subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
             print("orphaned", flush=True)
+    if order == "daemon":
+        # Of a session of its own and deaf to SIGTERM, so supervisord does not end it.
+        script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     if order == "json":
         logs.configure()
         logs.Log("fake").warning("from a", n=1)

@@ -24,6 +24,7 @@ def write_config_with_retries(*arguments) -> Path:
 if __name__ == "__main__":
     up.MOST_CRASHES = int(os.environ.get("FAKE_CRASHES", "1"))
     up.TRY_AGAIN_SECONDS = 1
+    up.LEFTOVER_SECONDS = float(os.environ.get("FAKE_LEFTOVER", "3"))
     watchdog._TIMEOUT_SECONDS = 1.5
     if os.environ.get("FAKE_READY"):
         up.health.problems = lambda *_: []

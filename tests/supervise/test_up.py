@@ -81,6 +81,16 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
     assert stack.wait() in (70, 71)
 
 
+def test_once_more_ctrl_c_kills_what_supervisord_left(up):
+    stack = both_run(up(FAKE_A="daemon", FAKE_LEFTOVER="1000"))
+    supervisord = stack.pid("supervisor.supervisord")
+    stack.process.send_signal(signal.SIGINT)
+    until("supervisord has ended", lambda: not alive(supervisord))
+    stack.process.send_signal(signal.SIGINT)
+    assert stack.wait() == 0
+    assert stack.left() == []
+
+
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_when_supervisord_dies_nothing_is_left(up, sig):
     stack = both_run(up(FAKE_A="child"))

@@ -124,3 +124,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "tandem.host" -}}
 {{ include "tandem.fullname" .root }}-{{ .host }}.{{ .root.Release.Namespace }}.svc
 {{- end -}}
+
+{{/* A role's paths that Ingress and HTTPRoute let in, as JSON: not /metrics, and none of vLLM's other routes. */}}
+{{- define "tandem.publicPaths" -}}
+{{ ternary (list "/v1" "/rollout") (list "/v1") (eq . "inference") | toJson }}
+{{- end -}}

@@ -8,9 +8,9 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
+_COPY_BYTES = 2**24  # at a time
 
 
 class Checkpoints:
@@ -156,32 +157,54 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included. Verifies the source
-        before and the copy after. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has another base
-        model or LoRA shape; CheckpointDamaged; NotFound."""
-        with self._runs.lock(run):
-            source = self._runs.get(run)
-            for field in ("base_model", "lora"):
-                if (kept := getattr(source, field)) != getattr(new, field):
-                    raise InvalidInput(f"a fork keeps the {field} of {run!r}, which is {kept}", field=field)
-            manifest = self.verify(run, step)
-            if manifest.optimizer_state is not None:
-                problem = f"{run}@{step} has no optimizer state, which a fork needs (TANDEM_OPTIMIZER_STATE_EVERY)"
-                raise InvalidInput(f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step")
+        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included. Verifies the copy.
+        Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has another base model or LoRA shape;
+        CheckpointDamaged; NotFound. While it copies, the run may change: open files outlive their names."""
+        with ExitStack() as opened:
+            with self._runs.lock(run):
+                manifest = self._forkable(run, step, new)
+                files = {name: opened.enter_context(self._open(run, step, name)) for name in manifest.files}
             origin = Origin(run=run, step=step)
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
 
             def copy(checkpoint: Path) -> None:
-                for name, entry in manifest.files.items():
+                for name, file in files.items():
                     target = checkpoint / name
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(self.path(run, step) / name, target)
+                    with target.open("xb") as out:
+                        shutil.copyfileobj(file, out, _COPY_BYTES)
                     # Before the next one is copied: `recovery.sweep` removes what has not changed for an hour.
-                    verify_files(checkpoint, manifest.model_copy(update={"files": {name: entry}}))
+                    self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
             new = new.model_copy(update={"forked_from": origin})
             return self._runs.create(new, copy, sha256, origin=origin, **details)
+
+    def _forkable(self, run: str, step: int, new: RunSpec) -> Manifest:
+        source = self._runs.get(run)
+        for field in ("base_model", "lora"):
+            if (kept := getattr(source, field)) != getattr(new, field):
+                raise InvalidInput(f"a fork keeps the {field} of {run!r}, which is {kept}", field=field)
+        manifest = self.manifest(run, step)
+        if manifest.optimizer_state is not None:
+            problem = f"{run}@{step} has no optimizer state, which a fork needs (TANDEM_OPTIMIZER_STATE_EVERY)"
+            raise InvalidInput(f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step")
+        return manifest
+
+    def _check_copy(self, copy: Path, run: str, manifest: Manifest, name: str) -> None:
+        try:
+            verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
+        except CheckpointDamaged:
+            with suppress(NotFound):
+                self.verify(run, manifest.step)  # if the source is damaged, it is named
+            raise
+
+    def _open(self, run: str, step: int, name: str) -> IO[bytes]:
+        try:
+            return (self.path(run, step) / name).open("rb")
+        except FileNotFoundError:
+            self.verify(run, step)
+            raise
 
 
 class MergedFiles:

@@ -71,7 +71,7 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
     checkpoints = spool.checkpoints
     doomed = _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
     if _surplus(checkpoints.steps(run), settings):
-        with spool.runs.lock(run):  # nobody rolls back, forks or submits now
+        with spool.runs.lock(run):  # nobody rolls back, begins to fork or submits now
             old = _surplus(checkpoints.steps(run), settings) - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed

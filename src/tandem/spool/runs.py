@@ -144,8 +144,8 @@ class Runs:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Serialises changes of the run's chain: submit, rollback, fork, removal. NotFound (field `run`) if there is no
-        run, also if it is deleted while this waits."""
+        """Serialises changes of the run's chain: submit, rollback, removal, and a fork's beginning. NotFound (field
+        `run`) if there is no run, also if it is deleted while this waits."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:

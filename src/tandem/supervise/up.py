@@ -48,6 +48,8 @@ STEADY_SECONDS = 600.0
 """A program that ran this long before it crashed is not in a crash loop: its count starts again."""
 TRY_AGAIN_SECONDS = 30.0
 """How often a program that is not essential is tried again after supervisord gave it up."""
+LEFTOVER_SECONDS = 3.0
+"""How long what supervisord left may take to end."""
 
 
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
@@ -249,20 +251,20 @@ class Stack:
         self._daemon.send_signal(signal.SIGTERM)
         most_signals = max(self._signals, 1)
         seconds = supervisord_seconds(list(self._programs.values()))
-        self._wait(lambda: self._daemon.poll() is not None or self._signals > most_signals, seconds)
+        self._wait(lambda: self._daemon.poll() is not None, seconds, most_signals)
         if self._daemon.poll() is not None:
             # If it was killed, its programs are this process's children now.
             for process in left():
                 processes.send(process, signal.SIGTERM)
-            self._wait(lambda: not left(), 3.0)
+            self._wait(lambda: not left(), LEFTOVER_SECONDS, most_signals)
         processes.kill_all(left, timeout=10, known=[self._daemon.pid])
         self._daemon.poll()
         self._console.follow()
         self._say("stopped")
 
-    def _wait(self, done: Callable[[], bool], seconds: float) -> None:
+    def _wait(self, done: Callable[[], bool], seconds: float, most_signals: int) -> None:
         end = time.monotonic() + seconds
-        while not done() and time.monotonic() < end:
+        while not done() and self._signals <= most_signals and time.monotonic() < end:
             processes.reap_orphans([self._daemon.pid])
             self._console.follow()
             time.sleep(0.1)

@@ -48,19 +48,22 @@ class _Range:
     decays: bool
     counts: bool
     """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks hold whole, the first
-    does; of a tied table, the first stage."""
+    does."""
 
 
 class ShardedAdam:
     """Gradients of all weights, fp32, and Adam's state of those that this rank owns.
 
     Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay leaves out vectors:
-    norms and biases, as in transformers' Trainer.
+    norms and biases, as in transformers' Trainer. A tied table that the pipeline's last stage has, too, is the first
+    stage's: that one updates it and sends it to the last, whose gradient and state of it mean nothing. If both updated
+    it, they would drift apart, because the order in which ranks sum a gradient depends on the rank that owns it.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
         self.settings, self.steps = settings, 0
         self._policy, self._base, self._topology = policy, base, parallel.current()
+        self._two_tables = policy.arch.tie_embeddings and policy.stage.first != policy.stage.last
         self._gradients = torch.zeros(len(base.memory), dtype=torch.float32, device=base.memory.device)
         policy.train_base(self._views(self._gradients))
         self._owned = list(self._own_parts())
@@ -128,6 +131,8 @@ class ShardedAdam:
             for offset in range(0, part.length, CHUNK):
                 self._update(part, offset, min(CHUNK, part.length - offset), scale, learning_rate)
         self._gather(self._base.memory)
+        if self._two_tables:
+            dist.broadcast(self._base.parameters[TABLE], group=self._topology.ends, group_src=0)
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
@@ -181,8 +186,7 @@ class ShardedAdam:
 
     def _sum_over_stages(self) -> None:
         """Of a tied table: the first stage has the embedding's part of the gradient, the last the output layer's."""
-        stage = self._policy.stage
-        if self._policy.arch.tie_embeddings and stage.first != stage.last:
+        if self._two_tables:
             parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
 
     def _gather(self, memory: Tensor) -> None:
@@ -214,9 +218,8 @@ class ShardedAdam:
             for name, weight in self._base.parameters.items():
                 first = int(weight.storage_offset())
                 start, stop = max(first, begin), min(first + weight.numel(), end)
-                if start < stop:
+                if start < stop and (name != TABLE or self._policy.stage.first):
                     counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
-                    counts = counts and (name != TABLE or self._policy.stage.first)
                     decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
                     at = owned.state.start + start - begin
                     yield _Range(name, start, at, stop - start, decays, counts)

@@ -6,7 +6,6 @@ which weights (`weight_versions.py`).
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -18,8 +17,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.errors import InvalidInput
 from tandem.inference.server.asgi import error, read_body, route_path
 from tandem.inference.server.guard import ADMIN
+from tandem.inference.server.orders import read_order
 from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
@@ -143,11 +144,14 @@ class MergedServer:
             if action == "" and scope["method"] == "GET":
                 result: dict[str, Any] = {}
             elif action in actions and scope["method"] == "POST":
-                result = await actions[action](json.loads(body))
+                result = await actions[action](read_order(action, body))
             else:
                 raise SwapFailed(f"there is no route {scope['method']} {MERGED_ROUTE}{action}", 404)
         except SwapFailed as failure:
             await error(failure.status, "inference_refused", str(failure))(scope, receive, send)
+            return
+        except InvalidInput as wrong:
+            await error(400, wrong.code, str(wrong), wrong.field)(scope, receive, send)
             return
         current = self.current
         state = {"phase": self.phase, "name": current.name, "path": current.path, "transport": current.transport}

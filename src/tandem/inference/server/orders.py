@@ -1,0 +1,49 @@
+"""The orders that the admin routes of merged weights take (`merged_server.py`)."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from tandem.errors import InvalidInput
+
+
+class Swap(TypedDict):
+    """See `VllmClient.swap_merged`."""
+
+    name: str
+    path: str
+    scale: FiniteFloat
+    requests: Literal["keep", "recompute", "wait"]
+    seconds: FiniteFloat
+    source: dict[str, Any] | None
+    again: dict[str, Any] | None
+
+
+class Announce(TypedDict):
+    path: str
+
+
+class Revert(TypedDict):
+    path: str
+    to_base: NotRequired[bool]
+
+
+class Rows(TypedDict):
+    rows: dict[str, int]
+
+
+_ORDERS: dict[str, TypeAdapter[Any]] = {
+    "/swap": TypeAdapter(Swap), "/announce": TypeAdapter(Announce), "/revert": TypeAdapter(Revert),
+    "/rows": TypeAdapter(Rows),
+}  # fmt: skip
+
+
+def read_order(action: str, body: bytes) -> dict[str, Any]:
+    """The order in a request's body. InvalidInput names the first field that is wrong."""
+    try:
+        order: dict[str, Any] = _ORDERS[action].validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InvalidInput(f"this is no order to {action[1:]}: {first['msg']}", field=field or None) from error
+    return order
