@@ -103,8 +103,17 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
     assert sorted(own.tasks[i] for i in range(4)) == [0, 1, 2, 3]
     one = Environment(EnvironmentSection(use="envs_of_test:one", arguments={"twice": True}), 0, "e")
     assert asyncio.run(one.rollout(one.tasks[0], None)) == "xx"  # type: ignore[arg-type]
-    for use, arguments in (("envs_of_test:nothing", {}), ("envs_of_test:Own", {"length": 4}), ("no_module:x", {})):
-        with pytest.raises(InvalidInput, match=rf"can't load '{use}': .*(length|nothing|no_module)"):
+    (tmp_path / "broken_env_of_test.py").write_text("def tasks(:\n")
+    (tmp_path / "raising_env_of_test.py").write_text("\ndef tasks(): yield 1 / 0\nasync def one(task, sampler): pass\n")
+    for use, arguments, problem in (
+        ("envs_of_test:nothing", {}, "nothing"),
+        ("envs_of_test:Own", {"length": 4}, "length"),
+        ("envs_of_test:Own", {"size": 0}, "gave no task"),
+        ("no_module:x", {}, "no_module"),
+        ("broken_env_of_test:x", {}, r"SyntaxError: .*\(broken_env_of_test.py, line 1\)"),
+        ("raising_env_of_test:one", {}, r"ZeroDivisionError: .* \(raising_env_of_test.py, line 2\)"),
+    ):
+        with pytest.raises(InvalidInput, match=f"can't load '{use}': .*{problem}.*; it needs rollout"):
             Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
 
 
@@ -141,8 +150,6 @@ def test_tasks_are_the_same_after_a_restart() -> None:
     assert numbers(itertools.count(5)) == list(range(5, 35))
     assert numbers(iter("abc")) == list("abc" * 10)
     assert list(Tasks(range(10), seed=3).first(3)) == [0, 1, 2]
-    with pytest.raises(InvalidInput, match="gave no task"):
-        Tasks([], seed=0)[0]
 
 
 TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}

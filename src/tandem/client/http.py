@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from tandem import __version__, errors
-from tandem.controller.schemas import ErrorBody, JobStatus
-from tandem.errors import InvalidInput, JobFailed, TandemError, Unreachable
+from tandem.controller.schemas import ErrorBody, JobStatus, RunStatus
+from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
@@ -91,6 +91,16 @@ def raise_if_failed(job: JobStatus) -> None:
         if job.error.log_tail:
             message += f"\n--- end of its log ---\n{job.error.log_tail.rstrip()}"
     raise JobFailed(message, job_id=job.id, reason=reason)
+
+
+def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> None:
+    """Raises Conflict, with this field, where an existing run trains something else than the `trainable` and `lora`
+    that are given."""
+    existing, lora = run.spec.lora, wanted.get("lora") or {}
+    other = lora.items() - (existing.model_dump() if existing else {}).items()
+    if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
+        shape = f"a LoRA of {existing}" if existing else "all weights"
+        raise Conflict(f"run {run.spec.name!r} exists and trains {shape}; name another, or ask for that", field=field)
 
 
 class Backoff:

@@ -7,7 +7,6 @@ With 0 that is the synchronous loop: sample from N, train N -> N + 1, wait until
 
 import asyncio
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +17,9 @@ from typing import Any
 import httpx
 
 from tandem.client import AsyncTandem, Trajectory
+from tandem.client.http import raise_if_other
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import Environment, Group, Sampler
+from tandem.client.rl.environment import Environment, Group, Sampler, described
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.spool.fs import write_json_atomic
@@ -76,10 +76,7 @@ class Loop:
             status = await self._tandem.get_run(run.name)
         except NotFound:
             status = await self._tandem.create_run(**run.model_dump(exclude_unset=True))
-        wanted, existing = run.lora.model_dump(exclude_unset=True) if run.lora else {}, status.spec.lora
-        differs = wanted.items() - (existing.model_dump() if existing else {}).items()
-        if differs or run.trainable != status.spec.trainable:
-            raise Conflict(f"run {run.name!r} exists with {existing or 'all weights'}; name another", field="run.lora")
+        raise_if_other(status, run.model_dump(exclude_unset=True), "run.lora")
         first, recorded = status.newest_step, len(self.record.lines)
         new = State(run=run.name, environments=uses, first=first, recorded=recorded, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
@@ -156,7 +153,7 @@ class Loop:
             group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
         except Exception as error:
             self._leave_out(task, "failed")
-            self._failing += 1
+            self._failing, self.error = self._failing + 1, self.error or described(error)
             if self._failing >= max(3, self._size):
                 problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
                 raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
@@ -192,8 +189,7 @@ class Loop:
 
         def failed(error: Exception) -> None:
             self.counts["errors"] += 1
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+            self.error = described(error)
 
         async with asyncio.TaskGroup() as rollouts:
             made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
