@@ -161,7 +161,7 @@ def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
 BROKEN = [
     ("run = ", "as TOML"),
     ("data = 'data.jsonl'", "run: tune.toml, line 1: is missing"),
-    ("run = 'x'\ndata = 'data.jsonl'\nlerning_rate = 1", "tune.toml, line 3: no such setting"),
+    ("run = 'x'\ndata = 'data.jsonl'\nlerning_rate = 1", "tune.toml, line 3: no such key"),
     ("run = 'x'\ndata = 'data.jsonl'\nlearning_rate = -1", "learning_rate: tune.toml, line 3"),
     ("run = 'x'\ndata = 'data.jsonl'\nheld_out = 1.0", "held_out"),
     ("run = 'x'\ndata = 'data.jsonl'\nheld_out = 'none.jsonl'", "none.jsonl"),

@@ -29,7 +29,8 @@ PATIENCE = 300.0
 
 def open_vllm() -> httpx.AsyncClient:
     """vLLM at OPENAI_BASE_URL, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
-    arguments = connection(os.environ.get("OPENAI_BASE_URL") or "http://127.0.0.1:8000/v1", None)
+    name = "OPENAI_BASE_URL"
+    arguments = connection(os.environ.get(name) or "http://127.0.0.1:8000/v1", None, name)
     arguments |= {"timeout": httpx.Timeout(3600.0, connect=5.0), "limits": httpx.Limits(max_connections=None)}
     return httpx.AsyncClient(**arguments)
 

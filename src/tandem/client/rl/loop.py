@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from tandem.client import AsyncTandem, Trajectory
+from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import raise_if_other
 from tandem.client.rl.config import Config
 from tandem.client.rl.environment import Environment, Group, Sampler, described
@@ -72,14 +72,18 @@ class Loop:
     async def _begin(self) -> None:
         """Create the run or find it, and go on from the state file: what was submitted is followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        try:
-            status = await self._tandem.get_run(run.name)
-        except NotFound:
-            status = await self._tandem.create_run(**run.model_dump(exclude_unset=True))
-        raise_if_other(status, run.model_dump(exclude_unset=True), "run.lora")
-        first, recorded = status.newest_step, len(self.record.lines)
-        new = State(run=run.name, environments=uses, first=first, recorded=recorded, cursors=[0] * len(uses))
+        new = State(run=run.name, environments=uses, first=0, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
+        existing: RunStatus | None = None
+        with suppress(NotFound):
+            existing = await self._tandem.get_run(run.name)
+        if self.state is not new and self.state.created not in (0.0, existing and existing.spec.created):
+            problem = f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
+            raise InvalidInput(problem, field="--state")
+        status = existing or await self._tandem.create_run(**run.model_dump(exclude_unset=True))
+        raise_if_other(status, run.model_dump(exclude_unset=True), "run.lora")
+        if self.state is new:
+            new.created, new.first, new.recorded = status.spec.created, status.newest_step, len(self.record.lines)
         del self.record.lines[: self.state.recorded]
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
@@ -281,7 +285,7 @@ class Loop:
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""
         settings, made = self.config.eval, step - self.state.first
-        if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
+        if settings is None or (made % settings.every and step != self.last) or self.record.evaluated(step):
             return
         of = self._environments[-1 if settings.environment else 0]
         sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]
