@@ -1,5 +1,6 @@
 """Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or from files."""
 
+import ipaddress
 import math
 import re
 from pathlib import Path
@@ -176,6 +177,13 @@ class Settings(BaseSettings):
             raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
         return resolve_model(self.root, self.base_model)
 
+    def check_bind(self) -> None:
+        """Raises InvalidInput where other machines may reach the controller and no key is set."""
+        if not self.api_keys and not is_loopback(self.controller_host):
+            problem = f"no API key is set, and {self.controller_host} can be reached from other machines"
+            remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
+            raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
+
     @property
     def api_keys(self) -> list[str]:
         """The deployment's API keys, separated by commas or whitespace, so that a file may hold one per line."""
@@ -215,3 +223,10 @@ def resolve_model(root: Path, base_model: str) -> str:
     """The path of a run's `base_model` if it is a directory under the spool's `root`, else `base_model` itself."""
     inside = root / base_model
     return str(inside) if not Path(base_model).is_absolute() and inside.is_dir() else base_model
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -3,15 +3,18 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from itertools import count
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.main import get_command
 
 from api_server import KEY, claim, fail, groups, rl_request, run_one, serve, sft_request
 from fake_vllm import FakeVllm
 from tandem.cli import app
+from tandem.cli.common import table
 from tandem.cli.train import apply_setting, read_request
 from tandem.controller.routes_jobs import LOG_PART_BYTES
 from tandem.errors import InvalidInput
@@ -103,6 +106,14 @@ def test_refusals_name_the_field_on_stderr(tandem):
     status, _, err = tandem("run", "create", "x", "--full", "--rank", "8")
     assert (status, "leave --rank" in err) == (2, True)
     assert tandem("jobs", "list", "--state", "sleeping")[0] == 1
+
+
+def test_the_first_column_of_a_table_is_whole():
+    """Its names are typed again."""
+    printed, job = StringIO(), "sft-0123456789abcdef0123.00000"
+    row = (job, "a-run-with-a-name", "succeeded")
+    Console(width=50, file=printed).print(table("Jobs", ["job", "run", "state"], [row]))
+    assert job in printed.getvalue()
 
 
 def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
@@ -244,7 +255,10 @@ def test_settings_on_the_command_line():
             apply_setting(request, wrong)
 
 
-def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch):
-    monkeypatch.setenv("TANDEM_LAUNCH", "rocket")
-    status, _, err = command("up")
-    assert (status, "TANDEM_LAUNCH" in err) == (2, True)
+def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
+    for name, value in (("BASE_MODEL", str(tmp_path / "model")), ("CONTROLLER_HOST", "0.0.0.0"), ("LAUNCH", "rocket")):
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+        status, _, err = command("up")
+        assert (status, f"TANDEM_{name}: " in err) == (2, True), err
+    assert not (tmp_path / "spool").exists()

@@ -138,6 +138,14 @@ def test_another_training_of_the_run_in_between_is_refused(tandem, server, run) 
     assert (status, "base_step" in err) == (1, True)
 
 
+def test_a_run_that_trains_something_else_is_refused(tandem, server, run) -> None:
+    assert tandem("run", "create", run, "--rank", "4")[0] == 0
+    for shape in (("--lora-rank", "8"), ("--full",), ("--set", 'lora.targets=["q_proj"]')):
+        status, _, err = tandem("train", "sft", run, *ARGUMENTS, *shape)
+        assert (status, f"run '{run}' exists and trains a LoRA of rank=4" in err.replace("\n", " ")) == (1, True)
+    assert not server.spool.jobs.list(run)
+
+
 def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
     with trainer(server, run, 3) as trained:
         assert tandem("train", "sft", run, *ARGUMENTS[:-4], "--sequence-length", "16", "--held-out", "0.2")[0] == 0
@@ -153,7 +161,7 @@ def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
 BROKEN = [
     ("run = ", "as TOML"),
     ("data = 'data.jsonl'", "run: tune.toml, line 1: is missing"),
-    ("run = 'x'\ndata = 'data.jsonl'\nlerning_rate = 1", "tune.toml, line 3: no such setting"),
+    ("run = 'x'\ndata = 'data.jsonl'\nlerning_rate = 1", "tune.toml, line 3: no such key"),
     ("run = 'x'\ndata = 'data.jsonl'\nlearning_rate = -1", "learning_rate: tune.toml, line 3"),
     ("run = 'x'\ndata = 'data.jsonl'\nheld_out = 1.0", "held_out"),
     ("run = 'x'\ndata = 'data.jsonl'\nheld_out = 'none.jsonl'", "none.jsonl"),

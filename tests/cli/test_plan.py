@@ -18,8 +18,9 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
     full = json.loads(command(*arguments, "--full", "--json")[1])
     assert full["topologies"][0]["gib"]["adapter"] == 0
     assert "computed, not measured" in full["source"]
-    status, _, err = command(*arguments, "--full", "--target", "q_proj")
-    assert (status, "use one" in err) == (1, True)
+    for shape in (("--target", "q_proj"), ("--rank", "8")):
+        status, _, err = command(*arguments, "--full", *shape)
+        assert (status, "leave --rank and --target out" in err) == (1, True)
     status, _, err = command(*arguments, "--target", "nonsense")
     assert (status, "--target" in err, "q_proj" in err) == (1, True, True)
     status, out, _ = command(*arguments)
@@ -34,3 +35,7 @@ def test_what_does_not_fit_is_refused(command, tmp_path):
     status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--gpu-memory", "2")
     assert status == 1
     assert "no topology of 1 GPUs fits 2.0 GiB" in err
+    assert command("plan", str(tmp_path), "--gpus", "1")[0] == 0
+    longer = str(config["max_position_embeddings"] + 1)
+    status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", longer)
+    assert (status, f"--sequence-length: {longer} is more than the model's" in err.replace("\n", " ")) == (1, True)

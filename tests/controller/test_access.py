@@ -1,13 +1,14 @@
 """Keys, hosts and body sizes; and what a controller refuses to start with."""
 
 import json
+import logging
 
 import pytest
 
 from api_server import Process, Server, make_root, rl_request, tree
 from tandem.config import Settings
-from tandem.controller.middleware import check_bind
-from tandem.errors import Unauthorized
+from tandem.controller.__main__ import _is_news
+from tandem.errors import InvalidInput
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,22 @@ def test_without_keys_only_localhost_names_are_answered(tmp_path):
 
 def test_a_bind_beyond_loopback_needs_a_key():
     for host, key in [("127.0.0.1", None), ("::1", None), ("localhost", None), ("0.0.0.0", "k")]:
-        check_bind(Settings(controller_host=host, api_key=key, base_model="m"))
+        Settings(controller_host=host, api_key=key, base_model="m").check_bind()
     for host, key in [("0.0.0.0", None), ("::", None), ("10.0.0.1", " , ")]:
-        with pytest.raises(Unauthorized, match="TANDEM_API_KEY"):
-            check_bind(Settings(controller_host=host, api_key=key, base_model="m"))
+        with pytest.raises(InvalidInput, match="TANDEM_API_KEY"):
+            Settings(controller_host=host, api_key=key, base_model="m").check_bind()
+
+
+def test_successes_of_probes_and_scrapes_are_not_logged():
+    for path, status, told in [
+        ("/readyz", 200, False),
+        ("/metrics", 200, False),
+        ("/readyz", 503, True),
+        ("/v1/runs", 200, True),
+    ]:
+        arguments = ("127.0.0.1:1", "GET", path, "1.1", status)
+        record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+        assert _is_news(record) == told, path
 
 
 def test_a_controller_that_must_not_start_says_why(tmp_path):

@@ -78,6 +78,8 @@ def test_bodies_that_are_empty_not_json_or_not_declared_as_json(http, idle_run):
         assert http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     assert "415" in http.get("/openapi.json").json()["paths"]["/v1/runs/{run}/train"]["post"]["responses"]
     assert refusal(http.post(train, json={"kind": "sft", "examples": []})) == (422, "invalid_input", "examples")
+    for body, words in (({}, "kind is missing"), ({"kind": "sft", "examplse": []}, "is missing; add it; and 1 more")):
+        assert words in http.post(train, json=body).json()["error"]["message"]
     paths = ("/v1/runs", f"/v1/runs/{idle_run}/fork", f"/v1/runs/{idle_run}/rollback", "/v1/data/render", train)
     for path in paths:
         for content in (b"{", b"\xff", b'{"step": "\xc0"}', b"", b"null", b"[1]"):

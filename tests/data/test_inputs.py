@@ -130,7 +130,7 @@ def test_builder() -> None:
         ({"advantage": math.nan}, "advantage", "finite"),
         ({"metrics": {"a": math.nan}}, "metrics.a", "finite"),
         ({"turns": []}, "turns", "at least 1"),
-        ({"rewards": 1}, "rewards", "[Ee]xtra"),
+        ({"rewards": 1}, "rewards", "no such key"),
         ({"prompt_token_ids": []}, "turns.0.prompt_token_ids", "at least 1"),
         ({"token_ids": []}, "turns.0.token_ids", "at least 1"),
         ({"token_ids": [1, -1]}, "turns.0.token_ids", "id -1 at index 1"),

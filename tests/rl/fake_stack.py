@@ -43,6 +43,7 @@ class FakeStack:
     def __init__(self, delay: float = 0.004, seed: int = 0, fail_jobs: int = 0) -> None:
         self.random, self.delay = random.Random(seed), delay
         self.newest = self.served = 0
+        self.created = 1.0  # when the run was made; 0: there is none
         self.jobs: dict[str, Job] = {}
         self.trained: list[Job] = []
         self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
@@ -65,7 +66,9 @@ class FakeStack:
     async def get_run(self, run: str) -> SimpleNamespace:
         self.mark()
         pending = sum(job.state in ("queued", "running") for job in self.jobs.values())
-        spec = SimpleNamespace(trainable="lora", lora=LoraShape())
+        if not self.created:
+            raise NotFound(run)
+        spec = SimpleNamespace(name=run, created=self.created, trainable="lora", lora=LoraShape())
         shared = self.shared_gpus
         return SimpleNamespace(newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec)
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
-from tandem.client.rl.environment import Environment, Sampler, Tasks
+from tandem.client.rl.environment import Environment, Sampler, Tasks, open_vllm
 from tandem.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,15 +41,15 @@ weight = 2
     ("old", "new", "line", "field", "message"),
     [
         ("steps = 3", "stepz = 3", 4, "rl.steps", "is missing; add it"),
-        ("steps = 3", "steps = 3\nworker = 4", 6, "rl.worker", "no such setting; correct or remove it"),
+        ("steps = 3", "steps = 3\nworker = 4", 6, "rl.worker", "no such key; correct or remove it"),
         ("steps = 3", "steps = 0", 5, "rl.steps", "greater than or equal to 1"),
         ("weight = 2", "weight = 0", 15, "rl.environment.1.weight", "greater than 0"),
         ("max_tokens = 8", "top_k = 5", 4, "rl", "sampling.top_k: top_k=5 samples from another distribution"),
         ("max_tokens = 8", "n = 5", 4, "rl", "sampling.n is set by the loop itself; remove it"),
         ("max_tokens = 8", "temperature = 0.7", 4, "rl", "loss.temperature 1.0; make them equal"),
-        ("[rl.sampling]", "[rl.loss]\nclip = 2\n[rl.sampling]", 8, "rl.loss.clip", "no such setting"),
+        ("[rl.sampling]", "[rl.loss]\nclip = 2\n[rl.sampling]", 8, "rl.loss.clip", "no such key"),
         ("[rl.sampling]", "[rl.optimizer.schedule]\nwarmup = 2\n[rl.sampling]", 4, "rl", "optimizer.batch_size"),
-        ("[run]", "[evaluation]\nevery = 2\n[run]", 1, "evaluation", "no such setting"),
+        ("[run]", "[evaluation]\nevery = 2\n[run]", 1, "evaluation", "no such key"),
         ("[rl]", "[rl", 4, None, "TOML"),
     ],
 )
@@ -89,6 +89,12 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
+def test_an_address_of_vllm_that_is_none_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "here")
+    with pytest.raises(InvalidInput, match="OPENAI_BASE_URL: 'here' is no URL"):
+        open_vllm()
+
+
 def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "envs_of_test.py").write_text(
         "class Own:\n"
@@ -103,8 +109,17 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
     assert sorted(own.tasks[i] for i in range(4)) == [0, 1, 2, 3]
     one = Environment(EnvironmentSection(use="envs_of_test:one", arguments={"twice": True}), 0, "e")
     assert asyncio.run(one.rollout(one.tasks[0], None)) == "xx"  # type: ignore[arg-type]
-    for use, arguments in (("envs_of_test:nothing", {}), ("envs_of_test:Own", {"length": 4}), ("no_module:x", {})):
-        with pytest.raises(InvalidInput, match=rf"can't load '{use}': .*(length|nothing|no_module)"):
+    (tmp_path / "broken_env_of_test.py").write_text("def tasks(:\n")
+    (tmp_path / "raising_env_of_test.py").write_text("\ndef tasks(): yield 1 / 0\nasync def one(task, sampler): pass\n")
+    for use, arguments, problem in (
+        ("envs_of_test:nothing", {}, "nothing"),
+        ("envs_of_test:Own", {"length": 4}, "length"),
+        ("envs_of_test:Own", {"size": 0}, "gave no task"),
+        ("no_module:x", {}, "no_module"),
+        ("broken_env_of_test:x", {}, r"SyntaxError: .*\(broken_env_of_test.py, line 1\)"),
+        ("raising_env_of_test:one", {}, r"ZeroDivisionError: .* \(raising_env_of_test.py, line 2\)"),
+    ):
+        with pytest.raises(InvalidInput, match=f"can't load '{use}': .*{problem}.*; it needs rollout"):
             Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
 
 
@@ -141,8 +156,6 @@ def test_tasks_are_the_same_after_a_restart() -> None:
     assert numbers(itertools.count(5)) == list(range(5, 35))
     assert numbers(iter("abc")) == list("abc" * 10)
     assert list(Tasks(range(10), seed=3).first(3)) == [0, 1, 2]
-    with pytest.raises(InvalidInput, match="gave no task"):
-        Tasks([], seed=0)[0]
 
 
 TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}

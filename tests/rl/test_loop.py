@@ -182,6 +182,15 @@ def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: 
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4] * 2
 
 
+def test_what_a_rollback_has_discarded_is_trained_evaluated_and_recorded_again(tmp_path: Path) -> None:
+    stack, settings = FakeStack(), config(steps=3, evaluation={"every": 1, "groups": 2})
+    run(settings, stack, tmp_path)
+    stack.newest = stack.served = 1
+    run(settings, stack, tmp_path)
+    assert [line["step"] for line in lines(tmp_path) if "step" in line] == [1, 2, 3, 2, 3]
+    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3, 2, 3]
+
+
 def test_one_loop_per_state_file(tmp_path: Path) -> None:
     async def two() -> None:
         stack = FakeStack(delay=0.05)
@@ -198,8 +207,12 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> N
     stack = FakeStack()
     run(config(steps=1), stack, tmp_path)
     other = config(environment=[{"use": "other:env"}])
+    stack.created = 0  # no run is made, which the stack can't
     with pytest.raises(InvalidInput, match="is of run 'fake' with the environments fake:fake"):
         run(other, stack, tmp_path)
+    for stack.created in (0, 2):
+        with pytest.raises(InvalidInput, match="is of a run 'fake' that was deleted; remove it"):
+            run(config(steps=2), stack, tmp_path)
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(InvalidInput, match="is damaged"):
         run(config(), stack, tmp_path)

@@ -50,7 +50,7 @@ def up(
 ) -> None:
     """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
 
-    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 2
+    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 1 it can't start; 2
     wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
     """
     from tandem.supervise.up import up as start  # late: only this command needs supervisord

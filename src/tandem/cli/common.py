@@ -1,6 +1,7 @@
 """What commands share: the client, arguments, files of settings, tables, JSON, errors on stderr, exit statuses."""
 
 import json as jsonlib
+import os
 import re
 import sys
 import time
@@ -22,8 +23,10 @@ from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unrea
 
 # Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
 PATIENCE = 10.0
-out = Console()
-err = Console(stderr=True)
+# Where no terminal wraps them, lines and tables are whole.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 240
+out = Console(width=_WIDTH)
+err = Console(width=_WIDTH, stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, for programs.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
@@ -62,10 +65,10 @@ def show_line(data: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose name ends with `#` are aligned to the right."""
+    """A table; columns whose name ends with `#` are aligned to the right. The first is whole: what it has is typed."""
     made = Table(title=title, title_justify="left", header_style="bold")
-    for column in columns:
-        made.add_column(column.removesuffix("#"), justify="right" if column.endswith("#") else "left")
+    for i, column in enumerate(columns):
+        made.add_column(column.removesuffix("#"), justify="right" if column.endswith("#") else "left", no_wrap=not i)
     for row in rows:
         made.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
     return made
@@ -127,11 +130,9 @@ def read_toml[M: BaseModel](
         change(content)
         return model.model_validate(content)
     except ValidationError as error:
-        first, refused = error.errors()[0], from_validation_error(error)
-        remedies = {"extra_forbidden": "no such setting; correct or remove it", "missing": "is missing; add it"}
-        what = remedies.get(first["type"], refused.message)
-        where = f"{path}, line {_line(text, first['loc'])}: " if path else ""
-        raise InvalidInput(f"{where}{what}", field=refused.field) from error
+        refused = from_validation_error(error)
+        where = f"{path}, line {_line(text, error.errors()[0]['loc'])}: " if path else ""
+        raise InvalidInput(f"{where}{refused.message}", field=refused.field) from error
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:

@@ -35,8 +35,8 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, Parquet, a saved dataset.")],
     format: Annotated[str, typer.Option(help="auto, or the format's name (docs/data.md).")] = "auto",  # noqa: A002
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")] = None,
-    sequence_length: Annotated[int, typer.Option(help="Slots of a row, as in packing.sequence_length.")] = 2048,
-    examples: Annotated[int, typer.Option("--show", help="How many examples to show.")] = 3,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Slots of a row, as in packing.sequence_length.")] = 2048,
+    examples: Annotated[int, typer.Option("--show", min=0, help="How many examples to show.")] = 3,
     html: Annotated[Path | None, typer.Option(help=f"Write a page with up to {_ON_PAGE} examples.")] = None,
     json: Json = False,
 ) -> None:

@@ -92,7 +92,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
             if json:
                 show_line({"event": event})
             else:
-                err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, markup=True)
+                err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, soft_wrap=True)
         while (part := tandem.log_part(job, offset)).data:
             offset, text = part.next_offset, decode(part.data)
             show_line({"log": text}) if json else print(text, end="", flush=True)

@@ -12,7 +12,7 @@ from tandem.data.inputs import from_validation_error
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
-from tandem.families.plan import Candidate, describe
+from tandem.families.plan import ROW, Candidate, describe
 from tandem.families.plan import plan as make_plan
 from tandem.families.registry import read_arch
 from tandem.spool.schema import LoraShape
@@ -26,12 +26,16 @@ SHOWN = 10
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A Hugging Face directory or hub name; only config.json is read.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub name; only config.json is read.")
+    ],
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of the trainer.")],
-    sequence_length: Annotated[int, typer.Option(min=1, help="Slots of a packed row.")] = 8192,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help=f"Slots of a packed row.  \\[default: {ROW}, or the model's positions]")
+    ] = None,
     gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of each GPU that ranks may use.")] = 79.0,
     rows: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")] = 8,
-    rank: Annotated[int, typer.Option(min=1, max=1024, help="Rank of the LoRA.")] = 16,
+    rank: Annotated[int | None, typer.Option(min=1, max=1024, help="Rank of the LoRA.  \\[default: 16]")] = None,
     target: Targets = None,
     full: Annotated[bool, typer.Option("--full", help="All weights instead of a LoRA; not measured.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")] = False,
@@ -39,13 +43,17 @@ def plan(
 ) -> None:
     """Show which topologies fit a model, with the memory of each GPU and the expected speed, and recommend one."""
     arch = read_arch(model)
-    if full and target:
-        raise InvalidInput("--full trains all weights, --target names layers for a LoRA; use one", field="--target")
+    if full and (target or rank is not None):
+        raise InvalidInput("--full trains all weights; leave --rank and --target out", field="--full")
+    slots = sequence_length or min(ROW, arch.max_positions)
+    if slots > arch.max_positions:
+        problem = f"{slots} is more than the model's {arch.max_positions} positions"
+        raise InvalidInput(f"{problem}, so no job may have such rows; lower it", field="--sequence-length")
     try:
-        lora = LoraShape.model_validate({"rank": rank, "targets": target or default_targets(arch)})
+        lora = LoraShape.model_validate({"rank": rank or 16, "targets": target or default_targets(arch)})
     except ValidationError as error:
         raise InvalidInput(from_validation_error(error).message, field="--target") from error
-    made = make_plan(Training(arch, None if full else lora, sequence_length, rows), gpus, gpu_memory * GIB)
+    made = make_plan(Training(arch, None if full else lora, slots, rows), gpus, gpu_memory * GIB)
     shown = made.candidates if every else [one for one in made.candidates if one.levels is not None][:SHOWN]
     data = {
         "recommended": made.recommended.sizes.settings(), "why": made.why,

@@ -57,6 +57,8 @@ async def _run(config: Path, state: Path, json: bool) -> None:
         loop = Loop(settings, tandem, vllm, environments, state, record)
         with Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2) if live else nullcontext():
             await loop.run()
+    if not json:
+        out.print(f"vLLM serves {settings.run.name}@{loop.last}. A larger rl.steps goes on from there.")
 
 
 def sparkline(values: list[float], width: int = 50) -> str:

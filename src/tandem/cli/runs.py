@@ -23,7 +23,9 @@ _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="A new name: lower-case letters, digits, '.', '_' and '-'.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A new name: lower-case letters, digits, '.', '_' and '-'.")
+    ],
     rank: Annotated[int | None, typer.Option(help="Rank of the LoRA.  \\[default: 16]")] = None,
     alpha: Annotated[float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")] = None,
     target: Targets = None,
@@ -110,7 +112,7 @@ def list_checkpoints(run: RunArgument, json: Json = False) -> None:
 def download(
     run: RunArgument,
     step: StepArgument,
-    dest: Annotated[Path, typer.Argument(help="The new directory.")],
+    dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
     json: Json = False,
 ) -> None:
     """Fetch a checkpoint: PEFT's adapter, the optimizer's state, the manifest. Checks each file's SHA-256."""
@@ -124,7 +126,7 @@ def download(
 def fork(
     run: RunArgument,
     step: StepArgument,
-    name: Annotated[str, typer.Argument(help="The new run's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new run's name.")],
     json: Json = False,
 ) -> None:
     """Create a run whose step 0 is this checkpoint, optimizer state included."""

@@ -57,7 +57,7 @@ def reach(
 
 
 @app.command()
-def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke read`.")]) -> None:
+def write(word: Annotated[str, typer.Argument(metavar="WORD", help="The word for `tandem smoke read`.")]) -> None:
     """Write a word to the shared volume."""
     path = load_settings().root / ".smoke"
     fs.write_atomic(path, word.encode())
@@ -65,7 +65,7 @@ def write(word: Annotated[str, typer.Argument(help="The word for `tandem smoke r
 
 
 @app.command()
-def read(word: Annotated[str, typer.Argument(help="The word of `tandem smoke write`.")]) -> None:
+def read(word: Annotated[str, typer.Argument(metavar="WORD", help="The word of `tandem smoke write`.")]) -> None:
     """Read the word that another container wrote to the shared volume, and remove it."""
     path = load_settings().root / ".smoke"
     backoff = Backoff(PATIENCE_SECONDS)
@@ -80,7 +80,9 @@ def read(word: Annotated[str, typer.Argument(help="The word of `tandem smoke wri
 
 @app.command()
 def job(
-    run: Annotated[str, typer.Argument(help="A run for this test; created if missing. Each call adds one step.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run for this test; created if missing. Each call adds one step.")
+    ],
     inference: Inference = "http://127.0.0.1:8000/v1",
     timeout: Annotated[float, typer.Option(help="Seconds for the job, and again for its step to be served.")] = 1800,
 ) -> None:

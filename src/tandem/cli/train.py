@@ -123,7 +123,7 @@ app.command("dpo", help="""Train on pairs of a chosen and a rejected answer: DPO
 @app.command()
 def job(
     run: RunArgument,
-    file: Annotated[str, typer.Argument(help="JSON or JSON lines (see above); '-' is standard input.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="JSON or JSON lines (see above); '-' is standard input.")],
     setting: Assignments = None,
     id: Annotated[  # noqa: A002
         str | None, typer.Option(help="Your own id for the job; sent twice with the same content it is one job.")

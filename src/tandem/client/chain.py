@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tandem.client.clients import Tandem
+from tandem.client.http import raise_if_other
 from tandem.controller.schemas import JobStatus
 from tandem.data.formats import Examples
 from tandem.data.inputs import PackingSettings
@@ -125,11 +126,12 @@ class Chain:
         """Submit what is not done yet, one job ahead of the one that trains, and wait for the last.
 
         `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed, with which the
-        chain ends; `run` again takes that job up once more. Conflict if another training of the run came between.
+        chain ends; `run` again takes that job up once more. Conflict if another training of the run came between, or
+        if it trains something else than `trainable` and `lora` say.
         """
         made = False
         try:
-            tandem.get_run(self.config.run)
+            raise_if_other(tandem.get_run(self.config.run), self.config.model_dump(exclude_unset=True), "lora")
         except NotFound:
             tandem.create_run(self.config.run, trainable=self.config.trainable, lora=self.config.lora)
             made = True

@@ -16,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from tandem import __version__, errors
-from tandem.controller.schemas import ErrorBody, JobStatus
-from tandem.errors import InvalidInput, JobFailed, TandemError, Unreachable
+from tandem.controller.schemas import ErrorBody, JobStatus, RunStatus
+from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 CONNECT_SECONDS = 5.0
@@ -30,11 +30,11 @@ _CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and
 _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
-def connection(base_url: str | None, api_key: str | None) -> dict[str, Any]:
+def connection(base_url: str | None, api_key: str | None, given_by: str = "base_url") -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
     InvalidInput where that file can't be read, or the URL is none."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
-    given_by = "base_url" if base_url else "TANDEM_URL"
+    given_by = given_by if base_url else "TANDEM_URL"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -91,6 +91,16 @@ def raise_if_failed(job: JobStatus) -> None:
         if job.error.log_tail:
             message += f"\n--- end of its log ---\n{job.error.log_tail.rstrip()}"
     raise JobFailed(message, job_id=job.id, reason=reason)
+
+
+def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> None:
+    """Raises Conflict, with this field, where an existing run trains something else than the `trainable` and `lora`
+    that are given."""
+    existing, lora = run.spec.lora, wanted.get("lora") or {}
+    other = lora.items() - (existing.model_dump() if existing else {}).items()
+    if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
+        problem = f"run {run.spec.name!r} exists and trains {f'a LoRA of {existing}' if existing else 'all weights'}"
+        raise Conflict(f"{problem}; name another run, or leave the shape out", field=field)
 
 
 class Backoff:

@@ -1,6 +1,7 @@
 """`python -m tandem.controller`: the HTTP API under uvicorn."""
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -13,7 +14,7 @@ from fastapi import FastAPI
 
 from tandem.config import Settings, load_settings
 from tandem.controller.app import create_app
-from tandem.controller.middleware import check_bind
+from tandem.controller.middleware import OPEN_PATHS
 from tandem.errors import TandemError, VolumeFull
 from tandem.system.logs import configure
 from tandem.system.path_names import free_path_names
@@ -40,12 +41,14 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it prints that it misses torch, not as JSON
     try:
         settings = load_settings()
-        check_bind(settings)
+        settings.check_bind()
         app = _create_app(settings)
     except (TandemError, OSError) as error:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
     configure()
+    # Probes and scrapes, some once a second, would bury everything else.
+    logging.getLogger("uvicorn.access").addFilter(_is_news)
     # Each event stream is an open file; many systems allow a process 1024 unless it asks for more.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     config = uvicorn.Config(
@@ -60,6 +63,12 @@ def main() -> int:
     server = uvicorn.Server(config)
     server.run()
     return 0 if server.started else 3
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether this line of uvicorn's access log is no success of a probe or a scrape."""
+    _, _, path, _, status = record.args or (None,) * 5
+    return path not in OPEN_PATHS or status != 200
 
 
 def _create_app(settings: Settings) -> FastAPI:

@@ -5,7 +5,6 @@ Pure ASGI, so that streams stay streams.
 
 import hashlib
 import hmac
-import ipaddress
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.config import Settings
+from tandem.config import is_loopback
 from tandem.controller.http_errors import refuse
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 from tandem.metrics.controller import METHODS
@@ -98,24 +97,9 @@ class Authentication:
 
 def _check_host(scope: Scope) -> None:
     host = Headers(scope=scope).get("host", "")
-    if not _is_loopback(re.sub(r":\d+$", "", host)):
+    if not is_loopback(re.sub(r":\d+$", "", host)):
         message = f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY"
         raise InvalidInput(message, field="Host")
-
-
-def check_bind(settings: Settings) -> None:
-    """Without a key, only this machine may reach the controller; raises Unauthorized otherwise."""
-    if not settings.api_keys and not _is_loopback(settings.controller_host):
-        problem = f"no API key is set, and {settings.controller_host} can be reached from other machines"
-        remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
-        raise Unauthorized(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class BodyLimit:

@@ -24,6 +24,11 @@ LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
+# Types of pydantic's errors -> words for people.
+_WORDS = {
+    "extra_forbidden": "no such key; correct or remove it", "missing": "is missing; add it",
+    "union_tag_not_found": "kind is missing; add rl, sft or dpo",
+}  # fmt: skip
 
 
 def _check_ids(ids: list[int]) -> list[int]:
@@ -129,9 +134,9 @@ def from_validation_error(exc: ValidationError) -> InvalidInput:
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
     """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
     first = errors[0]
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = _WORDS.get(first["type"]) or str(first["msg"]).removeprefix("Value error, ")
     value = first.get("input")
-    if isinstance(value, str | int | float | bool) and first["type"] != "value_error":
+    if isinstance(value, str | int | float | bool) and first["type"] not in ("value_error", *_WORDS):
         shown = json.dumps(value) if isinstance(value, float) else repr(value)
         message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
     if len(errors) > 1:

@@ -65,11 +65,14 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         # Containers of one group share the volume, whatever their users.
         os.umask(0o002)
     programs = PROGRAMS[role] if programs is None else programs
-    if {"runner", "vllm"} <= {program.name for program in programs}:
+    names = {program.name for program in programs}
+    if {"runner", "vllm"} <= names:
         check_apart(settings)
+    if "controller" in names:
+        settings.check_bind()
+    if "vllm" in names and (model := Path(settings.model_path())).is_absolute() and not model.is_dir():
+        raise InvalidInput(f"there is no directory {model}", field="TANDEM_BASE_MODEL")
     root = Spool.create(settings.root).root
-    if any(program.name == "vllm" for program in programs):
-        settings.model_path()
     logs = settings.log_dir or (root / "logs" if role == "all" else root / "logs" / role)
     logs.mkdir(exist_ok=True, parents=True)
     console = Console(logs, [program.name for program in programs], as_json=settings.log_format == "json")

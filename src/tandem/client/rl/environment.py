@@ -5,15 +5,18 @@ import importlib
 import inspect
 import os
 import random
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff, connection
 from tandem.client.rl.config import EnvironmentSection, RLSection
@@ -26,7 +29,8 @@ PATIENCE = 300.0
 
 def open_vllm() -> httpx.AsyncClient:
     """vLLM at OPENAI_BASE_URL, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
-    arguments = connection(os.environ.get("OPENAI_BASE_URL") or "http://127.0.0.1:8000/v1", None)
+    name = "OPENAI_BASE_URL"
+    arguments = connection(os.environ.get(name) or "http://127.0.0.1:8000/v1", None, name)
     arguments |= {"timeout": httpx.Timeout(3600.0, connect=5.0), "limits": httpx.Limits(max_connections=None)}
     return httpx.AsyncClient(**arguments)
 
@@ -110,8 +114,6 @@ class Tasks:
 
     def __getitem__(self, number: int) -> Any:
         self._take(number + 1)
-        if not self._known:
-            raise InvalidInput("tasks() gave no task", field="rl.environment")
         epoch, i = divmod(number, len(self._known))
         return self._known[i if self._seed is None else _order(self._seed, epoch, len(self._known))[i]]
 
@@ -130,6 +132,14 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
     return random.Random(f"{seed} {epoch}").sample(range(length), length)
 
 
+def described(error: Exception) -> str:
+    """The error, and the line of a person's own code that it came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", str(Path(tandem.__file__).parent)))]
+    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
 class Environment:
     """What `use` names: a class with `tasks` and the coroutine `rollout`, or a coroutine beside a function `tasks`."""
 
@@ -146,11 +156,14 @@ class Environment:
                 partial(found, **arguments) if made is module else made.rollout
             )
             self.tasks = Tasks(made.tasks(), seed)
-        except (ImportError, AttributeError, TypeError) as error:
-            remedy = (
-                "it needs rollout(task, sampler) and tasks(), in a module beside the config file or an installed one"
-            )
-            raise InvalidInput(f"can't load {section.use!r}: {error}; {remedy}", field=f"{where}.use") from error
+            if not self.tasks.first(1):
+                raise ValueError("tasks() gave no task")
+        except TandemError:
+            raise
+        except Exception as error:
+            needs = "it needs rollout(task, sampler) and tasks(), in a module beside the config file or installed"
+            problem = f"can't load {section.use!r}: {described(error)}"
+            raise InvalidInput(f"{problem}; {needs}", field=f"{where}.use") from error
 
     async def play(
         self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object]

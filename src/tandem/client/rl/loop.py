@@ -7,7 +7,6 @@ With 0 that is the synchronous loop: sample from N, train N -> N + 1, wait until
 
 import asyncio
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,9 +16,10 @@ from typing import Any
 
 import httpx
 
-from tandem.client import AsyncTandem, Trajectory
+from tandem.client import AsyncTandem, RunStatus, Trajectory
+from tandem.client.http import raise_if_other
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import Environment, Group, Sampler
+from tandem.client.rl.environment import Environment, Group, Sampler, described
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.spool.fs import write_json_atomic
@@ -72,17 +72,18 @@ class Loop:
     async def _begin(self) -> None:
         """Create the run or find it, and go on from the state file: what was submitted is followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        try:
-            status = await self._tandem.get_run(run.name)
-        except NotFound:
-            status = await self._tandem.create_run(**run.model_dump(exclude_unset=True))
-        wanted, existing = run.lora.model_dump(exclude_unset=True) if run.lora else {}, status.spec.lora
-        differs = wanted.items() - (existing.model_dump() if existing else {}).items()
-        if differs or run.trainable != status.spec.trainable:
-            raise Conflict(f"run {run.name!r} exists with {existing or 'all weights'}; name another", field="run.lora")
-        first, recorded = status.newest_step, len(self.record.lines)
-        new = State(run=run.name, environments=uses, first=first, recorded=recorded, cursors=[0] * len(uses))
+        new = State(run=run.name, environments=uses, first=0, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
+        existing: RunStatus | None = None
+        with suppress(NotFound):
+            existing = await self._tandem.get_run(run.name)
+        if self.state is not new and self.state.created not in (0.0, existing and existing.spec.created):
+            problem = f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
+            raise InvalidInput(problem, field="--state")
+        status = existing or await self._tandem.create_run(**run.model_dump(exclude_unset=True))
+        raise_if_other(status, run.model_dump(exclude_unset=True), "run.lora")
+        if self.state is new:
+            new.created, new.first, new.recorded = status.spec.created, status.newest_step, len(self.record.lines)
         del self.record.lines[: self.state.recorded]
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
@@ -156,7 +157,7 @@ class Loop:
             group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
         except Exception as error:
             self._leave_out(task, "failed")
-            self._failing += 1
+            self._failing, self.error = self._failing + 1, self.error or described(error)
             if self._failing >= max(3, self._size):
                 problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
                 raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
@@ -192,8 +193,7 @@ class Loop:
 
         def failed(error: Exception) -> None:
             self.counts["errors"] += 1
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            self.error = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+            self.error = described(error)
 
         async with asyncio.TaskGroup() as rollouts:
             made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
@@ -285,7 +285,7 @@ class Loop:
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""
         settings, made = self.config.eval, step - self.state.first
-        if settings is None or (made % settings.every and step != self.last) or self.record.has("evaluated", step):
+        if settings is None or (made % settings.every and step != self.last) or self.record.evaluated(step):
             return
         of = self._environments[-1 if settings.environment else 0]
         sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]

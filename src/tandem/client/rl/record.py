@@ -33,6 +33,7 @@ class State(BaseModel):
 
     run: str
     environments: list[str]
+    created: float = 0.0  # when the run was, Unix seconds; 0: of an earlier version
     first: int  # the step that the loop began with
     recorded: int = 0  # lines that the record had then, of other trainings
     cursors: list[int]
@@ -92,9 +93,10 @@ class Record:
             file.write_bytes(whole)
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
-    def has(self, kind: str, step: int) -> bool:
-        """Whether there is a line of this kind ("step", "evaluated") for the step."""
-        return any(line.get(kind) == step for line in self.lines)
+    def evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation of the step, since it was made: after a rollback it is made again."""
+        ours = (line for line in reversed(self.lines) if step in (line.get("step"), line.get("evaluated")))
+        return "evaluated" in next(ours, {})
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
         """Record a step; returns when its job ended. The trainer had nothing to do since `idle_since`."""
@@ -108,7 +110,7 @@ class Record:
         }
         trained = [event.data["metrics"] for event in events if event.type == "step"][-1:] or [{}]
         shown = {name: value for name, value in trained[0].items() if not name.startswith("memory_")}
-        if not self.has("step", job.base + 1):
+        if all(line.get("job") != job.id for line in self.lines):
             line = {"step": job.base + 1, "job": job.id, **numbers, "seconds": seconds}
             self._write(line | {"trained": shown})
         return ended

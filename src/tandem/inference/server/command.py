@@ -111,6 +111,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
+        # The publisher, the watchdog and probes ask for these all the time.
+        *("--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"),
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]

@@ -73,7 +73,8 @@ class AdminGuard:
             return "send the API key in the header Authorization: Bearer <key>"
         if not self._admin_token:
             return "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN for vLLM"
-        return f"{path} is not a public route: send the admin token in the header {ADMIN_HEADER}"
+        remedy = "the base URL of OpenAI clients ends with /v1"
+        return f"{path} is not a public route: {remedy}; other routes need the admin token in the header {ADMIN_HEADER}"
 
 
 def _matches(given: bytes, secret: str) -> bool:
