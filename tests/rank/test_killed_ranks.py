@@ -31,7 +31,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
     script = Path(__file__).with_name("kill_ranks.py")
-    # A minute on two cores; six where thirty other processes want them too.
+    # A minute on two cores; several where thirty other processes want them too.
     printed = run_program(str(script), str(directory), json.dumps(cases), seconds=500)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     return dict(zip(cases, found, strict=True))
