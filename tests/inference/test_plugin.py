@@ -20,7 +20,12 @@ import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
 platform = types.SimpleNamespace(is_cpu=lambda: False, is_device_capability_family=lambda _: False)
-sys.modules["vllm.platforms"] = types.SimpleNamespace(current_platform=platform)  # the real import takes 8 s
+loads = type("Loads", (), {"add_lora": None})
+sys.modules |= {  # the real imports take 8 s
+    "vllm.platforms": types.SimpleNamespace(current_platform=platform),
+    "vllm.v1.executor.abstract": types.SimpleNamespace(Executor=loads),
+    "vllm.v1.worker.gpu_worker": types.SimpleNamespace(Worker=loads),
+}
 
 def engine(pipe):
     register()
