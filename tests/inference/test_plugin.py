@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from tandem.system import processes
 from waiting import until
@@ -14,7 +15,12 @@ import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
 platform = types.SimpleNamespace(is_cpu=lambda: False, is_device_capability_family=lambda _: False)
-sys.modules["vllm.platforms"] = types.SimpleNamespace(current_platform=platform)  # the real import takes 8 s
+loads = type("Loads", (), {"add_lora": None})
+sys.modules |= {  # the real imports take 8 s
+    "vllm.platforms": types.SimpleNamespace(current_platform=platform),
+    "vllm.v1.executor.abstract": types.SimpleNamespace(Executor=loads),
+    "vllm.v1.worker.gpu_worker": types.SimpleNamespace(Worker=loads),
+}
 
 def engine(pipe):
     register()
@@ -46,3 +52,10 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
         server.stdout.close()
         if processes.read(engine) is not None:
             os.kill(engine, signal.SIGKILL)
+
+
+def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
+    script = [sys.executable, "-m", "inference.failing_adapter"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-4:] == ["True", "ValueError: no such file on 0", "True", "0 answers are left"]
