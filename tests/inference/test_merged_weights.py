@@ -375,3 +375,27 @@ def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> No
     # Both workers say that they have the left half.
     assert f"of {name}" in served.wrong(change=lambda found: found.__setitem__(at(found)[1], found[at(found)[0]]))
     assert f"of {name}" in served.wrong(change=lambda found: [found.pop(i) for i in reversed(at(found))])
+
+
+def test_a_copy_in_host_memory_is_one_block_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator would round the pinned memory of each tensor up to a power of two."""
+    sizes: list[int] = []
+
+    def pinned(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(model_weights, "pinned_memory", pinned)
+    tensors = {
+        "matrix": torch.randn(300, 70, dtype=torch.bfloat16),
+        "bias": torch.randn(3),
+        "experts": torch.randn(4, 50, 9, dtype=torch.bfloat16),
+    }
+    copies = model_weights.pinned_copies(tensors)
+    assert list(copies) == list(tensors)
+    for name, copy in copies.items():
+        assert (copy.dtype, copy.is_contiguous(), copy.data_ptr() % 4) == (tensors[name].dtype, True, 0)
+        assert torch.equal(copy, tensors[name])
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    assert needed <= sizes[0] < needed + 512 * len(tensors)
+    assert len(sizes) == 1

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import mmap
 import os
 import struct
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from tandem.errors import InvalidInput
+from tandem.model.transfer.pinned import pinned_memory, unpin
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
@@ -221,19 +221,12 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU.
-
-    Pinned memory is in huge pages if the kernel has any, because small ones take longer to pin and to read.
-    """
+    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
         return
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # the kernel has no huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer, runtime = torch.frombuffer(memory, dtype=torch.uint8), torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)))
+    buffer = pinned_memory(size)
     try:
         yield buffer
     finally:
-        runtime.cudaHostUnregister(buffer.data_ptr())
+        unpin(buffer)

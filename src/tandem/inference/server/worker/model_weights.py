@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from tandem.inference.merged_model import TensorFile
 from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
 from tandem.model.transfer.merge import merge
+from tandem.model.transfer.pinned import pinned_memory
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
+
+_ALIGNMENT = 512  # bytes, of each pinned copy
 
 Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
@@ -51,7 +55,8 @@ class ModelWeights:
         copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
         size = sum(live.nbytes for live in copied.values())
         self.place = place if isinstance(place, str) else automatic_copy(place, size)
-        self._copy = {name: _copied(live, self.place) for name, live in copied.items()}
+        in_place = self.place == "device" or self._device.type == "cpu"
+        self._copy = {name: live.clone() for name, live in copied.items()} if in_place else pinned_copies(copied)
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
         # One for all adapters: torch's allocator keeps what was freed on a stream for that stream.
@@ -206,10 +211,14 @@ class MergedWeights(ModelWeights):
             torch.cuda.synchronize(self._device)
 
 
-def _copied(live: torch.Tensor, where: CopyPlace) -> torch.Tensor:
-    if where == "device" or live.device.type == "cpu":
-        return live.clone()
-    return torch.empty(live.shape, dtype=live.dtype, pin_memory=True).copy_(live)
+def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in one block of pinned memory, which stays as long as the process."""
+    begins = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())]
+    memory = pinned_memory(begins[-1])
+    return {
+        name: memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for begin, (name, tensor) in zip(begins, tensors.items(), strict=False)
+    }
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
