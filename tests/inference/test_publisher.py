@@ -17,18 +17,21 @@ import pytest
 import fake_vllm
 from inference.stage import Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
+from tandem.spool.checkpoints import Checkpoints
 from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmClient
 from waiting import until
 
 
-def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage) -> None:
+def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = stage.publisher()
     publisher.once()
     assert (stage.record().step, stage.record().mean_abs_logprob_error) == (0, 0.0)
     stage.step(0.3, job="job-1")
     publisher.once()
     stage.vllm.calls.clear()
-    publisher.once()
+    with monkeypatch.context() as reading:
+        reading.setattr(Checkpoints, "manifest", lambda *_: pytest.fail("it reads a manifest again"))
+        publisher.once()
     assert [path for path, _ in stage.vllm.calls] == ["/v1/models"], "without a change it only asks for the list"
     record = stage.record()
     sha256 = stage.spool.checkpoints.manifest("run", 1).files["adapter_model.safetensors"].sha256

@@ -100,6 +100,14 @@ class Checkpoints:
             raise CheckpointDamaged(f"{path} is altered: it names run {manifest.run!r} and step {manifest.step}")
         return manifest
 
+    def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
+        """Differs where the manifest is another file, or was written again; None without one. NotFound without the
+        checkpoint."""
+        with suppress(FileNotFoundError):
+            status = (self.path(run, step) / MANIFEST).stat()
+            return status.st_ino, status.st_mtime_ns
+        return None
+
     def has(self, run: str, step: int, sha256: str) -> bool:
         """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its manifest."""
         with suppress(NotFound, CheckpointDamaged):

@@ -28,12 +28,14 @@ LONGEST_PAUSE_SECONDS = 3600.0
 
 @dataclass
 class ServedCheckpoint:
-    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so."""
+    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so;
+    `manifest`: the identity of its file."""
 
     path: Path
     record: Served
     job: str | None
     told: bool = False
+    manifest: tuple[int, int] | None = None
 
 
 class CheckpointRefused(Exception):
@@ -83,6 +85,9 @@ class CheckpointLoader:
         """
         served = self._served.get(name)
         try:
+            identity = self.spool.checkpoints.manifest_identity(run.name, step)
+            if identity and served is not None and served.manifest == identity and self._lists(name, served.path):
+                return served  # to read a manifest with its probe takes milliseconds, at every turn
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
@@ -90,6 +95,7 @@ class CheckpointLoader:
                 return served  # vLLM serves a verified copy, which the damage on the volume does not change
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
+            served.manifest = identity
             return served
         self._served.pop(name, None)
         if name in self.transport.listed and not self._lists(name, path):
@@ -106,6 +112,7 @@ class CheckpointLoader:
             served = self._try_to_serve(run, manifest, name, path)
         except (CheckpointDamaged, InferenceRefused) as error:
             raise self._refuse(name, stats, str(error), passing=isinstance(error, InferenceFailed)) from error
+        served.manifest = identity
         self._served[name] = served
         self._refused.pop(name, None)
         return served
