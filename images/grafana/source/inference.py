@@ -119,7 +119,7 @@ def _samples() -> list[Json]:
                    "(TandemTruncationHigh above 30 % for half an hour), abort a client that left.", "percentunit",
                    query(f"sum by (finished_reason) (rate(vllm:request_success_total{{{VLLM}}}[$__rate_interval]))",
                          "{{finished_reason}}"), stack="percent", none="no requests", defaults={"min": 0}),
-        timeseries("Cut off", "Share of answers that ended at max_tokens, over 15 minutes: "
+        timeseries("Cut off", "Share of answers that ended at max_tokens, over 15 minutes, without those of one token: "
                    "`tandem:vllm_finished_length:ratio15m`. Dashed: TandemTruncationHigh.", "percentunit",
                    query('tandem:vllm_finished_length:ratio15m{@ns,model_name=~"$model_name"}', "{{model_name}}"),
                    limits=[(RED, LIMITS["TandemTruncationHigh"])], line=True, none="no requests",
