@@ -247,6 +247,29 @@ good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
 
 
 @pytest.mark.parametrize(
+    ("step", "says"), [(4, None), (6, None), (3, "3 steps older"), (7, "newer"), (None, "not given")]
+)
+def test_turns_may_be_as_old_as_the_bound(tmp_path: Path, step: int | None, says: str | None) -> None:
+    def made(step: int | None) -> Group:
+        turns = [turn([1], [2]).model_copy(update={"policy_step": step})]
+        return group([Trajectory(turns=turns, reward=reward) for reward in (0.0, 1.0)])
+
+    groups = [made(6), made(step)]
+
+    def pack() -> PackedData:
+        return prepare_rl(groups, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PackingSettings(),
+                          out=tmp_path / "a", base_step=6, max_off_policy_steps=2)  # fmt: skip
+
+    if says is None and step is not None:
+        data = pack()
+        assert (data.policy_step_min, data.policy_step_mean) == (step, (6 + step) / 2)
+    else:
+        with pytest.raises(InvalidInput, match=says) as refused:
+            pack()
+        assert refused.value.field == "groups.1.trajectories.0.turns.0.policy_step"
+
+
+@pytest.mark.parametrize(
     ("bad", "field", "message"),
     [
         ([], "groups", "no group"),

@@ -1,5 +1,6 @@
 """prepare_sft with a tokenizer and a chat template: what is packed of examples, and what is refused."""
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, 
 
 from data.chat_tokenizer import chat_tokenizer
 from tandem.data.chat_template import _remember_what_is_safe, load_tokenizer
-from tandem.data.examples import SFTExample
+from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch, PackedRow
-from tandem.data.prepare import prepare_sft
+from tandem.data.prepare import prepare_dpo, prepare_sft
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -92,6 +93,7 @@ LONG = SFTExample(token_ids=list(range(300)), trainable=[False] * 299 + [True])
         ([chat("hi", "yes")], 258, "examples.0.messages", "vocabulary"),
         ([chat("hi", "yes", weight=1e39)], VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
         ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], VOCAB, "examples.0.weight", "float32"),
+        ([SFTExample(token_ids=[1, 2], weights=[0, 1], targets=[0, 1000])], VOCAB, "examples.0.targets", "id 1000"),
         ([SFTExample(token_ids=[1, 2], weights=[0, -1])], VOCAB, "examples.0.weights", 'normalisation="sum"'),
         ([chat("hi", "yes"), LONG], VOCAB, "examples.1", "300 tokens don't fit a row of 256"),
     ],
@@ -108,9 +110,48 @@ def test_refused_naming_the_field(
 def test_nothing_to_train_and_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(NothingToLearn, match="2 trajectories don't fit 256 tokens"):
         run(tmp_path / "a", [LONG, LONG], "", too_long="drop")
+    packing, short = PackingSettings(sequence_length=8, too_long="drop"), SFTExample(token_ids=[1, 2], weights=[0, 1])
+    with pytest.raises(NothingToLearn, match="1 trajectories don't fit"):
+        prepare_sft([LONG], held_out=[short], tokenizer_path="", vocab_size=VOCAB, packing=packing, out=tmp_path / "a")
     with pytest.raises(InvalidInput, match="can't load a tokenizer") as refused:
         run(tmp_path / "a", [chat("hi", "yes")], str(tmp_path / "nowhere"))
     assert refused.value.field == "base_model"
+
+
+def test_held_out_examples_are_in_rows_of_their_own_and_in_no_count(tmp_path: Path) -> None:
+    first, second, other = (SFTExample(token_ids=[n, n, n + 1], trainable=[False, True, True]) for n in (1, 3, 5))
+    found = []
+    for number, held_out in enumerate([(), (other,)]):
+        out, packing = tmp_path / str(number), PackingSettings(sequence_length=16)
+        found.append(prepare_sft([first, second], held_out=held_out, tokenizer_path="", vocab_size=9, packing=packing,
+                                 batch_size=1, out=out))  # fmt: skip
+    changed = {"num_held_out": 1, "sha256": found[1].sha256}
+    assert found[1] == found[0].model_copy(update=changed)
+    with PackedBatch.open(out) as batch:
+        assert batch.row_batch.tolist() == [0, 1, -1]
+        assert batch.row(2).tokens[:3].tolist() == [5, 5, 6]
+
+
+def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) -> None:
+    """It is never cut: a shorter answer is another one."""
+    short, long = (PreferencePair(prompt="ab", chosen="yes", rejected=rejected) for rejected in ("no", "x" * 100))
+
+    def pack(*pairs: PreferencePair, length: int = 256, too_long: str = "refuse", vocab: int = VOCAB) -> PackedData:
+        packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
+        out = tmp_path / str(next(numbers))
+        return prepare_dpo(pairs, tokenizer_path=tokenizer_path, vocab_size=vocab, packing=packing, out=out)
+
+    numbers = count()
+    slots = pack(long).num_tokens
+    assert pack(short, long, length=slots).num_groups == 2
+    for too_long in ("refuse", "truncate"):
+        with pytest.raises(InvalidInput, match=f"takes {slots} tokens") as refused:
+            pack(short, long, length=slots - 1, too_long=too_long)
+        assert refused.value.field == "pairs.1"
+    data = pack(short, long, length=slots - 1, too_long="drop")
+    assert (data.num_groups, data.num_trajectories, data.dropped_trajectories) == (1, 2, 2)
+    with pytest.raises(InvalidInput, match="vocabulary"):
+        pack(short, vocab=100)
 
 
 def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:

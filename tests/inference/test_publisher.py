@@ -18,7 +18,13 @@ import fake_vllm
 from inference.stage import Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
 from tandem.spool.checkpoints import Checkpoints
-from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmClient
+from tandem.vllm_client.client import (
+    InferenceFailed,
+    InferenceGone,
+    InferenceRefused,
+    InferenceUnavailable,
+    VllmClient,
+)
 from waiting import until
 
 
@@ -341,6 +347,16 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
     assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
+def test_an_adapter_that_vllm_refuses_to_unload_is_not_taken_for_unloaded(stage: Stage) -> None:
+    stage.publisher().once()
+    stage.vllm.statuses["/v1/unload_lora_adapter"] = [400]
+    with pytest.raises(InferenceRefused, match="not now"):
+        stage.client.unload_lora("run@0")
+    for _ in range(2):  # the second time vLLM answers 404
+        stage.client.unload_lora("run@0")
+    assert stage.listed() == []
+
+
 def test_adapters_of_others_are_left_alone_and_a_broken_run_stops_no_other(stage: Stage) -> None:
     for name in ("somebody-elses", "of-another-spool@3", "run@latest"):
         stage.vllm.adapters[name] = ("/somewhere", 0.0)
@@ -400,6 +416,31 @@ def test_a_long_call_waits_no_longer_for_a_connection_than_a_short_one(stage: St
     client.models()
     client.load_lora("run@0", "/somewhere")
     assert [(limits["read"], limits["connect"]) for limits in asked] == [(7.0, 5.0), (70.0, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "gone"),
+    [(httpx.ReadError, 3, False), (httpx.ConnectError, 3, True), (httpx.ReadTimeout, 1, False)],
+)
+def test_only_calls_without_side_effects_are_tried_again(
+    stage: Stage, error: type[httpx.TransportError], tries: int, gone: bool
+) -> None:
+    asked: list[str] = []
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        raise error("broken")
+
+    client = VllmClient(stage.settings())
+    client._http._transport = httpx.MockTransport(fail)
+    for call, allowed in (
+        (client.models, tries), (lambda: client.prompt_logprobs("base", [1, 2]), tries),
+        (lambda: client.load_lora("run@0", "/somewhere"), 1), (client.sleep, 1), (client.wake_up, 1),
+    ):  # fmt: skip
+        asked.clear()
+        with pytest.raises(InferenceUnavailable) as caught:
+            call()
+        assert (len(asked), isinstance(caught.value, InferenceGone)) == (allowed, gone)
 
 
 class Killed(BaseException):

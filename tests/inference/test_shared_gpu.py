@@ -115,8 +115,13 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
     earlier = shared.spool.hold.get()
     shared.kill_runner()
     shared.hold()
+    own = shared.spool.hold.get()
     shared.spool.hold.put(earlier)
     assert shared.spool.hold.live() is None
+    for seconds, live in ((-0.5 * own.lease, True), (-2 * own.lease, False), (2 * own.lease, False)):
+        now = time.time()  # a beat of the future is by a clock that was wrong, so it says nothing
+        shared.spool.hold.put(own.model_copy(update={"beat": now + seconds}))
+        assert (shared.spool.hold.live() is not None) is live
 
 
 def test_a_vllm_that_sleeps_without_a_hold_is_woken_also_after_it_refused(shared):

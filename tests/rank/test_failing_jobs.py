@@ -10,7 +10,6 @@ import torch
 
 from rank import jobs
 from tandem.data import prepare
-from tandem.data.examples import SFTExample
 from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import CheckpointDamaged, InvalidInput
@@ -113,10 +112,11 @@ def test_a_log_prob_that_no_sampler_gives_fails_the_job(spool: Spool, policy, ol
     refused(spool, job, "invalid_input", "optimizer step 1 of 1: the log-prob of a trained token is 99")
 
 
-@pytest.fixture
-def no_float32_check(monkeypatch) -> None:
-    """The door lets numbers through that vanish in float32."""
-    monkeypatch.setattr(prepare, "_check_float32", lambda *_: None)
+def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(spool: Spool) -> None:
+    loss, groups = RLLoss(policy="ppo", old_logprobs="trainer", clip_high=1e9), one_token_each([1.0], -25.0)
+    jobs.run_here(spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=3, learning_rate=5e-2))
+    first, *_, last = jobs.steps_of(spool, "rl")
+    assert first["above_sampler_max"] < 20 < last["above_sampler_max"]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,19 @@ def no_float32_check(monkeypatch) -> None:
         ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # the tokens' ratios are below PPO's lower bound
     ],
 )
-def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, no_float32_check, advantages, logprob, says) -> None:
+def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, monkeypatch, advantages, logprob, says) -> None:
+    monkeypatch.setattr(prepare, "_check_float32", lambda *_: None)  # the door lets 1e-50 through, too
     job = jobs.submit_rl(spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy="ppo"))
     refused(spool, job, "nothing_to_learn", "the policy did not move", says)
 
 
-def test_an_example_whose_weight_is_lost_in_float32_fails_the_job(spool: Spool, no_float32_check) -> None:
-    examples = jobs.random_examples(0)
-    examples[3] = SFTExample.model_construct(**dict(examples[3]) | {"weight": 1e-50})
-    refused(spool, jobs.submit_sft(spool, examples=examples), "nothing_to_learn", "weight of an example")
+def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
+    """After the first step the token's ratio is above PPO's upper bound."""
+    loss, groups = RLLoss(policy="ppo", old_logprobs="trainer"), one_token_each([1.0], -5.0)
+    jobs.run_here(spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=2, learning_rate=5e-2))
+    first, last = jobs.steps_of(spool, "rl")
+    assert first["grad_norm"] > 0
+    assert (last["grad_norm"], last["clip_fraction"]) == (0, 1)
 
 
 def test_a_reference_checkpoint_that_is_gone_fails_the_job(spool: Spool) -> None:

@@ -1,6 +1,7 @@
 """Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may forget, and memory."""
 
 import errno
+import gc
 import os
 import re
 import shutil
@@ -85,15 +86,43 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
     assert committed("00000001", files) == [("fsync", "checkpoints"), ("fsync", "1")]
 
 
-def test_rename_dir_refuses_an_existing_target(tmp_path):
+def test_rename_dir_refuses_an_existing_target(tmp_path, monkeypatch):
     for name in ("a", "b", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "b/file").write_text("precious")
     for target in ("b", "empty"):
         with pytest.raises(FileExistsError):
             fs.rename_dir(tmp_path / "a", tmp_path / target)
+    monkeypatch.setattr(fs, "exists", lambda _: False)  # it is made a moment later
+    with pytest.raises(FileExistsError):
+        fs.rename_dir(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a").is_dir()
     assert (tmp_path / "b/file").read_text() == "precious"
+
+
+def test_a_volume_that_syncs_no_directories_is_taken(tmp_path, monkeypatch):
+    """As CIFS, which answers EINVAL."""
+
+    def fsync(fd, real=os.fsync):
+        if Path(f"/proc/self/fd/{fd}").is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    commit(spool := spool_with_run(tmp_path), start(spool, "j"))
+    assert spool.checkpoints.verify("r", 1).step == 1
+
+
+def test_a_directory_that_others_remove_while_it_is_empty_is_made_again(tmp_path):
+    directory, removed = tmp_path / "a/b", iter([True] * 9 + [False])
+
+    def put():
+        if next(removed):
+            directory.rmdir()
+        (directory / "file").touch()
+
+    fs.in_made_dir(directory, put)
+    assert (directory / "file").is_file()
 
 
 def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
@@ -107,9 +136,11 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
     with file_lock(lock):
         assert in_child(held_elsewhere) == 0
         # Another descriptor closed by this process doesn't give the lock away, as long as it goes through file_lock.
-        with file_lock(lock):
-            pass
-        assert in_child(held_elsewhere) == 0
+        (tmp_path / "alias").symlink_to(tmp_path)
+        for name in (lock, tmp_path / "alias/lock"):
+            with file_lock(name):
+                pass
+            assert in_child(held_elsewhere) == 0
 
     def die_with_it():
         with file_lock(lock):
@@ -264,6 +295,7 @@ def growth(read: Callable[[int], object]) -> int:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(200, 2200):
             read(number)
+        gc.collect()
         return tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

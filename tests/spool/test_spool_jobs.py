@@ -10,11 +10,11 @@ import pytest
 
 from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
 from spool.volume_tools import refused, temporary_names, tree
-from tandem.errors import Conflict, NotFound, SpoolUnusable
+from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import Spool, paths
 from tandem.spool.events import Events
 from tandem.spool.recovery import recover
-from tandem.spool.schema import JobError, JobResult
+from tandem.spool.schema import JobError, JobResult, RLLoss
 
 
 def types(spool: Spool, job_id: str) -> list[str]:
@@ -97,6 +97,14 @@ def test_the_chain_of_base_steps(spool):
     assert spool.queue.next_base("r") == 1
 
 
+def test_a_reference_may_be_a_step_that_queued_jobs_make(spool):
+    submit(spool, "a")
+    submit(spool, "b")
+    assert submit(spool, "c", loss=RLLoss(kl_coef=0.1, kl_reference=2)).spec.base_step == 2
+    with refused(InvalidInput, "loss.kl_reference", match="step 4 will not exist"):
+        submit(spool, "d", loss=RLLoss(kl_coef=0.1, kl_reference=4))
+
+
 def test_a_submission_that_fails_leaves_no_trace(spool):
     before = tree(spool.root)
 
@@ -172,6 +180,18 @@ def test_requeue_until_an_error_lasts(spool):
         assert spool.jobs.get("j")[1].result.error == lasting
     assert types(spool, "j") == ["claimed", "requeued", "claimed", "failed"]
     assert places(spool, "j") == ["events", "failed"]
+
+
+def test_each_lost_attempt_has_its_event_and_a_request_to_cancel_goes_with_the_job(spool):
+    submit(spool, "j")
+    for _ in range(2):
+        assert spool.queue.requeue(spool.queue.claim("me"), LOST) == "queued"
+    assert [event.attempt for event in spool.events.read("j") if event.type == "requeued"] == [1, 2]
+    job = spool.queue.claim("me")
+    spool.queue.cancel("j")
+    assert spool.jobs.cancel_requested("j")
+    assert spool.queue.requeue(job, LOST) == "cancelled"
+    assert not spool.jobs.cancel_requested("j")  # the id may be another job's one day
 
 
 def test_finish_needs_a_running_job_and_its_first_result_stands(spool):

@@ -3,11 +3,15 @@
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 
 import pytest
 
-from tandem.supervise.watchdog import Progress, Sample, parse
+from tandem.config import Settings
+from tandem.spool import Spool
+from tandem.spool.schema import Hold
+from tandem.supervise.watchdog import Progress, Sample, Watchdog, parse
 from tandem.system.processes import Process
 from waiting import alive
 
@@ -86,7 +90,23 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    assert watched.see(5000, None, process=replace(VLLM, pid=8, started=2)) is None  # started again: loading
+    assert watched.see(5000, None, process=replace(VLLM, started=2)) is None  # started again, here with its pid
+
+
+def test_who_may_let_vllm_sleep(tmp_path):
+    """On shared GPUs only a trainer whose hold's deadline has not passed; without the volume nobody knows."""
+    spool, now = Spool.create(tmp_path / "spool"), time.time()
+
+    def may_sleep(root=spool.root, **settings) -> bool:
+        return Watchdog(Settings(root=root, **settings), "", print)._may_sleep()
+
+    assert may_sleep()  # of its own users
+    assert not may_sleep(gpu_mode="shared")
+    for seconds in (60, -60):
+        spool.hold.put(Hold(runner="r", job="j", attempt=1, phase="training", since=now, beat=now, lease=1.0,
+                            deadline=now + seconds))  # fmt: skip
+        assert may_sleep(gpu_mode="shared") is (seconds > 0)
+    assert may_sleep(tmp_path / "gone", gpu_mode="shared")
 
 
 def test_time_in_which_nobody_watched_does_not_count():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tandem.spool.schema import RLLoss
+from tandem.spool.schema import PreferenceLoss, RLLoss
 from tandem.training import losses
 from training import loss_references as reference
 
@@ -244,6 +244,22 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
     (gradient,) = torch.autograd.grad(out.loss, lp)
     assert (gradient == 0).tolist() == [False, False, False, True, True, False, False, False]
     assert out.maxima["ratio"].item() == pytest.approx(2.0)
+    assert losses.rl_loss(items, RLLoss(policy="ppo", beyond_bounds="mask")).sums["clipped"] == 4  # all beyond
+
+
+def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
+    """The chosen answer has two tokens, the rejected one has one."""
+    lp, ones = torch.tensor([-1.0, -2.0, -4.0]), torch.ones(3)
+    pair, adv = torch.zeros(3, dtype=torch.int64), torch.tensor([1.0, 1.0, -1.0])
+    items = losses.Items(lp, ones, ones / 3, adv, torch.tensor([0, 0, 1]), 2, reference_logprobs=0 * lp, pair=pair)
+    for kind, chosen in (("dpo", -0.3), ("ipo", -0.3), ("simpo", -0.15)):
+        sums = losses.preference_loss(items, PreferenceLoss(kind=kind, beta=0.1)).sums
+        assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx((chosen, -0.4))
+    start = dataclasses.replace(items, logprobs=0 * lp)  # where no answer has the larger reward
+    assert losses.preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
+    for margin, want in ((None, 0.25 - 0.5), (0.0, 0.25)):
+        out = losses.preference_loss(items, PreferenceLoss(kind="simpo", beta=0.1, margin=margin))
+        assert out.loss.item() == pytest.approx(np.log1p(np.exp(-want)))
 
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:

@@ -92,3 +92,10 @@ def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) 
     for kind, want in {"token": np.abs(advantage).mean(), "trajectory": np.mean(of_trajectory)}.items():
         assert advantage_divisor(batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")) == pytest.approx(want)
     assert advantage_divisor(batch, RLLoss()) == advantage_divisor(batch, SFTLoss()) == 1.0
+
+
+def test_advantages_of_0_are_divided_by_1(tmp_path) -> None:
+    groups = [group.model_copy(update={"trajectories": group.trajectories[:1]}) for group in random_groups(1, 2)]
+    advantage = AdvantageSettings(keep_zero_variance=True)
+    prepare_rl(groups, vocab_size=VOCAB, advantage=advantage, packing=PACKING, out=tmp_path / "data")
+    assert advantage_divisor(PackedBatch.open(tmp_path / "data"), RLLoss(advantage_scale="mean_abs")) == 1.0

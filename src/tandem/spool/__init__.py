@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -41,10 +41,8 @@ class Spool:
         """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from there."""
         paths = Paths(Path(root).absolute())
         with fs.volume_errors(paths.root):
-            for directory in (*reversed(paths.root.parents), paths.root, *paths.directories):
-                if not directory.is_dir():
-                    with suppress(FileExistsError):  # another process makes it at the same moment
-                        directory.mkdir()
+            for directory in paths.directories:
+                fs.make_dir(directory)
             for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
                 if not fs.exists(file):
                     file.touch()

@@ -147,14 +147,15 @@ def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
-                _make_dir(directory)
+                make_dir(directory)
                 return action()
         return action()
 
 
-def _make_dir(directory: Path) -> None:
+def make_dir(directory: Path) -> None:
+    """Makes a directory that is absent, and those above it, durably."""
     if not directory.is_dir():
-        _make_dir(directory.parent)
+        make_dir(directory.parent)
         with suppress(FileExistsError):
             directory.mkdir()
         fsync_dir(directory.parent)

@@ -120,7 +120,6 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
         info = RunnerInfo(runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time())
         with fs.volume_errors(path):
             os.pwrite(fd, info.model_dump_json().encode().ljust(512) + b"\n", 0)
-            os.ftruncate(fd, 513)
             os.fsync(fd)
         yield
 

@@ -133,7 +133,7 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     if loss.level == "sequence":
         log_r = sequence_mean(log_r, items)
     ratio = bounded_exp(log_r)
-    outside = ((ratio < low) | (ratio > high)).detach()
+    outside = (ratio < low) | (ratio > high)
     if loss.policy == "cispo":
         ratio = ratio.detach()
         terms, clipped = ratio.clamp(low, high) * advantages * items.logprobs, outside
@@ -142,7 +142,7 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
         terms = torch.minimum(free, bounded)
         if loss.dual_clip is not None:
             terms = torch.where(advantages < 0, torch.maximum(terms, loss.dual_clip * advantages), terms)
-        clipped = (terms != free).detach()
+        clipped = terms != free
     if loss.beyond_bounds == "mask":
         terms, clipped = terms.masked_fill(outside, 0.0), outside
     return -terms, ratio.detach(), clipped
@@ -159,12 +159,12 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     assert items.old_logprobs is not None
     weights = None
     if loss.weighs_sampler:
-        difference = (items.old_logprobs - items.sampler_logprobs).detach()
+        difference = items.old_logprobs - items.sampler_logprobs
         weights = bounded_exp(sequence_sum(difference, items) if loss.tis_level == "sequence" else difference)
         low, high = loss.tis_mask_low or 0.0, loss.tis_mask_high or torch.inf
         weights = weights.masked_fill((weights < low) | (weights > high), 0.0).clamp(max=loss.tis_cap or torch.inf)
     if loss.off_policy_threshold is not None:
-        fell = sequence_mean(items.sampler_logprobs - items.logprobs.detach(), items) > loss.off_policy_threshold
+        fell = sequence_mean(items.sampler_logprobs - items.logprobs, items) > loss.off_policy_threshold
         ones = torch.ones_like(items.advantages) if weights is None else weights
         weights = ones.masked_fill(fell & (items.advantages < 0), 0.0)
     return weights

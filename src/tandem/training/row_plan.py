@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.data.packed_format import PackedBatch, PackedRow
-from tandem.errors import InvalidInput, NothingToLearn
+from tandem.errors import InvalidInput
 from tandem.spool.schema import Loss, OptimizerSettings, RLLoss, SFTLoss
 from tandem.training.losses import Floats, item_weights
 
@@ -46,14 +46,13 @@ class Plan:
 def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int) -> Plan:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
-    Each epoch visits the rows that have items, in a permutation drawn from (seed, base_step, epoch). A step has
+    Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step, epoch). A step has
     `settings.grad_accumulation_sequences` rows over all ranks, the last of an epoch maybe fewer; None means
     `data_parallel` (R19). InvalidInput if that is not a multiple of `data_parallel`. With `settings.batch_size` the
     packer chose the rows of each step, and an epoch visits those steps in such a permutation.
     """
-    with_items = np.diff(batch.item_offsets) > 0
-    held_out = tuple(np.flatnonzero(with_items & (batch.row_batch < 0)).tolist())
-    rows = np.flatnonzero(with_items & (batch.row_batch >= 0))
+    held_out = tuple(np.flatnonzero(batch.row_batch < 0).tolist())
+    rows = np.flatnonzero(batch.row_batch >= 0)
     orders = [np.random.default_rng([seed, base_step, epoch]) for epoch in range(settings.epochs)]
     if settings.batch_size is not None:
         numbers = batch.row_batch[rows]
@@ -85,21 +84,12 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
-    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank; 1 for a sum.
-
-    Raises NothingToLearn if a step's items all have weight 0, or an SFT example has.
-    """
-    rows = {row for step in steps for row in step}
-    if isinstance(loss, SFTLoss) and any((batch.row(row).item_advantage == 0).any() for row in rows):
-        raise NothingToLearn("the weight of an example is so small that it is 0 in float32; use weights near 1")
+    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank; 1 for a sum."""
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
+    rows = {row for step in steps for row in step}
     of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
-    totals = [sum(of_row[row] for row in step) for step in steps]
-    for step, total in enumerate(totals):
-        if not total > 0:
-            raise NothingToLearn(f"all items of optimizer step {step + 1} of {len(totals)} have weight 0")
-    return totals
+    return [sum(of_row[row] for row in step) for step in steps]
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
@@ -108,8 +98,7 @@ def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
     if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":
         return 1.0
     magnitude = weight = 0.0
-    for index in np.flatnonzero(np.diff(batch.item_offsets)):
-        row = batch.row(int(index))
+    for row in map(batch.row, range(len(batch))):
         weights = row_weights(batch, row, loss)[0]
         magnitude += float((weights * np.abs(row.item_advantage.astype(np.float64))).sum())
         weight += float(weights.sum())
