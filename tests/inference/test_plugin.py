@@ -1,10 +1,13 @@
 """The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters change only their own
-tokens."""
+tokens; FlashInfer is used only where it can compile its kernels."""
 
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ SERVER = """
 import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
-platform = types.SimpleNamespace(is_cpu=lambda: False, is_device_capability_family=lambda _: False)
+no = lambda *_: False
+platform = types.SimpleNamespace(is_cpu=no, is_cuda=no, is_device_capability_family=no)
 sys.modules["vllm.platforms"] = types.SimpleNamespace(current_platform=platform)  # the real import takes 8 s
 
 def engine(pipe):
@@ -73,3 +77,26 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch
             slot = adapters.index(adapter) if adapter != base else None
             expected = torch.zeros(8) if slot is None else 2.0 * b[slot, 0] @ a[slot, 0] @ row
             torch.testing.assert_close(added, expected)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "compiles", "hidden"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_flashinfer_is_hidden_where_it_can_not_compile(
+    cuda: bool, compiles: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 asks `has_flashinfer` for most kernels, but imports FlashInfer for all-reduce and attention anyway."""
+    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", SimpleNamespace(has_flashinfer=lambda: compiles))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="found"))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    plugin._hide_flashinfer_without_nvcc()
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == ("0" if hidden else "1")
+    if not hidden:
+        assert find_spec("flashinfer") == "found"
+        return
+    assert find_spec("flashinfer") is None
+    for name in ("flashinfer", "flashinfer.comm"):
+        with pytest.raises(ImportError):
+            import_module(name)

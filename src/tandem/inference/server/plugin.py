@@ -1,6 +1,6 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
 
-It installs what merged weights need (`worker/`), and works around three faults of vLLM 0.32:
+It installs what merged weights need (`worker/`), and works around four faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory. (The orphan can't
   be found by its environment, because it overwrites that.) Every engine process asks the kernel to die with its parent.
@@ -9,6 +9,9 @@ It installs what merged weights need (`worker/`), and works around three faults 
   engine ends. There vLLM is told that experts have no LoRA.
 - On the CPU, tokens of the base model get the last slot's adapter wherever they share a batch with tokens of any
   adapter: their slot is -1, with which torch indexes from the end.
+- FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that, and chooses some of
+  these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did not), and for attention on Blackwell. The
+  first use ends the engine. There FlashInfer is hidden, and vLLM takes other kernels.
 
 On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
 vLLM again: 8 of the 17 seconds of a start.
@@ -35,6 +38,7 @@ def register() -> None:
         _fork_the_engine_on_the_cpu()
         return
     die_with_parent(parent.pid)
+    _hide_flashinfer_without_nvcc()
     if MERGED_VARIABLE in os.environ:
         _install_merged_weights()
     else:
@@ -125,6 +129,19 @@ def _give_up_the_port() -> None:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
                     os.dup2(null, descriptor)  # the server's object, which is here too, still closes that number
     os.close(null)
+
+
+def _hide_flashinfer_without_nvcc() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.utils.flashinfer import has_flashinfer
+
+    if not has_flashinfer():
+        modules: dict[str, Any] = sys.modules
+        modules["flashinfer"] = None  # an import raises ImportError, as if it were not installed
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it without a try
 
 
 def _switch_expert_lora_off() -> None:
