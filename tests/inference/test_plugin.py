@@ -1,11 +1,14 @@
 """The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters change only their own
-tokens."""
+tokens; FlashInfer is used only where it can compile its kernels."""
 
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +22,12 @@ SERVER = """
 import multiprocessing, sys, time, types
 from tandem.inference.server.plugin import register
 
-platform = types.SimpleNamespace(is_cpu=lambda: False, is_device_capability_family=lambda _: False)
+no = lambda *_: False
 loads = type("Loads", (), {"add_lora": None})
 sys.modules |= {  # the real imports take 8 s
-    "vllm.platforms": types.SimpleNamespace(current_platform=platform),
+    "vllm.platforms": types.SimpleNamespace(
+        current_platform=types.SimpleNamespace(is_cpu=no, is_cuda=no, is_device_capability_family=no)
+    ),
     "vllm.v1.executor.abstract": types.SimpleNamespace(Executor=loads),
     "vllm.v1.worker.gpu_worker": types.SimpleNamespace(Worker=loads),
 }
@@ -86,3 +91,26 @@ def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
     done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-4:] == ["True", "ValueError: no such file on 0", "True", "0 answers are left"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "compiles", "hidden"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_flashinfer_is_hidden_where_it_can_not_compile(
+    cuda: bool, compiles: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 asks `has_flashinfer` for most kernels, but imports FlashInfer for all-reduce and attention anyway."""
+    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", SimpleNamespace(has_flashinfer=lambda: compiles))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="found"))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    plugin._hide_flashinfer_without_nvcc()
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == ("0" if hidden else "1")
+    if not hidden:
+        assert find_spec("flashinfer") == "found"
+        return
+    assert find_spec("flashinfer") is None
+    for name in ("flashinfer", "flashinfer.comm"):
+        with pytest.raises(ImportError):
+            import_module(name)

@@ -11,6 +11,8 @@ from tandem.inference.server.worker import extension
 
 
 class Request:
+    num_stale_output_tokens, drop_stale_output = 0, False
+
     def __init__(self, name: str, tokens: int, on_their_way: int, root: bytes) -> None:
         self.request_id, self.num_output_tokens, self.num_output_placeholders = name, tokens, on_their_way
         self.block_hashes: list[bytes] = []
@@ -46,6 +48,19 @@ def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_agai
     scheduler = Scheduler([Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")])
     told = extension._tend(SimpleNamespace(scheduler=scheduler), requests, "run@1")
     assert told == {"running": running, "evicted": 4}
+
+
+def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
+    """vLLM 0.32 (`Scheduler._preempt_request`) forgets how many tokens that is, and would deliver them."""
+    evicted, waits = Request("evicted", 3, 0, b"first"), Request("waits", 0, 0, b"first")
+    evicted.num_stale_output_tokens = 1
+    core = SimpleNamespace(scheduler=Scheduler([], [evicted, waits]))
+    assert extension._tend(core, "keep", "run@1") == {"evicted": 3, "waits": 0}
+    assert (evicted.drop_stale_output, waits.drop_stale_output) == (True, False)
+    evicted.drop_stale_output = False
+    core.scheduler.aux_output_connector = object()  # with --enable-return-routed-experts
+    extension._tend(core, "keep", "run@2")
+    assert not evicted.drop_stale_output
 
 
 def test_drafts_on_their_way_are_discarded() -> None:

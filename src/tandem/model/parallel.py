@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,11 @@ from tandem.errors import InvalidInput
 from tandem.families.topology import Place, Sizes
 from tandem.model import device
 from tandem.model.mcore import parallel_state
+
+# torch 2.13 has new names for these, and warns of the old ones.
+_COLLECTIVES: Any = dist
+all_gather = getattr(_COLLECTIVES, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() == 1:
         return tensor
     whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
+    all_gather(whole, tensor.contiguous(), group=group)
     return whole
 
 

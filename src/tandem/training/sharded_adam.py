@@ -105,7 +105,7 @@ class ShardedAdam:
                 continue
             whole, own = self._gradients[owned.section], self._gradients[owned.memory]
             if whole.is_cuda:
-                dist.reduce_scatter_tensor(own, whole, group=owned.group)
+                parallel.reduce_scatter(own, whole, group=owned.group)
             else:
                 own.copy_(parallel.scatter_sum(whole, owned.group))
 
@@ -197,7 +197,7 @@ class ShardedAdam:
             if owned.group.size() > 1:
                 own = memory[owned.memory]
                 own = own if memory.is_cuda else own.clone()
-                dist.all_gather_into_tensor(memory[owned.section], own, group=owned.group)
+                parallel.all_gather(memory[owned.section], own, group=owned.group)
 
     def _group(self, section: Section) -> dist.ProcessGroup:
         return self._topology.expert_data if section.experts else self._topology.data

@@ -1,6 +1,6 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
 
-It installs what merged weights need (`worker/`), and works around four faults of vLLM 0.32:
+It installs what merged weights need (`worker/`), and works around five faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory. (The orphan can't
   be found by its environment, because it overwrites that.) Every engine process asks the kernel to die with its parent.
@@ -11,6 +11,9 @@ It installs what merged weights need (`worker/`), and works around four faults o
   adapter: their slot is -1, with which torch indexes from the end.
 - If a worker raises, the executor leaves the answers of those behind it unread and takes them for those of the next
   call. So of several workers none raises where an adapter can't be loaded.
+- FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that, and chooses some of
+  these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did not), and for attention on Blackwell. The
+  first use ends the engine. There FlashInfer is hidden, and vLLM takes other kernels.
 
 On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
 vLLM again: 8 of the 17 seconds of a start.
@@ -37,6 +40,7 @@ def register() -> None:
         _fork_the_engine_on_the_cpu()
         return
     die_with_parent(parent.pid)
+    _hide_flashinfer_without_nvcc()
     if MERGED_VARIABLE in os.environ:
         _install_merged_weights()
     else:
@@ -150,6 +154,19 @@ def _tell_failed_adapters() -> None:
         return all(answers)
 
     Worker.add_lora, Executor.add_lora = add_or_tell, add_to_all
+
+
+def _hide_flashinfer_without_nvcc() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.utils.flashinfer import has_flashinfer
+
+    if not has_flashinfer():
+        modules: dict[str, Any] = sys.modules
+        modules["flashinfer"] = None  # an import raises ImportError, as if it were not installed
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it without a try
 
 
 def _switch_expert_lora_off() -> None:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS, RANKS = 64, 64, 16  # of one block; the fastest of those tried on an H200
+COLUMNS, RANKS = 64, 16  # of one block; with 64 rows the fastest of those tried on an H200
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,11 +30,18 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out + n * out_n + r * out_r + c * out_c, merged.to(tl.float32).to(out.dtype.element_ty), mask=inside)
 
 
+def block_rows(capability: int) -> int:
+    """The rows of one block on GPUs of this compute capability (its first number)."""
+    # On these Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and fails to compile.
+    return 32 if capability in (10, 11) else 64
+
+
 def merge_on_gpu(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
     """See `merge`."""
     n, rows, columns = out.shape
-    grid = (triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS), n)
+    of_block = block_rows(torch.cuda.get_device_capability(out.device)[0])
+    grid = (triton.cdiv(rows, of_block) * triton.cdiv(columns, COLUMNS), n)
     _merge[grid](
         out, base, a, b, scale, rows, columns, a.shape[1],
-        *out.stride(), *base.stride(), *a.stride(), *b.stride(), ROWS=ROWS, COLUMNS=COLUMNS, RANKS=RANKS,
+        *out.stride(), *base.stride(), *a.stride(), *b.stride(), ROWS=of_block, COLUMNS=COLUMNS, RANKS=RANKS,
     )  # fmt: skip

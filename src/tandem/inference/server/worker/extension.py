@@ -148,6 +148,12 @@ def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
         for request in queue:
             _hash_again(request)
+            # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, and still delivers what was on its
+            # way: nobody knows how many tokens. So they are discarded and sampled again, from the new weights. Not with
+            # routed experts: their connector can't take a request back before it has seen these tokens.
+            stale = getattr(request, "num_stale_output_tokens", 0)
+            if stale and getattr(scheduler, "aux_output_connector", None) is None:
+                request.drop_stale_output = True
     if hasattr(core, "set_weight_version"):  # vLLM 0.32 tells it in each answer of /inference/v1/generate
         core.set_weight_version(name)
     return tokens
