@@ -84,8 +84,10 @@ def test_the_first_chats_may_come_at_once(tmp_path):
 
 
 def test_every_line_of_a_json_log_is_an_object(process):
-    httpx.get(f"{process.url}/healthz", trust_env=False)
-    output = until("the request is logged", lambda: "GET /healthz" in (text := process.output()) and text)
+    httpx.get(f"{process.url}/healthz", trust_env=False)  # a probe, which is not logged
+    httpx.get(f"{process.url}/v1/runs", trust_env=False)
+    output = until("the request is logged", lambda: "GET /v1/runs" in (text := process.output()) and text)
+    assert "/healthz" not in output
     lines = [json.loads(line) for line in output.rpartition("\n")[0].splitlines()]
     assert {line["level"] for line in lines} == {"info"}
     assert all(line["message"] for line in lines)

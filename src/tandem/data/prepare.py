@@ -19,6 +19,7 @@ from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 _FORMS = ("token_ids", "messages", "completion", "text")
 
 
@@ -255,5 +256,5 @@ def _check_policy_step(step: int | None, base_step: int, most: int | None, field
 
 
 def _check_float32(value: float, field: str) -> None:
-    if abs(value) > _MAX_FLOAT32:
+    if abs(value) > _MAX_FLOAT32 or 0 < abs(value) < _MIN_FLOAT32:
         raise InvalidInput(f"{value} does not fit float32", field=field)
