@@ -226,6 +226,7 @@ def resolve_model(root: Path, base_model: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this name or address."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -99,7 +99,8 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
     existing, lora = run.spec.lora, wanted.get("lora") or {}
     other = lora.items() - (existing.model_dump() if existing else {}).items()
     if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
-        problem = f"run {run.spec.name!r} exists and trains {f'a LoRA of {existing}' if existing else 'all weights'}"
+        shape = f"a LoRA of {existing}" if existing else "all weights"
+        problem = f"run {run.spec.name!r} exists and trains {shape}"
         raise Conflict(f"{problem}; name another run, or leave the shape out", field=field)
 
 

@@ -94,7 +94,7 @@ class Record:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation of the step, since it was made: after a rollback it is made again."""
+        """Whether the step was evaluated since it was last trained. A rollback has it trained again."""
         ours = (line for line in reversed(self.lines) if step in (line.get("step"), line.get("evaluated")))
         return "evaluated" in next(ours, {})
 

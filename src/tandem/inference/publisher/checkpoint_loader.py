@@ -29,7 +29,7 @@ LONGEST_PAUSE_SECONDS = 3600.0
 @dataclass
 class ServedCheckpoint:
     """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so;
-    `manifest`: the identity of its file."""
+    `manifest`: the `manifest_identity` with which it was last read."""
 
     path: Path
     record: Served

@@ -185,9 +185,9 @@ class Publisher:
         refused: tuple[int, str] | None = None  # the newest step that is above `newest` and refused, and why
         # Behind refused steps it looks for older ones: at no more than two extra steps. Where none is served it goes on
         # from turn to turn, because it remembers which are refused.
-        most, tries = self._keep + 2, self._loader.loads + self._keep + 2
+        most_steps, most_loads = self._keep + 2, self._loader.loads + self._keep + 2
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
-            enough = looked >= most and (newest or self._served(run.name) or self._loader.loads >= tries)
+            enough = looked >= most_steps and (newest or self._served(run.name) or self._loader.loads >= most_loads)
             if len(wanted) == self._keep or enough:
                 break
             name = f"{run.name}@{step}"

@@ -55,8 +55,8 @@ class ModelWeights:
         copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
         size = sum(live.nbytes for live in copied.values())
         self.place = place if isinstance(place, str) else automatic_copy(place, size)
-        in_place = self.place == "device" or self._device.type == "cpu"
-        self._copy = {name: live.clone() for name, live in copied.items()} if in_place else pinned_copies(copied)
+        on_device = self.place == "device" or self._device.type == "cpu"
+        self._copy = {name: live.clone() for name, live in copied.items()} if on_device else pinned_copies(copied)
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
         # One for all adapters: torch's allocator keeps what was freed on a stream for that stream.
