@@ -106,13 +106,14 @@ def mixed(everything: int, count: int) -> list[Keep]:
 
 
 def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
-    """What a job's step runs with, and how often it ran out of memory before (`Training._gradients`). Raises
+    """What a job's second step runs with, and how often it ran out of memory until then (`Training._gradients`). Raises
     OutOfMemoryError where a job ends so."""
     recompute.fit(policy, row)
     lowered = 0
     while True:
         try:
             step(policy, row)
+            step(policy, row)  # finds other gaps in the allocator's memory than the first
             return [layer.keep for layer in policy.gpt.decoder.layers], lowered
         except torch.OutOfMemoryError:
             if not recompute.lower(policy):

@@ -18,8 +18,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from policies import linear_row, make_policy, write_random_adapter
-from tandem.model import parallel
-from tandem.model.device import device
+from tandem.model import device, parallel
 from tandem.spool.schema import LoraShape
 directory, tokens = Path(sys.argv[2]), json.loads(sys.argv[3])
 device.activate("cpu"); parallel.init_parallel()

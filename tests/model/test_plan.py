@@ -24,6 +24,7 @@ from tiny import write_random_model
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 MEASURED = json.loads((RESULTS / "train.json").read_text())["rows"]
 TOPOLOGIES = json.loads((RESULTS / "topologies.json").read_text())["rows"]
+TIED = json.loads((RESULTS / "topologies-tied.json").read_text())["rows"]
 H200 = 143771 * 2**20
 SLOTS = {"8192": 8192, "16384": 16384, "4x1024": 4096, "tree": 10240}
 QWEN3 = {"head_dim": 128, "num_attention_heads": 32, "vocab_size": 151936, "max_position_embeddings": 40960}
@@ -105,6 +106,16 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
         print(f"{row['case']}: {ratio:.3f} of the speed, {one.total / GIB / row['peak GiB']:.3f} of the memory")
         assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.05, row
         assert "tree" in row["case"] or abs(ratio - 1) < 0.1, row
+
+
+def test_a_tied_table_that_two_stages_train_was_measured_too():
+    arch = arch_from_config(QWEN3 | {
+        "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True,
+    })  # fmt: skip
+    for row, sizes in zip(TIED, (Sizes(), Sizes(pipeline=2)), strict=True):
+        needs = memory(Training(arch, None, row["row"], rows=2), sizes)
+        assert abs(needs.total((needs.layers, 0)) / GIB / row["peak GiB"] - 1) < 0.05, row
 
 
 def test_levels_leave_room_for_what_is_needed_besides():

@@ -6,14 +6,14 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.func import functional_call
 
 from full import saved
 from oracle.cases import Case
 from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
 from policies import merged
-from tandem.families.registry import read_arch
-from tandem.model.weights.checkpoint_tensors import read_adapter
+from tandem.families.adapter import WEIGHTS_FILE
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Model:
             self.logits = lambda tokens: self.base(tokens[None]).logits[0]
             return
         self.base.requires_grad_(False)
-        lora, arch = case.lora, read_arch(str(directory / "model"))
-        adapter = read_adapter(directory / "adapter", arch, lora, torch.device("cpu"))
+        lora, adapter = case.lora, load_file(directory / "adapter" / WEIGHTS_FILE)
         if any(".experts." in key for key in adapter):  # PEFT can't adapt experts
             self.parameters = {key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()}
             self.logits = lambda tokens: functional_call(

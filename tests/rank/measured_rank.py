@@ -20,14 +20,13 @@ import torch
 
 from tandem.model import device
 from tandem.model.device import memory
-from tandem.trainer.rank import checkpoint, model_loader, worker
+from tandem.trainer.rank import model_loader, worker
 from tandem.training import phases
 from tandem.training.optimizer import AdapterOptimizer
 
 rows: list[dict[str, Any]] = []
 tasks: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 optimizers: list[Any] = []
-read: list[weakref.ref[torch.Tensor]] = []  # the checkpoint's tensors, which are copied into policy and optimizer
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -42,7 +41,6 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def sizes() -> dict[str, list[int]]:
     """Kind -> size of each of its allocations."""
     kinds: dict[str, dict[int, int]] = {kind: {} for kind in ("base", "other", "lora", "gradients", "moments")}
-    kinds["read"] = storages(tensor for reference in read if (tensor := reference()) is not None)
     for optimizer in optimizers:
         policy, moments = optimizer.policy, optimizer.moments().values()
         lora, others = list(policy.lora_parameters().values()), list(policy.buffers())
@@ -103,16 +101,9 @@ class NotedOptimizer(AdapterOptimizer):
         optimizers[:] = [self]
 
 
-def noted_read(checked: checkpoint.Contents[Any]) -> checkpoint.Contents[torch.Tensor]:
-    contents = original_read(checked)
-    read.extend(map(weakref.ref, [*contents.adapter.values(), *(contents.optimizer or {}).values()]))
-    return contents
-
-
 if __name__ == "__main__":
     from tandem.trainer.rank import session
 
-    original_read, checkpoint.read = checkpoint.read, noted_read
     model_loader.ThreadPoolExecutor, model_loader.AdapterOptimizer = FollowedPool, NotedOptimizer
     session.MemoryWatch = MeasuredWatch
     status = worker.main(Path(sys.argv[1]), sys.argv[2], 1)

@@ -76,13 +76,13 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(tmp_path: Pa
     main, kept = partial(worker.main, state=state), []
     with (
         mock.patch.object(BaseWeights, "exchange", autospec=True, side_effect=BaseWeights.exchange) as exchange,
-        mock.patch.object(checkpoint, "read", side_effect=checkpoint.read) as read,
+        mock.patch.object(checkpoint, "load", side_effect=checkpoint.load) as load,
     ):
         for job_id in ("first", "second"):
             made = jobs.run_here(spool, jobs.submit_sft(spool, job_id=job_id), main)
             kept.append(state.model)
     assert kept[0] is kept[1]
-    assert (exchange.call_count, read.call_count) == ((1, 0) if full else (2, 1))
+    assert (exchange.call_count, load.call_count) == ((1, 0) if full else (2, 1))
     [path, *_] = made.glob("*model*.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="third"), main)

@@ -24,6 +24,9 @@ COMMUNICATORS = (2053 - 760) * 2**20
 """NCCL, in the first dimension of several ranks: what a `resident` rank of DP=2 keeps beside that."""
 FURTHER_COMMUNICATOR = GIB // 2
 """Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
+TIED_TABLE = 3 * FURTHER_COMMUNICATOR
+"""NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table that is trained:
+1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
 
@@ -135,6 +138,8 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     dimensions = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
     several = sum(size > 1 for size in dimensions)
     communicators = COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0
+    if job.lora is None and arch.tie_embeddings and sizes.pipeline > 1 and (last or stage == 0):
+        communicators += TIED_TABLE
     return Memory(
         weights, adapter, gradients, optimizer, kept=kept, layers=len(layers), in_flight=in_flight,
         logits=logits if last else 0, layer=working, layer_again=again, context=CONTEXT + communicators,

@@ -1,6 +1,6 @@
 """The adapter's tensors: which part each rank has, and whole tensors of parts and back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from tandem.model.device.memory import allocate
 from tandem.model.lora import Adapters, LoraTensor
 from tandem.model.mcore import GPTModel
 from tandem.model.parallel import Topology
+from tandem.model.weights.checkpoint_tensors import read_tensors
+from tandem.model.weights.safetensors_reader import Piece, StoredTensor
 from tandem.spool.schema import LoraShape
 
 
@@ -67,15 +69,24 @@ class AdapterParts:
         keys = self._keys[name]
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
-    def shard(self, name: str, full: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Undo `gather`: this rank's part for LoRA parameter `name` of the whole tensors `full(PEFT key)`. On their
-        device, and a view of them where possible."""
+    @torch.no_grad()
+    def read(self, stored: Mapping[str, StoredTensor], local: Mapping[str, torch.Tensor], suffix: str = "") -> None:
+        """Undo `whole`: fill `local`, this rank's part of each LoRA parameter, from a file's whole tensors, which are
+        named `<PEFT key><suffix>`. Reads no other bytes. Raises as `read_tensors`."""
+        pieces = [piece for name, part in local.items() for piece in self._pieces(name, stored, part, suffix)]
+        read_tensors(next(iter(stored.values())).path, local, pieces)
+
+    def _pieces(
+        self, name: str, stored: Mapping[str, StoredTensor], local: torch.Tensor, suffix: str
+    ) -> Iterator[Piece]:
         keys, cut, sizes, place = self._keys[name], self.tensors[name].cut, self._topology.sizes, self._topology.place
         if self.tensors[name].experts:
             mine = len(keys) // sizes.expert
             own = keys[place.expert * mine : (place.expert + 1) * mine]
-            return torch.stack([_part(full(key), cut, sizes.expert_tensor, place.expert_tensor) for key in own])
-        return _part(full(name), cut, sizes.tensor, place.tensor)
+            for key, of_expert in zip(own, local, strict=True):
+                yield _piece(stored[key + suffix], cut, place.expert_tensor, of_expert)
+        else:
+            yield _piece(stored[name + suffix], cut, place.tensor, local)
 
 
 def _tensors(gpt: GPTModel, layers: range) -> dict[str, LoraTensor]:
@@ -99,5 +110,9 @@ def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
     return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
 
 
-def _part(whole: torch.Tensor, cut: Cut, parts: int, part: int) -> torch.Tensor:
-    return whole if cut == "whole" else whole.chunk(parts, dim=-2 if cut == "rows" else -1)[part]
+def _piece(stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor) -> Piece:
+    """How the part `part` of a whole tensor gets into `target`, which has its shape."""
+    rows, columns = target.shape
+    if cut == "columns":
+        return Piece(stored, 0, stored.shape[1], target, slice(part * columns, (part + 1) * columns))
+    return Piece(stored, part * rows * columns if cut == "rows" else 0, columns, target)

@@ -23,7 +23,7 @@ from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.mcore import GPTModel
 from tandem.model.pipeline import Pipeline
 from tandem.model.rows import RowTensors, dealt, padded
-from tandem.model.weights.checkpoint_tensors import read_adapter
+from tandem.model.weights.checkpoint_tensors import check_adapter
 from tandem.spool.schema import LoraShape
 
 TABLE = "embedding.word_embeddings.weight"
@@ -150,17 +150,10 @@ class Policy(nn.Module):
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files. Raises as `read_adapter`; the adapter in memory is then unchanged."""
+        """Fill the adapter from PEFT's files. Raises as `check_adapter`, with the adapter in memory unchanged, and as
+        `AdapterParts.read`."""
         assert self.lora is not None
-        self.set_adapter(read_adapter(directory, self.arch, self.lora, device.device()))
-
-    def set_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill the adapter from whole tensors by PEFT key, of any floating dtype and on any device."""
-        parameters = self.lora_parameters()
-        with torch.no_grad():
-            torch._foreach_copy_(
-                list(parameters.values()), [self.adapter.shard(name, tensors.__getitem__) for name in parameters]
-            )
+        self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of all ranks."""

@@ -3,8 +3,6 @@
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -130,18 +128,15 @@ class AdapterOptimizer:
         states = {name: self._adam.state[p] for name, p in self.parameters.items() if p in self._adam.state}
         return {moment: {name: state[moment] for name, state in states.items()} for moment in MOMENTS}
 
-    @torch.no_grad()
-    def load_state(self, steps: int, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue after `steps` steps from a copy of `saved`: `Moments` of all parameters."""
+    def new_state(self, steps: int) -> Moments:
+        """Continue after `steps` steps, from the tensors returned, which are uninitialised."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
-        moments = {}
-        for moment, shards in saved.items():
-            _, moments[moment] = allocate(shapes, torch.float32, where)
-            torch._foreach_copy_(list(moments[moment].values()), [shards[name] for name in shapes])
+        moments = {moment: allocate(shapes, torch.float32, where)[1] for moment in MOMENTS}
         for name, parameter in self.parameters.items():
-            state = {moment: copies[name] for moment, copies in moments.items()}
+            state = {moment: tensors[name] for moment, tensors in moments.items()}
             self._adam.state[parameter] = {"step": torch.tensor(float(steps)), **state}
+        return moments
 
 
 def norm_over_ranks(squares: list[Tensor]) -> float:

@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors, which must be exactly the expected ones, whole and finite."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -43,31 +43,18 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
     return check_tensors(directory / WEIGHTS_FILE, adapter_shapes(arch, lora))
 
 
-def read_tensors(stored: Mapping[str, StoredTensor], where: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of one file (`check_tensors`) on the device `where`, all views of one allocation.
+def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
+    """Fill `tensors`, floating ones of one device, by `pieces` of the file `path`.
 
     Raises:
-        CheckpointDamaged: the file has become shorter, or a tensor holds NaN or infinity.
+        CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or infinity.
     """
-    path, begin = min((tensor.path, tensor.offset) for tensor in stored.values())
-    whole = torch.empty(sum(tensor.nbytes for tensor in stored.values()), dtype=torch.uint8, device=where)
     try:
-        fill_targets([Piece(StoredTensor(path, begin, torch.uint8, (len(whole),)), 0, 1, whole)], threads=4)
+        fill_targets(pieces, threads=4)
     except InvalidInput as error:
         raise CheckpointDamaged(error.message) from error
-    tensors = {}
-    for name, tensor in stored.items():
-        at = tensor.offset - begin
-        tensors[name] = whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     # The largest magnitudes, in a few kernels for all tensors. A tensor with NaN has the norm NaN.
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(floats.values()), math.inf)])
-    for name, finite in zip(floats, largest.isfinite().tolist(), strict=True):
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
+    for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True):
         if not finite:
             raise CheckpointDamaged(f"{path}: {name} holds NaN or infinity")
-    return tensors
-
-
-def read_adapter(directory: Path, arch: Arch, lora: LoraShape, where: torch.device) -> dict[str, torch.Tensor]:
-    """The adapter in `directory`, by PEFT key, on the device `where`. Raises as `check_adapter` and `read_tensors`."""
-    return read_tensors(check_adapter(directory, arch, lora), where)

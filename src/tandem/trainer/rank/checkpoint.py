@@ -21,10 +21,9 @@ from torch import Tensor
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
-from tandem.model import device
 from tandem.model.policy import Policy
-from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
-from tandem.model.weights.safetensors_reader import StoredTensor
+from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors
+from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
 from tandem.training.optimizer import MOMENTS, AdapterOptimizer
@@ -67,31 +66,20 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
     return Contents(adapter, optimizer)
 
 
-@torch.no_grad()
-def read(checked: Contents[StoredTensor]) -> Contents[Tensor]:
-    """Read the tensors onto the device, those of experts into host memory: all of them may not fit beside the weights,
-    and under expert parallelism this rank needs only a part. CheckpointDamaged if one holds NaN or infinity."""
-    where = torch.device("cpu") if any(".experts." in key for key in checked.adapter) else device.device()
-    adapter = read_tensors(checked.adapter, where)
-    if checked.optimizer is None:
-        return Contents(adapter, None)
-    adam = read_tensors(checked.optimizer, where)
-    if (step := int(adam["step"])) < 1:
-        raise CheckpointDamaged(f"{checked.optimizer['step'].path}: step is {step}, not 1 or more")
-    return Contents(adapter, adam)
+def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
+    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes are those of its run.
 
-
-@torch.no_grad()
-def load(saved: Contents[Tensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Copy a checkpoint's tensors into policy and optimizer, whose shapes are those of its run."""
-    policy.set_adapter(saved.adapter)
-    if (adam := saved.optimizer) is None:
+    Raises CheckpointDamaged if a tensor of it holds NaN or infinity.
+    """
+    policy.adapter.read(checked.adapter, policy.lora_parameters())
+    if (adam := checked.optimizer) is None:
         return
-
-    def shards(moment: str) -> dict[str, Tensor]:
-        return {name: policy.adapter.shard(name, lambda key: adam[f"{key}.{moment}"]) for name in optimizer.parameters}
-
-    optimizer.load_state(int(adam["step"]), {moment: shards(moment) for moment in MOMENTS})
+    count = torch.zeros(1, dtype=torch.int64)
+    fill_targets([Piece(adam["step"], 0, 1, count)])
+    if (steps := int(count)) < 1:
+        raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 1 or more")
+    for moment, tensors in optimizer.new_state(steps).items():
+        policy.adapter.read(adam, tensors, f".{moment}")
 
 
 @torch.no_grad()

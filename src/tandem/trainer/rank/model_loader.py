@@ -5,7 +5,7 @@ For a new model on a GPU:
     main thread     build the model in host memory -> place it in the allocated memory -> make the optimizer
     pool            allocate the base weights (waits for CUDA) -> read them from files
     pool            load the softmax's kernels
-    pool            once placed: read the checkpoint's state -> copy it into model and optimizer
+    pool            once the optimizer is made: read the checkpoint's state into model and optimizer
     pool            once allocated: connect to the base weights of the other ranks that have the same ones
     pool            load cuBLAS (a rank that shares no layers: in the warm-up thread)
     warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed model
@@ -115,7 +115,6 @@ class ModelLoader:
         policy = build_policy(
             arch, run.lora, dtype=dtype, recompute=settings.recompute, base=lambda: allocated.result().parameters
         )
-        self._state = self._pool.submit(on_device(self._read_state))
         base = allocated.result()
         self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
         if self.rehearse is not None:
@@ -126,7 +125,6 @@ class ModelLoader:
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
         """Undo what `RankState.offload` did; frozen weights, which it dropped, are read again."""
-        self._state = self._pool.submit(on_device(self._read_state))
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
@@ -142,22 +140,17 @@ class ModelLoader:
             directory = found.model
         load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
-    def _read_state(self) -> checkpoint.Contents[Tensor] | None:
-        checked = self.checked.result()
-        return checkpoint.read(checked) if isinstance(checked, checkpoint.Contents) else None
-
     def _load_state(self, model: LoadedModel) -> None:
-        saved, optimizer = self._state.result(), model.optimizer
-        del self._state  # then nothing refers to the tensors that are copied, and the device's memory is free
         if (checked := self.checked.result()) is None:
             return
+        optimizer = model.optimizer
         optimizer.reset()
         if isinstance(optimizer, ShardedAdam):
             assert isinstance(checked, model_checkpoint.Found)
             model_checkpoint.load_state(checked, self.arch, optimizer, self.topology)
         else:
-            assert saved is not None
-            checkpoint.load(saved, model.policy, optimizer)
+            assert isinstance(checked, checkpoint.Contents)
+            checkpoint.load(checked, model.policy, optimizer)
 
 
 @contextlib.contextmanager
