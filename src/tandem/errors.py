@@ -1,5 +1,18 @@
 """Errors that users see. Each says what was wrong, where, and what to do."""
 
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+_WORDS = {
+    "extra_forbidden": "no such key; correct or remove it", "missing": "is missing; add it",
+    "union_tag_not_found": "kind is missing; add rl, sft or dpo",
+}  # fmt: skip
+"""Words for pydantic's types of errors that say what to do."""
+
 
 class TandemError(Exception):
     """Base of every error Tandem raises on purpose.
@@ -87,3 +100,23 @@ class NotServed(TandemError, code="not_served"):
 
 class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):
     """The controller did not answer, also after several tries; raised by clients."""
+
+
+def from_validation_error(error: "ValidationError") -> InvalidInput:
+    """`invalid_input` at the first error's place."""
+    errors = error.errors()
+    # Without the tags of unions, which no key of ours looks like.
+    return invalid_input(errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")])
+
+
+def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
+    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
+    first = errors[0]
+    message = _WORDS.get(first["type"]) or str(first["msg"]).removeprefix("Value error, ")
+    value = first.get("input")
+    if isinstance(value, str | int | float | bool) and first["type"] not in ("value_error", *_WORDS):
+        shown = json.dumps(value) if isinstance(value, float) else repr(value)
+        message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
+    if len(errors) > 1:
+        message += f"; and {len(errors) - 1} more error{'s' if len(errors) > 2 else ''}"
+    return InvalidInput(message, field=".".join(map(str, path)) or None)

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from tandem.data import inputs
 from tandem.data.examples import SFTExample
-from tandem.data.inputs import Group, PackingSettings, from_validation_error, turn_from_openai
-from tandem.errors import InvalidInput
+from tandem.data.inputs import Group, PackingSettings, turn_from_openai
+from tandem.errors import InvalidInput, from_validation_error
 
 # The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM 0.32.
 CHAT: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tandem.errors import InvalidInput
 from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Kept, Memory, Training, memory
-from tandem.families.plan import describe, plan
+from tandem.families.plan import _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
 from tandem.families.topology import Sizes, problem
 from tandem.model.layer.blocks import Keep
@@ -24,6 +24,7 @@ from tiny import write_random_model
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 MEASURED = json.loads((RESULTS / "train.json").read_text())["rows"]
 TOPOLOGIES = json.loads((RESULTS / "topologies.json").read_text())["rows"]
+FULL = json.loads((RESULTS / "train-full.json").read_text())["rows"]
 TIED = json.loads((RESULTS / "topologies-tied.json").read_text())["rows"]
 H200 = 143771 * 2**20
 SLOTS = {"8192": 8192, "16384": 16384, "4x1024": 4096, "tree": 10240}
@@ -87,6 +88,13 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
         assert abs(ratio - 1) < 0.1, row
         compared += 1
     assert compared >= 5
+
+
+def test_speed_is_what_was_measured_for_all_weights():
+    for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):  # `auto`, which had less memory than now, and `full`
+        job = Training(ARCHS["qwen3-8b"], None, 8192, rows=1)
+        seconds = 8192 / row["tokens/s"]
+        assert abs(_step_seconds(job, Sizes(), memory(job, Sizes()), levels) / seconds - 1) < 0.05, row
 
 
 def test_topologies_are_as_fast_and_large_as_two_gpus_measured():

@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
 import typer
 from pydantic import BaseModel, ByteSize, ValidationError
@@ -18,15 +18,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.client import Tandem
-from tandem.data.inputs import from_validation_error
-from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unreachable
+from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unreachable, from_validation_error
 
 # Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
 PATIENCE = 10.0
-# Where no terminal wraps them, lines and tables are whole.
-_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 240
-out = Console(width=_WIDTH)
-err = Console(width=_WIDTH, stderr=True)
+
+
+def _console(stream: TextIO, **options: Any) -> Console:
+    """Where no terminal wraps them, lines and tables are whole."""
+    return Console(width=None if stream.isatty() or "COLUMNS" in os.environ else 240, **options)
+
+
+out, err = _console(sys.stdout), _console(sys.stderr, stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, for programs.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]

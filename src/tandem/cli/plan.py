@@ -8,8 +8,7 @@ from rich.console import Group
 from rich.markup import escape
 
 from tandem.cli.common import Json, Targets, show, table
-from tandem.data.inputs import from_validation_error
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
 from tandem.families.plan import ROW, Candidate, describe

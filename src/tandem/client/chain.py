@@ -188,8 +188,10 @@ class Chain:
 
     def _rolled_back(self, tandem: Tandem, job: JobStatus) -> bool:
         """Whether the job has succeeded and its step has left the run's chain since."""
+        if job.state != "succeeded":
+            return False
         made, step = {info.step: info.job for info in tandem.checkpoints(self.config.run)}, job.spec.base_step + 1
-        return job.state == "succeeded" and (made[step] != job.id if step in made else max(made) < step)
+        return made[step] != job.id if step in made else max(made) < step
 
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
         config, loss = self.config, self.config.loss

@@ -14,8 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from tandem.controller.schemas import ErrorBody
-from tandem.data.inputs import invalid_input
-from tandem.errors import InvalidInput, TandemError, Unauthorized
+from tandem.errors import InvalidInput, TandemError, Unauthorized, invalid_input
 from tandem.spool.fs import volume_error
 from tandem.system.logs import Log
 

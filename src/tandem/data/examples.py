@@ -119,7 +119,7 @@ class Message(Record):
         return message | {key: value for key, value in more.items() if value is not None}
 
 
-# The tags are parts of pydantic's paths; `inputs.from_validation_error` leaves them out.
+# The tags are parts of pydantic's paths; `errors.from_validation_error` leaves them out.
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 TextOrMessages = Annotated[
     Annotated[str, Tag("as text")] | Annotated[Messages, Tag("as messages")],

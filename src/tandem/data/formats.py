@@ -8,9 +8,8 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import from_validation_error
 from tandem.data.records import open_records
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, from_validation_error
 
 Kind = Literal["sft", "dpo"]
 Record = Mapping[str, Any]

@@ -6,14 +6,13 @@ An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
 their log-probs. The trainer trains these ids, and never tokenises the text again.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
 # vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token above 0.
@@ -24,11 +23,6 @@ LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
-# Types of pydantic's errors -> words for people.
-_WORDS = {
-    "extra_forbidden": "no such key; correct or remove it", "missing": "is missing; add it",
-    "union_tag_not_found": "kind is missing; add rl, sft or dpo",
-}  # fmt: skip
 
 
 def _check_ids(ids: list[int]) -> list[int]:
@@ -122,26 +116,6 @@ class PackingSettings(Record):
 
     sequence_length: Annotated[int, Field(strict=True)] = Field(default=2048, ge=2, le=2**20)
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-
-
-def from_validation_error(exc: ValidationError) -> InvalidInput:
-    """`invalid_input` at the first error's place."""
-    errors = exc.errors()
-    # Without the tags of unions, which no key of ours looks like.
-    return invalid_input(errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")])
-
-
-def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
-    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
-    first = errors[0]
-    message = _WORDS.get(first["type"]) or str(first["msg"]).removeprefix("Value error, ")
-    value = first.get("input")
-    if isinstance(value, str | int | float | bool) and first["type"] not in ("value_error", *_WORDS):
-        shown = json.dumps(value) if isinstance(value, float) else repr(value)
-        message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
-    if len(errors) > 1:
-        message += f"; and {len(errors) - 1} more error{'s' if len(errors) > 2 else ''}"
-    return InvalidInput(message, field=".".join(map(str, path)) or None)
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:

@@ -31,8 +31,9 @@ SHARES = {"tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "c
 """Measured speed of two ranks of a dimension over what operations and bytes give. Context: not measured."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
-FULL_SHARE = 0.85
-"""Where two ranks train all weights."""
+ADAM_RATE = 200e9
+"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights are trained, with
+the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two (bench/results/train-full.json, topologies.json)."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
 ROW = 8192
@@ -113,7 +114,7 @@ def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
 
 
 def _share(job: Training, sizes: Sizes) -> float:
-    share = FULL_SHARE if job.lora is None and sizes.world > 1 else 1.0
+    share = 1.0
     for dimension, of_two in SHARES.items():
         if dimension == "sequence" and job.arch.moe is not None:
             of_two = MIXTURES_SEQUENCE_SHARE
@@ -122,7 +123,7 @@ def _share(job: Training, sizes: Sizes) -> float:
 
 
 def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
-    """Of one optimizer step, without Adam, which takes 2 ms for LoRA."""
+    """Of one optimizer step; of LoRA without Adam, which takes 2 ms."""
     arch, slots, hidden, moe = job.arch, job.sequence_length, job.arch.hidden_size, job.arch.moe
     # Weights of a layer that each token uses.
     mlp = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
@@ -147,8 +148,10 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
     rows = -(-job.rows // sizes.data)
     step = seconds * (rows + sizes.pipeline - 1)  # the pipeline is not full at a step's begin and end
-    if job.lora is None and sizes.data * sizes.context > 1:
-        step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
+    if job.lora is None:
+        step += needs.optimizer / ADAM_RATE
+        if sizes.data * sizes.context > 1:
+            step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
     return step
 
 

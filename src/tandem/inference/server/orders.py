@@ -4,7 +4,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, from_validation_error
 
 
 class Swap(TypedDict):
@@ -43,7 +43,7 @@ def read_order(action: str, body: bytes) -> dict[str, Any]:
     try:
         order: dict[str, Any] = _ORDERS[action].validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InvalidInput(f"this is no order to {action[1:]}: {first['msg']}", field=field or None) from error
+        refused = from_validation_error(error)
+        problem = f"this is no order to {action[1:]}: {refused.message}"
+        raise InvalidInput(problem, field=refused.field) from error
     return order
