@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"family": "gpt_oss"},
     "gpt_oss, truncated": {
         "family": "gpt_oss",
-        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256,
         },

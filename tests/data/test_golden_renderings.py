@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
 
 from data.chat_tokenizer import TEMPLATES, chat_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
@@ -205,6 +209,12 @@ def test_several_threads_render_many_at_a_time(name: str) -> None:
             assert (found[-1][0].weights.tolist(), found[-1][0].targets.tolist()) == ([-0.5, 2.0], [9, 7])
 
 
+@pytest.mark.parametrize("bare", [TOOL["function"], {"type": "function", **TOOL["function"]}])
+def test_a_tool_without_its_wrapper_is_rendered_as_vllm_gets_it(bare: dict[str, Any]) -> None:
+    conversation = CONVERSATIONS["tools"]
+    assert SFTExample.model_validate(conversation | {"tools": [bare]}) == SFTExample.model_validate(conversation)
+
+
 def test_texts() -> None:
     tokenizer = chat_tokenizer((TEMPLATES / "llama3_1.jinja").read_text())
     from tokenizers.processors import TemplateProcessing
@@ -227,6 +237,20 @@ def test_texts() -> None:
         assert tokenizer.decode([*chosen.tokens, *rejected.tokens[rejected.trained]]) == (
             f"{tokenizer.bos_token}It is sunny{tokenizer.eos_token} not{tokenizer.eos_token}"
         )
+
+
+def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> None:
+    """Llama 2's tokenizer begins each text with a space, which it leaves out where it decodes that text alone."""
+    vocabulary = [(token, -1.0) for token in ("<unk>", "</s>", "▁Answer:", "▁Paris", "▁")]
+    backend = Tokenizer(Unigram([*vocabulary, *((c, -9.0) for c in "AnswerPai:")], unk_id=0))
+    backend.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    example = SFTExample(prompt="Answer:", completion=" Paris")
+    ((context, trained),) = turns_of(render(tokenizer, [example], [""])[0])
+    assert tokenizer.convert_ids_to_tokens([*context, *trained]) == ["▁Answer:", "▁Paris", "</s>"]
+    with pytest.raises(InvalidInput, match="spans the border"):
+        render(tokenizer, [SFTExample(prompt="Answer: ", completion="Paris")], [""])
 
 
 def test_a_template_without_special_tokens() -> None:

@@ -111,3 +111,14 @@ def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
     transport = scene.transport(state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"})
     transport.refresh()
     assert transport.listed == ({"r@1": "/1"} if phase == "served" else {})
+
+
+def test_weights_that_took_the_place_of_others_make_their_records_stale(scene: Scene) -> None:
+    """A fork's first step is loaded over its source's, whose record must go."""
+    state = {"phase": "served", "name": "a@5", "path": "/5", "transport": "merge"}
+    transport = scene.transport(state=state)
+    assert not transport.refresh()
+    transport.listed = {"r@1": "/1"}  # as `load` does
+    state |= {"name": "r@1", "path": "/1"}
+    assert transport.refresh()
+    assert not transport.refresh()

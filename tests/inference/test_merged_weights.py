@@ -285,6 +285,16 @@ def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path:
     workers.check(None)
 
 
+def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(dense: Model, tmp_path: Path) -> None:
+    """Whoever ordered it has died, and the weights are not in memory."""
+    workers = Workers(dense)
+    core = Core(workers)
+    workers.stage(adapter := dense.adapter(tmp_path, 1))
+    core.sleeps = True
+    assert core.swap(adapter) == {"late": True}
+    workers.check(None)
+
+
 class Served(Workers):
     """Workers that serve an adapter, and what the publisher's check says of them."""
 

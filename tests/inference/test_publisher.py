@@ -371,6 +371,20 @@ def test_adapters_of_others_are_left_alone_and_a_broken_run_stops_no_other(stage
     assert stage.served() == (0, None)
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def test_a_copy_that_an_earlier_publisher_left_damaged_is_made_again(
+    stage: Stage, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    stage.step(0.3)
+    stage.publisher().once()
+    [copy] = tmp_path.rglob("run@1-*/adapter_model.safetensors")
+    whole = copy.read_bytes()
+    damage(copy)
+    stage.vllm.adapters.clear()
+    stage.publisher().once()
+    assert (stage.served(), copy.read_bytes()) == ((1, None), whole)
+
+
 def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)

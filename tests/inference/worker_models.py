@@ -205,6 +205,10 @@ class Core:
             worker.tandem_weights = weights
         self.scheduler = SimpleNamespace(requests={"a": 1, "b": 2})
         self.aborted: list[str] = []
+        self.sleeps = False
+
+    def is_sleeping(self) -> bool:
+        return self.sleeps
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         return [getattr(worker, method)(*args) for worker in self.workers]

@@ -9,6 +9,7 @@ import transformers
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
+from tandem.families.gpt_oss import _YARN
 from tandem.families.model_config import ModelConfig
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
@@ -84,6 +85,7 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
             arch.rotary_size or arch.head_dim, arch.head_dim * rope(hf).get("partial_rotary_factor", 1)
         ),
         "attention_bias": (arch.output_bias, bool(getattr(hf, "attention_bias", False))),
+        "is_causal": (True, getattr(hf, "is_causal", True)),
         "query_pre_attn_scalar": (
             arch.attention_scale, hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None
         ),
@@ -202,6 +204,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         (QWEN3, {"hidden_act": "gelu"}, "gelu"),
         (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (QWEN3, {"quantization_config": {"bits": 4}}, "quantised"),
+        (QWEN3, {"is_causal": False}, "attention in both directions"),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, "layers without experts"),
         (QWEN3_MOE, {"mlp_only_layers": [0]}, "layers without experts"),
         (QWEN3_MOE, {"shared_expert_intermediate_size": 64}, "shared experts"),
@@ -214,6 +217,11 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         (GLM4, {"mlp_bias": True}, "biases in the MLP"),
         (OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config.*dequantize=True.*save_pretrained"),
         (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        # vLLM computes otherwise.
+        (OSS, {"attention_bias": False}, "attention without biases"),
+        (OSS, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that"),
+        (OSS, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "'default' instead of yarn"),
+        (OSS, {"rope_parameters": {**_YARN, "attention_factor": 1.5}}, "attention_factor"),
         (OSS, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         (OSS, {"sliding_window": None}, "without a sliding window"),
         (OSS, {"num_experts_per_tok": 1}, "2 is the least"),

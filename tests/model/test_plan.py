@@ -202,6 +202,21 @@ def test_in_every_dimension_a_rank_has_less_of_the_model():
         assert not one.measured
 
 
+def test_experts_are_divided_before_each_one_is_cut():
+    for gpus in (2, 8):
+        assert plan(training("qwen3-30b-a3b", targets="attention"), gpus, 60 * GIB).recommended.sizes.expert_tensor == 1
+
+
+def test_layers_with_a_window_need_less_attention():
+    config = CONFIGS["qwen3-8b"] | {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 18}
+    job, some = training("qwen3-8b"), arch_from_config(config)
+    assert sum(some.window.layers) == 18
+    [full], [windowed] = (plan(each, 1, H200).candidates for each in (job, replace(job, arch=some)))
+    # Attention is 34 % of the step. A window of an eighth of the row leaves 1 - (7 / 8)^2 of a layer's pairs.
+    ratio = full.tokens_per_second / windowed.tokens_per_second
+    assert ratio == pytest.approx(1 - 0.34 / 2 * (7 / 8) ** 2, abs=0.01)
+
+
 def test_what_can_not_be_planned_is_refused():
     with pytest.raises(InvalidInput, match=r"no topology of 1 GPUs fits 10\.0 GiB: the smallest, 1 GPU, needs 2"):
         plan(training("qwen3-8b"), 1, 10 * GIB)

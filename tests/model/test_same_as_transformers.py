@@ -8,7 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from policies import all_logits, linear_row, logits, make_policy
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.families.registry import read_arch
 from tiny import write_random_model
 
 LLAMA3_ROPE = {
@@ -99,8 +100,9 @@ NAME = "model.layers.1.mlp.up_proj.weight"
         (lambda t: t.pop(NAME), f"no tensor {NAME}$"),
         (lambda t: t.update({NAME + "_blocks": t.pop(NAME)}), f"only {NAME}_blocks: it is quantised"),
         (lambda t: t.update({NAME: torch.zeros(16, 32)}), "up_proj.weight has the shape"),
+        (lambda t: t.update({NAME: t[NAME].to(torch.float8_e4m3fn)}), "float8_e4m3fn: quantised weights"),
     ],
-    ids=["missing", "quantised", "misshapen"],
+    ids=["missing", "quantised", "misshapen", "scaled"],
 )
 def test_a_base_model_with_other_tensors_is_refused(alone, tmp_path, change, says):
     file = write_random_model(tmp_path) / "model.safetensors"
@@ -119,3 +121,10 @@ def test_a_truncated_or_absent_base_model_is_refused(alone, tmp_path):
     file.unlink()
     with pytest.raises(InvalidInput, match="has neither"):
         make_policy(tmp_path)
+
+
+def test_quantised_weights_that_only_a_file_of_their_own_names_are_refused(tmp_path):
+    model = write_random_model(tmp_path)
+    (model / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnknownArchitecture, match="hf_quant_config"):
+        read_arch(str(model))

@@ -16,7 +16,7 @@ from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.removal import delete_checkpoint
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import model_checkpoint, worker
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -110,6 +110,14 @@ def test_ranks_that_stay_need_the_state_of_few_checkpoints(
         of_state = {name for name in every if name.startswith("optimizer/")}
         assert few == {name: every[name] for name in every.keys() - (set() if number == 2 else of_state)}
     assert [spool.checkpoints.manifest("r", step).optimizer_state for step in range(5)] == [None, 0, 0, None, 3]
+
+
+def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> None:
+    jobs.run_here(spool, jobs.submit_sft(spool))
+    for source, step, name in (("r", 1, "b"), ("b", 0, "c")):
+        spool.checkpoints.fork(source, step, spool.runs.get("r").model_copy(update={"name": name}))
+    own = spool.checkpoints.path("c", 0)
+    assert model_checkpoint.find(spool, "c", 0, Path("base")) == model_checkpoint.Found(own, own)
 
 
 @pytest.mark.usefixtures("every_third")

@@ -1,12 +1,17 @@
 """A rank's heartbeats say where it is and what memory it uses."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rank import jobs
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
+from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
+from tandem.trainer.rank import model_loader
 from tandem.trainer.rank.session import Heartbeat
 from tandem.training.phases import MemoryWatch
 
@@ -35,6 +40,20 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     assert last.step_floor is not None
     assert last.device_used_peak >= last.device_used > last.memory["allocated"] > 50 * 2**20
     assert all(beat.step_floor is None for beat in beats if beat.phase in ("data", "build"))
+
+
+def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypatch) -> None:
+    """From a slow volume that takes longer than a rank may be silent."""
+    beats: list[str] = []
+    monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
+
+    def slowly(action: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: (time.sleep(2.5), action(*arguments, **options))[1]
+
+    monkeypatch.setattr(model_loader, "load_weights", slowly(model_loader.load_weights))
+    monkeypatch.setattr(Checkpoints, "commit", slowly(Checkpoints.commit))
+    jobs.run_here(spool, jobs.submit_sft(spool))
+    assert all(beats.count(phase) >= 2 for phase in ("base_weights", "checkpoint")), beats
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:

@@ -40,8 +40,11 @@ def pair(n: int) -> PreferencePair:
 PAIRS, HELD_OUT = [pair(n) for n in range(6)], [pair(n) for n in range(6, 9)]
 
 
-def submit_pairs(spool: Spool, model: Path, run: str, loss: PreferenceLoss, **optimizer: Any) -> str:
-    pack = partial(prepare_dpo, PAIRS, held_out=HELD_OUT, tokenizer_path=str(model), vocab_size=320,
+def submit_pairs(
+    spool: Spool, model: Path, run: str, loss: PreferenceLoss, held_out: list[PreferencePair] = HELD_OUT,
+    **optimizer: Any,
+) -> str:  # fmt: skip
+    pack = partial(prepare_dpo, PAIRS, held_out=held_out, tokenizer_path=str(model), vocab_size=320,
                    packing=PackingSettings(sequence_length=ROW), batch_size=optimizer.get("batch_size"))  # fmt: skip
     return jobs._submit(spool, DPOJob, run, f"dpo-{run}", pack, loss, SETTINGS | optimizer)
 
@@ -110,6 +113,25 @@ def test_dpo_equals_peft_and_adamw_over_several_steps(spool: Spool, model: Path)
     moved = sum(float(((ours[key] - start[key]) ** 2).sum()) for key in ours) ** 0.5
     apart = sum(float(((ours[key] - theirs[key].numpy()) ** 2).sum()) for key in ours) ** 0.5
     assert apart <= 1e-3 * moved
+
+
+def test_two_ranks_of_the_experts_evaluate_one_held_out_pair(tmp_path: Path) -> None:
+    """The second rank has none, and computes its experts for the first."""
+    spool, model = Spool.create(tmp_path / "spool"), jobs.make_model(tmp_path / "m", "qwen3_moe", vocab_size=320)
+    tiny_model.write_tokenizer(model)
+    evaluated = []
+    for run in ("one", "two"):
+        jobs.make_run(spool, model, run, seed=3)
+        name = submit_pairs(spool, model, run, PreferenceLoss(beta=BETA), held_out=HELD_OUT[:1], eps=1e-2,
+                            batch_size=len(PAIRS))  # fmt: skip
+        if run == "one":
+            jobs.run_here(spool, name)
+        else:
+            jobs.run_two_ranks(spool, {name: "ep"})
+        [event] = [event.data["metrics"] for event in spool.events.read(name) if event.type == "evaluated"]
+        evaluated.append(event)
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-4)
+    assert evaluated[0]["held_out_loss"] != pytest.approx(0.6931, abs=1e-4)
 
 
 @pytest.mark.parametrize("reference", ["start", "base", 0])

@@ -88,6 +88,12 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
         assert check(stack.environment, "inference") == (0, "inference is healthy")
         assert ("/v1/models", "Bearer first") in requests
         stack.until("ready after")
+        # Merged weights are known by the names of their run alone.
+        answers["/v1/models"] = (200, {"data": [{"id": "run@1"}, {"id": "run"}]})
+        merged = stack.environment | {"TANDEM_WEIGHTS": "merged"}
+        assert check(merged, "inference") == (0, "inference is healthy")
+        answers["/v1/models"] = (200, {"data": []})
+        assert check(merged, "inference")[0] == 1
 
 
 def test_a_controller_is_healthy_when_it_is_ready():

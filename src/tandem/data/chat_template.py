@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,9 @@ class Renderer:
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = plan.text[start:end]
                 alone = self.encoder.encode(completion)
-                if plan.marked or self.tokenizer.decode(alone, clean_up_tokenization_spaces=False) != completion:
+                # Some tokenizers begin each text with a space, and leave it out where they decode that text alone.
+                decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
+                if plan.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
                     problem = "a token spans the border between context and trained text, so the mask is ambiguous"
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])

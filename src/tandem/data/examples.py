@@ -125,7 +125,16 @@ TextOrMessages = Annotated[
     Annotated[str, Tag("as text")] | Annotated[Messages, Tag("as messages")],
     Discriminator(lambda value: "as messages" if isinstance(value, list) else "as text"),
 ]
-Tools = Annotated[list[JsonObject], Field(min_length=1)]
+
+
+def _wrapped(tool: Any) -> Any:
+    """A tool as OpenAI writes it; `{name, parameters}` alone is taken too, as of calls."""
+    if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+Tools = Annotated[list[Annotated[JsonObject, BeforeValidator(_wrapped)]], Field(min_length=1)]
 _FORMS = ({"messages"}, {"prompt", "completion"}, {"text"}, {"token_ids", "trainable"}, {"token_ids", "weights"})
 _MORE = {"weight", "tools", "targets"}
 

@@ -164,6 +164,7 @@ class Decoder:
             and (rope.get("partial_rotary_factor", 1) != 1 or config.get("partial_rotary_factor", 1) != 1),
             f"the activation {activation!r}": activation != self.activation[1],
             "quantised weights": config.get("quantization_config"),
+            "attention in both directions": not config.get("is_causal", True),
             "layers without experts among those with them": config.get("mlp_only_layers")
             or config.get("decoder_sparse_step", 1) != 1,
             "shared experts": not self.shared_experts and any(map(config.get, shared)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import default_targets
-from tandem.families.arch import EXPERT_TARGETS
+from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.memory import GIB, Memory, Training, memory
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
@@ -27,8 +27,11 @@ ADAPTED_EXPERTS_RATE = 260e12
 EXCHANGE_RATE = 300e9
 """Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of NVLink 4's 450 GB/s
 per direction. No computation is assumed to go on meanwhile."""
-SHARES = {"tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "context": 1.0}
-"""Measured speed of two ranks of a dimension over what operations and bytes give. Context: not measured."""
+SHARES = {
+    "tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "expert_tensor": 0.80, "context": 1.0,
+}  # fmt: skip
+"""Measured speed of two ranks of a dimension over what operations and bytes give. Not measured: context, and expert
+tensor, which exchanges what expert does and has smaller products."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9
@@ -134,7 +137,7 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    attention = 2.0 * slots**2 * arch.query_size * arch.num_layers  # causal
+    attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -153,6 +156,14 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
         if sizes.data * sizes.context > 1:
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
     return step
+
+
+def _layers_that_see_all(arch: Arch, slots: int) -> float:
+    """How many layers without a window have as many pairs of tokens, in a row of one sequence."""
+    if arch.window is None:
+        return arch.num_layers
+    seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2
+    return sum(seen if windowed else 1.0 for windowed in arch.window.layers)
 
 
 def _exchange_bytes(job: Training, sizes: Sizes) -> float:

@@ -1,6 +1,7 @@
 """The families that Tandem knows, by `model_type`."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
@@ -31,6 +32,8 @@ def read_arch(model: str) -> Arch:
     """The architecture of `model`, a directory or a hub name; only its `config.json` is read. Raises InvalidInput for
     what can't be read or is wrong, UnknownArchitecture for a family, or a variant of one, that Tandem doesn't build."""
     config = ModelConfig.of(model)
+    if Path(config.source).with_name("hf_quant_config.json").is_file():  # of ModelOpt, which vLLM reads, too
+        raise config.unsupported("quantised weights (hf_quant_config.json)")
     return arch_from_config(config.values, config.source)
 
 

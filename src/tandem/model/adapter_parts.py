@@ -74,7 +74,7 @@ class AdapterParts:
         """Undo `whole`: fill `local`, this rank's part of each LoRA parameter, from a file's whole tensors, which are
         named `<PEFT key><suffix>`. Reads no other bytes. Raises as `read_tensors`."""
         pieces = [piece for name, part in local.items() for piece in self._pieces(name, stored, part, suffix)]
-        read_tensors(next(iter(stored.values())).path, local, pieces)
+        read_tensors(next(iter(stored.values())).path, {name + suffix: part for name, part in local.items()}, pieces)
 
     def _pieces(
         self, name: str, stored: Mapping[str, StoredTensor], local: torch.Tensor, suffix: str

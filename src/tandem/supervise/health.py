@@ -66,7 +66,8 @@ def _problem_of_vllm(settings: Settings) -> str:
     if problem:
         return problem
     with suppress(ValueError, LookupError, TypeError):
-        if BASE_MODEL_NAME in [model["id"] for model in json.loads(body)["data"]]:
+        names = [model["id"] for model in json.loads(body)["data"]]
+        if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):  # of the run that is served then
             return ""
     return f"vLLM does not list the model {BASE_MODEL_NAME!r}"
 

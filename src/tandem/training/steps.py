@@ -109,8 +109,11 @@ class Training:
         with self.phases.phase("evaluate"):
             for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
+                if not counts:  # for the collectives alone: this rank may have no reference log-probs of it
+                    self._forward(self.batch.row(index))
+                    continue
                 of_row = self._loss(self.batch.row(index), denominator).sums
-                if counts and self._reports:
+                if self._reports:
                     sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
             totals = self._over_rows(sums, dist.ReduceOp.SUM)
         found = {"held_out_loss": totals["loss"], "held_out_tokens": totals["items"]}

@@ -51,6 +51,7 @@ class AdapterCopies:
     def __init__(self, directory: Path) -> None:
         """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
         self._directory = private_directory(directory.absolute())
+        self._checked: set[Path] = set()  # copies that this object has made or hashed
         self.usage_file = self._directory / "used.json"
 
     def has(self, path: str) -> bool:
@@ -70,19 +71,27 @@ class AdapterCopies:
         return self._directory / f"{name}-{content[:32]}"
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
-        """Copy the adapter from the directory `checkpoint` to `path`, unless the copy exists. CheckpointDamaged if a
-        file is missing or does not have the manifest's hash."""
+        """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists. CheckpointDamaged if
+        a file is missing or does not have the manifest's hash."""
+        files = manifest.model_copy(update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}})
         if path.is_dir():
-            os.utime(path)
-            return
+            try:
+                if path not in self._checked:  # after a loss of power files may be empty
+                    verify_files(path, files)
+                self._checked.add(path)
+                os.utime(path)
+                return
+            except CheckpointDamaged:
+                log.warning("a local copy of an adapter is damaged, and is made again", path=path)
+                self._remove(path)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
                 with suppress(FileNotFoundError, IsADirectoryError):  # the check names it
                     shutil.copyfile(checkpoint / file, partial / file)
-            files = {file: manifest.files[file] for file in ADAPTER_FILES}
-            verify_files(partial, manifest.model_copy(update={"files": files}))
+            verify_files(partial, files)
             partial.rename(path)
+            self._checked.add(path)
         except CheckpointDamaged as error:
             raise CheckpointDamaged(error.message.replace(str(partial), str(checkpoint))) from error
         finally:
@@ -102,7 +111,16 @@ class AdapterCopies:
         names = tuple(f"{name}-" for name in in_use()) if unused else ()
         for path in unused:
             if not path.name.startswith(names):
-                shutil.rmtree(path, ignore_errors=True)
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """At once, so that no part of it is taken for a copy after a kill."""
+        self._checked.discard(path)
+        with suppress(OSError):
+            removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=self._directory))
+            path.rename(removed / path.name)
+            path = removed
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class LoraTransport:
@@ -169,16 +187,18 @@ class MergedTransport:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
+        self._refreshed: dict[str, str] = {}  # what the last `refresh` listed; `load` replaces it
 
     def refresh(self) -> bool:
         """Weights that were not announced, or that are torn, count as none: `load` writes and checks them again."""
-        before, state = self.listed, self._client.merged()
+        before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
+        self._refreshed = dict(self.listed)
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
-        self.listed = {}
+        self.listed = self._refreshed = {}
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to

@@ -243,7 +243,7 @@ class MergedServer:
         if "torn" in outcome:
             raise Torn(outcome["torn"])
         if "late" in outcome:
-            raise SwapFailed("the engine was busy until the deadline; the old weights stay")
+            raise SwapFailed("the engine was busy until the deadline, or sleeps; the old weights stay")
         return dict(outcome)
 
     async def _call(

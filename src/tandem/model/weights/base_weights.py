@@ -15,6 +15,8 @@ from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
 
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def load_weights(
     directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], sizes: Sizes, place: Place
@@ -26,7 +28,8 @@ def load_weights(
     read, and only its part goes to the device.
 
     Raises:
-        InvalidInput: a tensor is missing, has another shape than config.json says, or a file can't be read.
+        InvalidInput: a tensor is missing, quantised, or of another shape than config.json says, or a file can't be
+            read.
         AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
     rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(weight_files(directory))
@@ -37,6 +40,9 @@ def load_weights(
                 raise InvalidInput(f"{directory} has no tensor {name}{other}", field="base_model")
             if stored[name].shape != shape:
                 problem = f"{name} has the shape {list(stored[name].shape)}, config.json says {list(shape)}"
+                raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
+            if stored[name].dtype not in _PLAIN:
+                problem = f"{name} is {stored[name].dtype}: quantised weights are not built; use the model in bfloat16"
                 raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
     targets = parameters()
     for name, target in targets.items():

@@ -44,7 +44,7 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
-    """Fill `tensors`, floating ones of one device, by `pieces` of the file `path`.
+    """Read `pieces` of the file `path`, which fill `tensors`, floating ones of one device, by the names of messages.
 
     Raises:
         CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or infinity.
@@ -53,6 +53,8 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
         fill_targets(pieces, threads=4)
     except InvalidInput as error:
         raise CheckpointDamaged(error.message) from error
+    if not tensors:
+        return
     # The largest magnitudes, in a few kernels for all tensors. A tensor with NaN has the norm NaN.
     largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
     for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True):

@@ -22,8 +22,8 @@ from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
 from tandem.model.policy import Policy
-from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors
-from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets
+from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
+from tandem.model.weights.safetensors_reader import Piece, StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
 from tandem.training.optimizer import MOMENTS, AdapterOptimizer
@@ -75,7 +75,7 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
     if (adam := checked.optimizer) is None:
         return
     count = torch.zeros(1, dtype=torch.int64)
-    fill_targets([Piece(adam["step"], 0, 1, count)])
+    read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
     if (steps := int(count)) < 1:
         raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 1 or more")
     for moment, tensors in optimizer.new_state(steps).items():

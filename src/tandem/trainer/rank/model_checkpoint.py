@@ -48,9 +48,11 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
     names none; NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    trained = step > 0 or (manifest.origin is not None and manifest.origin.step > 0)
+    # A fork's step 0 has the files of what it was forked from, which may be a fork's step 0, too.
+    origin, files = manifest.origin, manifest.weights_files
+    trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     stateless = STEPS_FILE not in manifest.files and manifest.optimizer_state is None
-    if trained and (stateless or not manifest.weights_files):
+    if trained and (stateless or not files):
         raise CheckpointDamaged(
             f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older step"
         )

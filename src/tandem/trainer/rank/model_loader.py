@@ -13,8 +13,8 @@ For a new model on a GPU:
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,13 +85,12 @@ class ModelLoader:
                     for task in self._warm_ups:
                         task.result()
             with phases.phase("base_weights"):
-                for task in self._weights_tasks:
-                    task.result()
+                _wait(self._weights_tasks, lambda: phases.announce("base_weights"))
                 # Where nothing was read, the other ranks' memory is closed since the job before.
                 if self._weights_tasks and (unread := model.base.exchange()):
                     self._read_weights(lambda: unread)
             with phases.phase("state"):
-                state_loaded.result()
+                _wait([state_loaded], lambda: phases.announce("state"))
                 memory.release_cached()  # reading and rehearsing leave unused memory
         return model
 
@@ -151,6 +150,15 @@ class ModelLoader:
         else:
             assert isinstance(checked, checkpoint.Contents)
             checkpoint.load(checked, model.policy, optimizer)
+
+
+def _wait(tasks: Iterable[Future[None]], beat: Callable[[], None]) -> None:
+    """Until the tasks have ended; raises what they raised. From a slow volume they read for longer than a rank may be
+    silent."""
+    for task in tasks:
+        while not wait([task], timeout=1.0).done:
+            beat()
+        task.result()
 
 
 @contextlib.contextmanager

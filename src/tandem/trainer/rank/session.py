@@ -31,6 +31,7 @@ from tandem.model.parallel import Topology
 from tandem.spool import Spool, fs
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import Beat, EventType, Manifest, Probe
+from tandem.system import liveness
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
 from tandem.trainer.rank.publication import Publication
@@ -269,11 +270,13 @@ class _Session:
 
     def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        manifest = self._spool.checkpoints.commit(
-            staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=sha256,
-            optimizer_state=self._state_elsewhere,
+        commit = partial(
+            self._spool.checkpoints.commit, staged_checkpoint(self._work), run, base_step + 1, self._job_id,
+            sha256=sha256, optimizer_state=self._state_elsewhere,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
+        # It hashes the files that are not hashed yet: of all weights hundreds of gigabytes.
+        manifest = liveness.in_thread(commit, partial(self.heartbeat, "checkpoint"), seconds=1.0)
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
         self._event("checkpoint", step=manifest.step, sha256=manifest.weights_sha256, bytes=size, seconds=seconds)
         return manifest

@@ -113,9 +113,10 @@ def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, req
 
     `call`: the engine's `collective_rpc`; `requests`: `keep` or `recompute`; `deadline`: of `time.monotonic`. Returns
     `seconds` and the `tokens` that each sequence has got from the weights before. Else `late`; or `error`; or `torn`,
-    where the weights before can't be restored: all requests are ended then.
+    where the weights before can't be restored: all requests are ended then. `late`, too, where vLLM sleeps: who ordered
+    this has died, and a trainer has the GPU.
     """
-    if time.monotonic() > deadline:
+    if time.monotonic() > deadline or core.is_sleeping():
         return {"late": True}
     begin = time.perf_counter()
     answers = call(core, "tandem_call", None, ("swap", version))

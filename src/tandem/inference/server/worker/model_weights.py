@@ -129,8 +129,8 @@ class ModelWeights:
                     if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
                         raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
                 rows, columns = block.of
-                a = _stacked([_tensor(data, file, key)[:, columns] for key, _ in keys])
-                b = _stacked([_tensor(data, file, key)[rows] for _, key in keys])
+                a = torch.stack([_tensor(data, file, key)[:, columns] for key, _ in keys])
+                b = torch.stack([_tensor(data, file, key)[rows] for _, key in keys])
                 factors[block] = (a, b, s)
                 left -= {key for pair in keys for key in pair}
         if left:
@@ -230,7 +230,3 @@ def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
         raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
     begin, end = file.offsets(name)
     return data[begin:end].view(torch.float32).view(file.shape(name))
-
-
-def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
