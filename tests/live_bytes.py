@@ -19,6 +19,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._bytes: dict[int, int] = {}
+        self.peak = 0
 
     @property
     def bytes(self) -> int:
@@ -33,6 +34,7 @@ class LiveStorages(TorchDispatchMode):
             if key not in given and key not in self._bytes:
                 self._bytes[key] = storage.nbytes()
                 weakref.finalize(storage, self._bytes.pop, key, None)
+        self.peak = max(self.peak, self.bytes)
         return result
 
 

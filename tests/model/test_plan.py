@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from live_bytes import counted
+from live_bytes import LiveStorages, counted
 from policies import gradients, linear_row, make_policy
 from tandem.errors import InvalidInput
 from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
-from tandem.families.memory import GIB, Kept, Memory, Training, memory
+from tandem.families.memory import CLAMPED_SWIGLU, GEGLU, GIB, Kept, Memory, Training, memory
 from tandem.families.plan import _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
 from tandem.families.topology import Sizes, problem
+from tandem.model.layer import kernels
 from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tiny import write_random_model
@@ -152,6 +153,20 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     kept = memory(Training(read_arch(str(model)), lora, 50), Sizes()).kept
     # Here elements have four bytes instead of two, and the attention's kernel is another.
     assert held[Keep.ALL] - held[Keep.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
+
+
+def test_what_activations_in_fp32_need_is_what_the_formula_says():
+    rows, features = 512, 64
+    gate_up = torch.randn(rows, 2 * features, dtype=torch.bfloat16)
+    gradient, probs = torch.randn(rows, features, dtype=torch.bfloat16), torch.rand(rows)
+    for needed, backward in (
+        (CLAMPED_SWIGLU, lambda: kernels.clamped_swiglu_backward(gradient, gate_up, probs)),
+        (GEGLU, lambda: kernels.geglu_backward(gradient, gate_up)),
+    ):
+        with LiveStorages() as live:
+            backward()
+        # Beside the activated features, which every activation makes.
+        assert live.peak / (2 * rows * features) - 1 == pytest.approx(needed, abs=0.2)
 
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():

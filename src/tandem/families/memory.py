@@ -27,6 +27,9 @@ FURTHER_COMMUNICATOR = GIB // 2
 TIED_TABLE = 3 * FURTHER_COMMUNICATOR
 """NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table that is trained:
 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+CLAMPED_SWIGLU, GEGLU = 25, 18
+"""Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward pass beside that, as
+they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
 
@@ -193,6 +196,8 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     # The MLP's backward pass: the gradients of its output and of the activated features, these features themselves, and
     # the normalised input. For a mixture the output's gradient and the normalised input are there for each row too.
     working = 2 * rows * features + 2 * slots * hidden
+    clamped = moe is not None and moe.biases
+    working += (CLAMPED_SWIGLU if clamped else GEGLU if arch.activation == "gelu_tanh" else 0) * rows * features
     if moe is not None:
         working += 2 * rows * hidden
         if job.lora is not None and set(job.lora.targets) & set(EXPERT_TARGETS):
