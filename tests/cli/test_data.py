@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import pytest
 
 from api_server import KEY, Server, make_root
 from data.chat_tokenizer import TEMPLATES, chat_tokenizer
+from spool.volume_tools import refused
 from tandem.client import Tandem
 from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import PackingSettings
+from tandem.data.prepare import prepare_dpo
+from tandem.errors import InvalidInput
 
 ASK = {"role": "user", "content": "Is it <b>sunny</b>?"}
 
@@ -91,6 +96,28 @@ def test_pairs(tandem, tmp_path):
     assert "Is it⟦ not<|im_end|>⟧" in out
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
+    """It takes both answers, and once what they begin with; too long ones can only be dropped."""
+    base = server.settings.root / "models" / "tiny"
+    pair = PreferencePair(prompt="Is it", chosen=" sunny" * 20, rejected=" not" * 20)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(pair.model_dump_json(exclude_none=True) + "\n")
+    options = ("--json", *(("--tokenizer", str(base)) if offline else ()))
+    found = json.loads(tandem("data", "check", str(path), *options)[1])
+    slots = found["shown"][0][1]["slots"]
+    assert max(found["shown"][0][1]["lengths"]) < slots < sum(found["shown"][0][1]["lengths"])
+    for length, too_long in ((slots, []), (slots - 1, [f"pairs.jsonl line 1 ({slots})"])):
+        found = json.loads(tandem("data", "check", str(path), *options, "--sequence-length", str(length))[1])
+        assert found["too_long"] == too_long
+        out = tmp_path / f"packed {length}"
+        out.mkdir()
+        packing = PackingSettings(sequence_length=length)
+        with refused(InvalidInput, "pairs.0", match=f"takes {slots} tokens") if too_long else nullcontext():
+            prepare_dpo([pair], tokenizer_path=str(base), vocab_size=10**6, packing=packing, out=out)
+    assert found["too long"].endswith('raise packing.sequence_length, or set packing.too_long to "drop"')
+
+
 def test_route(server):
     with Tandem(server.url, KEY) as client, server.http() as http:
         pair = PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not")
@@ -98,6 +125,7 @@ def test_route(server):
         found = client.render([SFTExample(text="It is."), weighted], [pair])
         assert [len(one.parts) for one in found] == [1, 1, 2]
         assert [weight for _, weight in found[1].parts[0]] == [0, 1, -0.5]
+        assert [one.slots for one in found[:2]] == [one.lengths[0] for one in found[:2]]
         body = {"examples": [{"text": "a"}, {"messages": [{"role": "user", "content": 3}]}]}
         answer = http.post("/v1/data/render", json=body)
         assert answer.status_code == 422

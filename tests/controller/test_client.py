@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import inspect
 import tarfile
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options
 from tandem.client.http import connection, error_of
 from tandem.errors import CheckpointDamaged, InvalidInput, TandemError, Unreachable
+from tandem.spool.schema import Event
 
 
 def test_both_clients_have_the_same_methods():
@@ -88,6 +91,26 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
         for ask in (lambda: list(lost.events("job")), lambda: lost.get_run("run")):
             with pytest.raises(Unreachable, match="TANDEM_URL"):
                 ask()
+
+
+def test_what_fails_late_is_tried_again():
+    """A submission whose answer took longer than the patience, and a stream that was silent for longer."""
+    event = Event(seq=0, time=0.0, job="j", type="succeeded")
+    requests = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request.url.path)
+        if len(requests) in (1, 3):
+            time.sleep(0.6)
+            raise httpx.ReadTimeout("nothing came")
+        content = f"data:{event.model_dump_json()}\n" if request.url.path.endswith("events") else "[]"
+        return httpx.Response(200, text=content)
+
+    with Tandem("http://somewhere", patience=0.5) as client:
+        client._client._transport = httpx.MockTransport(answer)
+        assert client.list_jobs() == []
+        assert list(client.events("j")) == [event]
+    assert requests == ["/v1/jobs"] * 2 + ["/v1/jobs/j/events"] * 2
 
 
 class LosesAnswers(httpx.HTTPTransport):
@@ -183,6 +206,21 @@ def test_a_download_does_not_overwrite(client, trained, tmp_path):
         with refused(InvalidInput, "dest"):
             client.download(trained, 1, dest)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_download_does_not_replace_where_it_runs_a_mount_or_a_link(client, trained, tmp_path, monkeypatch):
+    """All are empty, but can't be renamed onto. Nothing is fetched."""
+    monkeypatch.setattr(client._api, "_stream", None)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "link").symlink_to("mount")
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "mount")
+    for dest in (".", tmp_path / "here", "../here", tmp_path / "mount", tmp_path / "link"):
+        with refused(InvalidInput, "dest", match="name a new directory in it"):
+            client.download(trained, 1, dest)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "mount"]
+    assert not any((tmp_path / "here").iterdir())
 
 
 def test_a_damaged_checkpoint_is_not_downloaded(client, server, trained, tmp_path):

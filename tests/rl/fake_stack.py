@@ -78,6 +78,11 @@ class FakeStack:
             raise NotFound(job)
         return SimpleNamespace(state=self.jobs[job].state)
 
+    async def checkpoints(self, run: str) -> list[SimpleNamespace]:
+        self.mark()
+        made = {0: None} | {job.base + 1: job.id for job in self.trained if job.base < self.newest}
+        return [SimpleNamespace(step=step, job=job) for step, job in sorted(made.items())]
+
     async def cancel(self, job: str) -> None:
         self.mark()
         if job not in self.jobs:

@@ -18,7 +18,7 @@ from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
 from tandem.client.rl.record import State
-from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, TandemError
+from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
 
 
 def run(settings: Config, stack: FakeStack, directory: Path) -> None:
@@ -189,6 +189,67 @@ def test_what_a_rollback_has_discarded_is_trained_evaluated_and_recorded_again(t
     run(settings, stack, tmp_path)
     assert [line["step"] for line in lines(tmp_path) if "step" in line] == [1, 2, 3, 2, 3]
     assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(tmp_path: Path, pending: bool) -> None:
+    """The publisher refused the step of `fake-rl-1`, or the loop was killed before it knew that it had sent the job."""
+    stack, settings = FakeStack(), config(steps=3)
+
+    async def refused(run: str, step: int) -> Any:
+        if step == 2:
+            raise NotServed("the publisher refused it")
+        return await FakeStack.wait_served(stack, run, step)
+
+    async def killed(run: str, request: dict[str, Any]) -> None:
+        await FakeStack.train(stack, run, request)
+        if request["base_step"] == 1:
+            raise Killed
+
+    async def scene() -> None:
+        name, fault = ("train", killed) if pending else ("wait_served", refused)
+        setattr(stack, name, fault)
+        with pytest.raises(Killed if pending else NotServed):
+            await make_loop(settings, stack, Environment(stack), tmp_path).run()
+        delattr(stack, name)
+        while stack.served < 2:
+            await asyncio.sleep(0.001)
+        stack.newest = stack.served = 1
+        async with asyncio.timeout(30):
+            await make_loop(settings, stack, Environment(stack), tmp_path).run()
+
+    asyncio.run(scene())
+    assert [job.id for job in stack.trained] == ["fake-rl-0", "fake-rl-1", "fake-rl-1-2", "fake-rl-2"]
+    assert [line["job"] for line in lines(tmp_path)] == ["fake-rl-0", "fake-rl-1-2", "fake-rl-2"]
+    discarded = set(stack.trained[1].request["labels"]["tasks"].split())
+    assert discarded & {task for job in stack.trained[2:] for task in job.request["labels"]["tasks"].split()}
+
+
+def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_path: Path) -> None:
+    stack = FakeStack()
+
+    class SlowToLeave(Environment):
+        """A rollout of the first task fails, and those beside it leave when the trainer has passed the bound."""
+
+        first: int | None = None
+
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if self.first is None:
+                self.first = task
+                raise ValueError("it is broken")
+            if task != self.first:
+                return await super().rollout(task, sampler)
+            try:
+                return await asyncio.Event().wait()  # type: ignore[return-value]
+            finally:
+                while stack.newest < 3:
+                    await asyncio.sleep(0.001)
+
+    asyncio.run(make_loop(config(max_off_policy_steps=1, retries=0), stack, SlowToLeave(stack), tmp_path).run())
+    check(stack, 6, 1)
+    left_out = [line["left_out"] for line in lines(tmp_path)]
+    assert sum(counts["failed"] for counts in left_out) == 0
+    assert sum(counts["stale"] for counts in left_out) >= 1
 
 
 def test_one_loop_per_state_file(tmp_path: Path) -> None:

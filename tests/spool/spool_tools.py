@@ -43,14 +43,18 @@ def maker(run: str = "r", **more) -> Callable[[str, int, Path], JobSpec]:
             path="", sha256="", num_rows=1, sequence_length=8, num_items=1, num_tokens=1, num_unshared_tokens=1,
             num_trajectories=1, num_groups=1,
         )  # fmt: skip
-        changed = {"created": time.time()} | more
-        return RLJob(id=job_id, run=run, base_step=base_step, fingerprint="f", data=data, **changed)
+        return RLJob(id=job_id, run=run, base_step=base_step, created=0, fingerprint="f", data=data, **more)
 
     return make
 
 
-def submit(spool: Spool, job_id: str | None = None, run: str = "r", base_step: int | None = None, **more) -> Job:
-    return spool.queue.submit(maker(run, **more), run=run, job_id=job_id, fingerprint="f", base_step=base_step)[0]
+def submit(
+    spool: Spool, job_id: str | None = None, run: str = "r", base_step: int | None = None,
+    created: float | None = None, **more,
+) -> Job:  # fmt: skip
+    """`created`: what the clock says."""
+    named = {"run": run, "job_id": job_id, "fingerprint": "f", "base_step": base_step}
+    return spool.queue.submit(maker(run, **more), **named, now=time.time if created is None else lambda: created)[0]
 
 
 def start(spool: Spool, job_id: str | None = None, run: str = "r", **more) -> Job:

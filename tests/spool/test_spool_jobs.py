@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,24 @@ def test_claims_are_oldest_first_and_one_per_run(spool):
     spool.queue.finish(second, failed())
     assert spool.queue.claim("me").spec.id == "q2"
     assert [job.spec.id for _, job in spool.jobs.list("r", ["queued"])] == ["r2"]
+
+
+def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
+    """`tandem track` reads a run's jobs in this order. While `slow` is packed, `fast` comes and is queued."""
+
+    def packs_long(job_id, base_step, directory):
+        spec = maker()(job_id, base_step, directory)
+        submit(spool, "fast")
+        return spec
+
+    slow, new = spool.queue.submit(packs_long, run="r", job_id="slow", fingerprint="f", base_step=None)
+    last = submit(spool, "behind", created=slow.spec.created - 3600)  # by another controller, whose clock is behind
+    jobs = [job for _, job in spool.jobs.list("r")]
+    assert [(job.spec.id, job.spec.base_step) for job in jobs] == [("fast", 0), ("slow", 1), ("behind", 2)]
+    assert jobs[1:] == [slow, last]
+    assert all(a.spec.created < b.spec.created and a.key.created < b.key.created for a, b in pairwise(jobs))
+    again = spool.queue.submit(packs_long, run="r", job_id="slow", fingerprint="f", base_step=None)
+    assert (new, again) == (True, (slow, False))
 
 
 def test_a_lease_lasts_while_the_job_runs(spool):

@@ -58,9 +58,9 @@ def check(
                 broken.append((place, f"{rendering.field}: {rendering.error}" if rendering.field else rendering.error))
                 continue
             trained += rendering.trained
-            lengths.append(longest := max(rendering.lengths))
-            if longest > sequence_length:
-                too_long.append(f"{place} ({longest})")
+            lengths.append(rendering.slots)
+            if rendering.slots > sequence_length:
+                too_long.append(f"{place} ({rendering.slots})")
             same = seen.setdefault(hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place)
             if same != place:
                 duplicates.append(f"{place} (as {same})")
@@ -68,11 +68,10 @@ def check(
                 shown.append((place, rendering))
     ordered = sorted(lengths) or [0]
     median, most = ordered[len(ordered) // 2], ordered[int(0.95 * (len(ordered) - 1))]
-    refused = f"Training refuses what doesn't fit a row of {sequence_length} tokens; raise packing.sequence_length, or "
     facts = {
         "records": len(data), "format": data.format, "broken": len(broken) or None, "trained tokens": trained,
         "tokens of an example": f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}",
-        "too long": _counted(too_long, f'. {refused}set packing.too_long to "drop" or "truncate"'),
+        "too long": _counted(too_long, _refusal(data.kind, sequence_length)),
         "duplicates": _counted(duplicates), "columns left out": ", ".join(sorted(data.ignored)) or None,
     }  # fmt: skip
     if html:
@@ -139,6 +138,12 @@ def _by_kind(ones: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _counted(places: list[str], more: str = "") -> str | None:
     return f"{len(places)}: {', '.join(places[:3])}{', …' if len(places) > 3 else ''}{more}" if places else None
+
+
+def _refusal(kind: str, sequence_length: int) -> str:
+    """What training does with what is too long, and what helps."""
+    problem = f". Training refuses what doesn't fit a row of {sequence_length} tokens; raise packing.sequence_length"
+    return f'{problem}, or set packing.too_long to "drop"' + (' or "truncate"' if kind == "sft" else "")
 
 
 def _list(console: Console, broken: list[tuple[str, str]]) -> None:

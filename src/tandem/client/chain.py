@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tandem.client.clients import Tandem
-from tandem.client.http import raise_if_other
+from tandem.client.http import discarded, raise_if_other
 from tandem.controller.schemas import JobStatus
 from tandem.data.formats import Examples
 from tandem.data.inputs import PackingSettings
@@ -190,8 +190,7 @@ class Chain:
         """Whether the job has succeeded and its step has left the run's chain since."""
         if job.state != "succeeded":
             return False
-        made, step = {info.step: info.job for info in tandem.checkpoints(self.config.run)}, job.spec.base_step + 1
-        return made[step] != job.id if step in made else max(made) < step
+        return discarded(job.id, job.spec.base_step, tandem.checkpoints(self.config.run))
 
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
         config, loss = self.config, self.config.loss

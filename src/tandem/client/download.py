@@ -12,10 +12,13 @@ from tandem.spool.schema import Manifest
 def staging(target: Path) -> TemporaryDirectory[str]:
     """A directory beside `target`, in which `target` is made before it is renamed.
 
-    Raises InvalidInput if `target` exists and is not an empty directory.
+    Raises InvalidInput if `target` exists and is not an empty directory, or one that nothing can be renamed onto.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} exists and is not an empty directory; choose another", field="dest")
+    if target.exists() and (target.samefile(".") or target.is_mount() or target.is_symlink()):
+        which = "the current directory, a mount point or a link, which can't be replaced"
+        raise InvalidInput(f"{target} is {which}; name a new directory in it", field="dest")
     target.parent.mkdir(parents=True, exist_ok=True)
     return TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
 

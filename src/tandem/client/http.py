@@ -5,7 +5,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from tandem import __version__, errors
-from tandem.controller.schemas import ErrorBody, JobStatus, RunStatus
+from tandem.controller.schemas import CheckpointInfo, ErrorBody, JobStatus, RunStatus
 from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
@@ -104,10 +104,18 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
         raise Conflict(f"{problem}; name another run, or leave the shape out", field=field)
 
 
+def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> bool:
+    """Whether a rollback took the step that the job made from step `base` out of the run's chain, which now has these
+    checkpoints."""
+    made, step = {info.step: info.job for info in checkpoints}, base + 1  # a damaged one names no job
+    return made[step] not in (job, None) if step in made else max(made) < step
+
+
 class Backoff:
     """Pauses between attempts: doubling from 0.25 to 5 s, with jitter so that clients don't retry in step.
 
-    They end `patience` seconds after the last success.
+    They end `patience` seconds after the first failure since the last success, so a request that takes longer than
+    that is repeated too.
     """
 
     def __init__(self, patience: float) -> None:
@@ -117,13 +125,16 @@ class Backoff:
     def reset(self) -> None:
         """Start again, because the controller answered."""
         self._pause = _FIRST_PAUSE
-        self._until = time.monotonic() + self.patience
+        self._until: float | None = None
 
     def next(self, error: TandemError) -> float:
         """Seconds to wait before the next attempt; raises `error` when patience is exhausted."""
         pause = self._pause * random.uniform(0.75, 1.25)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        if time.monotonic() + pause > self._until:
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self.patience
+        if now + pause > self._until:
             raise error
         return pause
 

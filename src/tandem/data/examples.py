@@ -249,10 +249,12 @@ class PreferencePair(Record):
 class Rendering(Record):
     """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of each sequence (a
     pair's: prompt and chosen, prompt and rejected) the texts and their weights in the loss, 0 for context; `lengths`:
-    the sequences' tokens; `trained`: how many tokens are trained."""
+    the sequences' tokens; `slots`: what must fit a row, the longest sequence, or both of a pair with what they begin
+    with once; `trained`: how many tokens are trained."""
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)
+    slots: int = 0
     trained: int = 0
     error: str | None = None
     field: str | None = None

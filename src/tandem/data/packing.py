@@ -81,6 +81,11 @@ def common_prefix(a: Int32, b: Int32) -> int:
     return first if shorter and differ[first] else shorter
 
 
+def slots_of_pair(a: Int32, b: Int32) -> int:
+    """The slots that two sequences take in one row, which has the tokens that they begin with once."""
+    return len(a) + len(b) - common_prefix(a, b)
+
+
 class PrefixTree:
     """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
 

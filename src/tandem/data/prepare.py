@@ -12,7 +12,7 @@ from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory
 from tandem.data.packed_format import Int32, write_packed
-from tandem.data.packing import LinearSequence, PackedTrajectory, common_prefix, pack
+from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
 from tandem.data.render import render
 from tandem.data.routing import Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
@@ -110,7 +110,7 @@ def prepare_dpo(
     trajectories = []
     for p, both in enumerate(render(load_tokenizer(tokenizer_path), everything, fields)):
         chosen, rejected = (one.tokens for one in both)
-        slots = len(chosen) + len(rejected) - common_prefix(chosen, rejected)
+        slots = slots_of_pair(chosen, rejected)
         fits = slots <= packing.sequence_length
         if not fits and packing.too_long != "drop":
             remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'

@@ -9,7 +9,7 @@ import numpy as np
 from tandem.data.chat_template import Plan, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
-from tandem.data.packing import LinearSequence, common_prefix
+from tandem.data.packing import LinearSequence, common_prefix, slots_of_pair
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
@@ -40,7 +40,8 @@ def preview(tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[Pref
 
 def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list[Rendering]:
     try:
-        return [_rendering(tokenizer, sequences) for sequences in render(tokenizer, items, fields)]
+        rendered = render(tokenizer, items, fields)
+        return [_rendering(tokenizer, item, sequences) for item, sequences in zip(items, rendered, strict=True)]
     except InvalidInput as error:
         if len(items) == 1:
             return [Rendering(error=error.message, field=error.field)]
@@ -48,7 +49,7 @@ def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> 
     return [one for half in halves for one in _previewed(tokenizer, items[half], fields[half])]
 
 
-def _rendering(tokenizer: Any, sequences: list[LinearSequence]) -> Rendering:
+def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> Rendering:
     parts = []
     for one in sequences:
         weights = np.zeros(len(one.tokens), np.float32)
@@ -56,7 +57,9 @@ def _rendering(tokenizer: Any, sequences: list[LinearSequence]) -> Rendering:
         runs = pairwise([0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)])
         parts.append([(tokenizer.decode(one.tokens[a:b]), float(weights[a])) for a, b in runs])
     lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
-    return Rendering(parts=parts, lengths=lengths, trained=trained)
+    both = isinstance(item, PreferencePair)
+    slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
+    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained)
 
 
 def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobS
 
 if TYPE_CHECKING:
     from tandem.spool import Spool
+
+# Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats are not exact.
+_APART = 2e-6
 
 
 class Queue:
@@ -38,15 +42,16 @@ class Queue:
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,
         run: str, job_id: str | None, fingerprint: str, base_step: int | None, most_behind: int | None = None,
+        now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:  # fmt: skip
         """Queues a job; returns it and whether it is new.
 
         `make(id, base_step, directory)` writes the job's data into `directory` and returns its specification, whose
-        `base_step` and `data.path` are set here: another job may be queued while it works. A known id with the same run
-        and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given, must be
-        `next_base(run)`: Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
-        oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for an older one. Any
-        failure, also one of `make`, leaves no trace.
+        `base_step`, `created` and `data.path` are set here: another job may be queued while it works. A known id with
+        the same run and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given,
+        must be `next_base(run)`: Conflict (field `base_step`). `most_behind`: how many steps before the job's base step
+        the oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for an older one.
+        `now` tells the time. Any failure, also one of `make`, leaves no trace.
         """
         spec_of_run = self._spool.runs.get(run)
         if job_id is None:
@@ -67,11 +72,18 @@ class Queue:
                 if self._spool.runs.get(run) != spec_of_run:
                     raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")
                 base = self._check_base(run, base_step)
-                job = Job(spec=spec.model_copy(update={"data": placed, "base_step": base}))
+                update = {"data": placed, "base_step": base, "created": self._next_created(run, now())}
+                job = Job(spec=spec.model_copy(update=update))
                 self._check_reference(job.spec)
                 _check_age(job.spec, most_behind)
                 self._enqueue(job, staged)
         return job, True
+
+    def _next_created(self, run: str, now: float) -> float:
+        """`now`, or a time after the run's pending jobs, by whose clocks it may be earlier: who reads a run's jobs in
+        the order of their `created` must not find one before those that it has read."""
+        pending = [*self._index.running(run), *islice(self._index.newest_first("queued", run), 1)]
+        return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _check_base(self, run: str, base_step: int | None) -> int:
         """`next_base`; Conflict if `base_step` is another step."""

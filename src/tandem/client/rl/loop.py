@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from tandem.client import AsyncTandem, RunStatus, Trajectory
-from tandem.client.http import raise_if_other
+from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
 from tandem.client.rl.environment import Environment, Group, Sampler, described
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
@@ -95,18 +95,17 @@ class Loop:
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
-            elif self.state.pending and job is self.state.jobs[-1]:
-                await self._send()
-                continue
+            elif self.state.pending and job is self.state.jobs[-1] and not await self._send():
+                continue  # it is forgotten
             known = await self._state_of(job.id)
-            if dead := dead or known in ("failed", "cancelled") or (not known and status.newest_step <= job.base):
+            gone = known in ("", "succeeded") and discarded(job.id, job.base, await self._tandem.checkpoints(run.name))
+            if dead := dead or gone or known in ("failed", "cancelled"):
                 self._forget(job)
             elif not known:  # it made its step, and was removed since
                 self.state.jobs.remove(job)
         jobs = self.state.jobs
         self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
-        self.last = self.state.first + self._rl.steps
-        self._idle_since = time.time()
+        self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
         self.served = (await self._tandem.wait_served(run.name, self._followed)).step
 
@@ -156,6 +155,8 @@ class Loop:
             of = self._environments[i]
             group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
         except Exception as error:
+            if task not in self.running:
+                return  # it was dropped as stale before its other rollouts had ended
             self._leave_out(task, "failed")
             self._failing, self.error = self._failing + 1, self.error or described(error)
             if self._failing >= max(3, self._size):
