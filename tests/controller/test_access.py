@@ -64,6 +64,11 @@ def test_without_keys_only_localhost_names_are_answered(tmp_path):
         for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
             answer = http.get("/v1/runs", headers={"Host": host})
             assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Host"), host
+        for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):  # a page in a browser on this machine
+            answer = http.post("/v1/jobs/j/cancel", headers={"Host": "127.0.0.1:8080", "Origin": origin})
+            assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Origin"), origin
+        own = {"Host": "127.0.0.1:8080", "Origin": "http://127.0.0.1:8080"}
+        assert http.get("/v1/runs", headers=own).status_code == 200
 
 
 def test_a_bind_beyond_loopback_needs_a_key():

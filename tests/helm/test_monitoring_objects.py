@@ -117,6 +117,13 @@ def test_the_rules_are_those_of_compose():
     assert any("record" in rule for group in TANDEM for rule in group["rules"])
 
 
+def test_the_rules_count_a_gpu_as_free_where_jobs_do():
+    made = with_values(monitoring={"rules": {"enabled": True}}, settings={"freeGpuBytes": 2**31}).one("PrometheusRule")
+    raised = [rule["expr"] for rule in alerts(made["spec"]["groups"]).values() if "2147483648" in rule["expr"]]
+    assert len(raised) == 2
+    assert "256 * 1024^2" not in str(made)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.rules.enabled")])
 def test_the_rules_on_kube_state_metrics_select_the_pods_of_the_release(name):
     rendered = case(name)

@@ -124,6 +124,13 @@ def test_pods_tolerate_the_trainers_node_if_they_follow_it(name):
             assert all(toleration in found for toleration in trainers if name != "defaults"), obj["metadata"]["name"]
 
 
+def test_a_users_tolerations_stay_without_gpus():
+    roles = ("controller", "trainer", "inference")
+    own = {role: {"tolerations": [OWN, {"key": "nvidia.com/gpu", "operator": "Exists"}]} for role in roles}
+    for obj, pod in of(merged(VALUES["values-cpu.yaml"], own)).pods():
+        assert pod["spec"]["tolerations"] == [OWN], obj["metadata"]["name"]
+
+
 @pytest.mark.parametrize("more", [{}, SHARED_BY_RESOURCE], ids=["dedicated", "shared"])
 def test_a_users_affinity_stays(more):
     term = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "db"}}}

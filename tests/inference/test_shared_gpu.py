@@ -15,15 +15,16 @@ from tandem.vllm_client.client import InferenceRefused
 MIB = 2**20
 # A runner that takes the spool's lock and writes a hold. It ends when its standard input does.
 HOLDER = """
-import sys, time
+import os, sys, time
 from tandem.spool import Spool
 from tandem.spool.schema import Hold
 spool, floor = Spool(sys.argv[1]), int(sys.argv[2])
-with spool.runner_lock("holder"):
+name = f"holder:{os.getpid()}"
+with spool.runner_lock(name):
     print("starts", flush=True)
     with spool.hold.lock():
         now = time.time()
-        spool.hold.put(Hold(runner="holder", job="j", attempt=1, phase="training", since=now, beat=now, lease=60,
+        spool.hold.put(Hold(runner=name, job="j", attempt=1, phase="training", since=now, beat=now, lease=60,
                             deadline=now + float(sys.argv[3]), floor={"GPU-aaaa1111": floor} if floor else {}))
     print("holds", flush=True)
     sys.stdin.read()

@@ -272,7 +272,7 @@ def sharing() -> Stack:
     for target in ("trainer", "inference"):
         put(stack, target, "tandem_gpu_memory_total_bytes", TOTAL, uuid=INFERENCE_GPU)
         put(stack, target, "tandem_gpu_memory_used_bytes",
-            lambda minute: (0.5 + 0.1 * (minute > 300) if asleep(minute) else 0.9) * TOTAL,
+            lambda minute: (0.5 + 0.1 * (minute > 300) if asleep(minute) else 0.975) * TOTAL,
             uuid=INFERENCE_GPU)  # fmt: skip
     trainer = partial(put, stack, "trainer")
     trainer("tandem_gpu_info", 1, uuid=INFERENCE_GPU, name="H200")

@@ -1,6 +1,5 @@
 """A rank's heartbeats say where it is and what memory it uses."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tandem.spool.schema import Beat, RLLoss
 from tandem.trainer.rank import model_loader
 from tandem.trainer.rank.session import Heartbeat
 from tandem.training.phases import MemoryWatch
+from waiting import until
 
 
 def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
@@ -47,13 +47,18 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
     beats: list[str] = []
     monkeypatch.setattr(Heartbeat, "__call__", lambda _self, phase: beats.append(phase))
 
-    def slowly(action: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **options: (time.sleep(2.5), action(*arguments, **options))[1]
+    def slow(phase: str, action: Callable[..., Any]) -> Callable[..., Any]:
+        """After a beat of the phase behind that of its begin."""
 
-    monkeypatch.setattr(model_loader, "load_weights", slowly(model_loader.load_weights))
-    monkeypatch.setattr(Checkpoints, "commit", slowly(Checkpoints.commit))
+        def wait_and_do(*arguments: Any, **options: Any) -> Any:
+            until(f"a beat of {phase}", lambda: beats.count(phase) > 1)
+            return action(*arguments, **options)
+
+        return wait_and_do
+
+    monkeypatch.setattr(model_loader, "load_weights", slow("base_weights", model_loader.load_weights))
+    monkeypatch.setattr(Checkpoints, "commit", slow("checkpoint", Checkpoints.commit))
     jobs.run_here(spool, jobs.submit_sft(spool))
-    assert all(beats.count(phase) >= 2 for phase in ("base_weights", "checkpoint")), beats
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:

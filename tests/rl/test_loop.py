@@ -353,3 +353,17 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     assert loop.sample is not None
     loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
     assert "None: of an environment's own form" in shown()
+
+
+def test_a_rollback_behind_the_loops_first_step_is_trained_from_there(tmp_path: Path) -> None:
+    stack, settings, starts = FakeStack(), config(steps=2, optimizer={"batch_size": 3}), []
+
+    async def train(run: str, request: dict[str, Any]) -> None:
+        starts.append(request["optimizer"]["schedule"]["start"])
+        await FakeStack.train(stack, run, request)
+
+    stack.train = train  # type: ignore[method-assign]
+    for newest in (5, 3):
+        stack.newest = stack.served = newest
+        run(settings, stack, tmp_path)
+    assert starts == [0, 1, 0, 0, 0, 1]

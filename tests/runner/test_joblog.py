@@ -1,5 +1,6 @@
 """A job's lines on the runner's stdout, whoever reads it and however slowly."""
 
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -82,3 +83,23 @@ def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
     assert 0 < len((tmp_path / "log").read_text().splitlines()) < 200
     log.collect(final=True)
     assert (tmp_path / "log").read_text().splitlines() == [f"[rank 0] line {n}" for n in range(900)]
+
+
+def test_a_log_that_can_not_be_read_any_more_does_not_end_the_runner(tmp_path, monkeypatch):
+    """The volume is gone."""
+    job = SimpleNamespace(spec=SimpleNamespace(id="j"), attempt=1)
+    paths = SimpleNamespace(log_file=lambda _: tmp_path / "j.log", work_dir=lambda *_: tmp_path)
+    (tmp_path / "rank.0.log").write_text("hello\n")
+    log = JobLog(SimpleNamespace(paths=paths), job, 1)
+    lines = tail.Tail.lines
+
+    def stale(self, *, final):
+        if "rank.0" in str(self.path):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return lines(self, final=final)
+
+    monkeypatch.setattr(tail.Tail, "lines", stale)
+    log.collect()
+    monkeypatch.undo()
+    log.collect(final=True)
+    assert (tmp_path / "j.log").read_text() == "[rank 0] hello\n"

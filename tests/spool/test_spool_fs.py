@@ -166,6 +166,26 @@ def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
         spool.hold.live()
 
 
+@pytest.mark.parametrize(("writer", "live"), [("r", True), ("an earlier runner", False)])
+def test_a_hold_is_its_runners_also_after_the_clock_was_set_back(tmp_path, writer, live):
+    spool = spool_with_run(tmp_path)
+    ends, told = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:  # the runner itself must not ask
+        with spool.runner_lock("r"):
+            os.write(told[1], b"x")
+            os.read(ends[0], 1)
+        os._exit(0)
+    os.read(told[0], 1)
+    earlier = time.time() - 3600
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: earlier)
+        spool.hold.put(Hold(runner=writer, job="j", attempt=1, phase="training", since=earlier, beat=earlier, lease=60,
+                            deadline=earlier))  # fmt: skip
+        assert (spool.hold.live() is not None) == live
+    os.write(ends[1], b"x")
+    os.waitpid(pid, 0)
+
+
 def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monkeypatch):
     """An NFS client remembers that a name was absent until it opens the directory, and then asks the server."""
     (tmp_path / "file").write_text("x")

@@ -407,3 +407,35 @@ def test_a_lost_or_damaged_id_is_found_by_the_names(spool):
     submit(spool, "j")
     spool.paths.id_file("j").write_text("?")
     assert spool.jobs.get("j")[0] == "queued"
+
+
+def test_a_job_that_is_claimed_while_another_is_submitted_keeps_its_base_step(spool, monkeypatch):
+    """Between the look at the running jobs and that at the queued ones."""
+    submit(spool, job_id="first")
+    gap, claimed = spool.jobs.index.first_gap, []
+
+    def first_gap(*arguments):
+        if not claimed:
+            claimed.append(spool.queue.claim("runner"))
+        return gap(*arguments)
+
+    monkeypatch.setattr(spool.jobs.index, "first_gap", first_gap)
+    assert spool.queue.next_base("r") == 1
+    assert [job.spec.id for job in claimed] == ["first"]
+
+
+def test_a_decided_job_that_is_gone_does_not_end_the_runner(spool, monkeypatch):
+    """Who cancelled it has completed that meanwhile, and the job was removed."""
+    job = start(spool)
+    result = JobResult(state="cancelled", finished=time.time())
+    decided = job.model_copy(update={"result": result})
+    monkeypatch.setattr(spool.jobs, "locate", lambda key, **_: ("running", decided))
+    asked = []
+
+    def gone(job, _):
+        asked.append(job.spec.id)
+        raise NotFound("it was removed")
+
+    monkeypatch.setattr(spool.queue, "finish", gone)
+    assert spool.queue.claim("runner") is None
+    assert asked == [job.spec.id]

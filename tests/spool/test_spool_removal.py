@@ -349,3 +349,20 @@ def test_the_size_of_a_run_follows_its_files(spool):
     shutil.rmtree(delete_run(spool, "r"))
     add_run(spool, "r")
     assert spool.checkpoints.size("r") == on_disk()
+
+
+def test_runs_whose_jobs_share_a_directory_are_deleted_at_once(spool, monkeypatch):
+    add_run(spool, "other")
+    jobs = [train_logged(spool), train_logged(spool, "other")]
+    sync = fs.fsync_dir
+
+    def sync_late(directory):
+        if directory == spool.paths.removed and "other" in spool.runs.names():
+            monkeypatch.undo()
+            shutil.rmtree(delete_run(spool, "other"))
+        sync(directory)
+
+    monkeypatch.setattr(fs, "fsync_dir", sync_late)
+    shutil.rmtree(delete_run(spool, "r"))
+    assert spool.runs.names() == []
+    assert files_of_jobs(spool).isdisjoint(jobs)

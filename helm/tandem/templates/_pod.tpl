@@ -41,13 +41,16 @@ securityContext:
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- $tolerations := list -}}
-{{- if or (eq .role "controller") (eq .root.Values.device "cuda") -}}
-{{- $tolerations = $role.tolerations -}}
-{{- end -}}
-{{- if and (include "tandem.oneNode" .root) (eq .root.Values.device "cuda") -}}
+{{- $wanted := $role.tolerations -}}
+{{- if include "tandem.oneNode" .root -}}
 {{- /* The trainer's node may be tainted, and this pod has to follow it. */ -}}
-{{- $tolerations = concat $tolerations .root.Values.trainer.tolerations | uniq -}}
+{{- $wanted = concat $wanted .root.Values.trainer.tolerations | uniq -}}
+{{- end -}}
+{{- $tolerations := list -}}
+{{- range $wanted -}}
+{{- if or (eq $.root.Values.device "cuda") (ne (toString .key) "nvidia.com/gpu") -}}
+{{- $tolerations = append $tolerations . -}}
+{{- end -}}
 {{- end -}}
 {{- with $tolerations }}
 tolerations:

@@ -58,9 +58,10 @@ def check(
                 broken.append((place, f"{rendering.field}: {rendering.error}" if rendering.field else rendering.error))
                 continue
             trained += rendering.trained
-            lengths.append(rendering.slots)
-            if rendering.slots > sequence_length:
-                too_long.append(f"{place} ({rendering.slots})")
+            slots = rendering.slots or max(rendering.lengths)  # an older controller sends no slots
+            lengths.append(slots)
+            if slots > sequence_length:
+                too_long.append(f"{place} ({slots})")
             same = seen.setdefault(hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place)
             if same != place:
                 duplicates.append(f"{place} (as {same})")

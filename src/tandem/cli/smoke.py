@@ -10,7 +10,7 @@ from tandem.cli.common import out
 from tandem.client import Tandem
 from tandem.client.http import Backoff
 from tandem.config import load_settings
-from tandem.errors import NotFound, TandemError, Unreachable
+from tandem.errors import Conflict, NotFound, TandemError, Unreachable
 from tandem.spool import fs
 
 app = typer.Typer(help="Test a running stack: that it is reachable, that a small job succeeds.", no_args_is_help=True)
@@ -86,13 +86,21 @@ def job(
     inference: Inference = "http://127.0.0.1:8000/v1",
     timeout: Annotated[float, typer.Option(help="Seconds for the job, and again for its step to be served.")] = 1800,
 ) -> None:
-    """Train a small SFT job, wait until its step is served, and sample from it."""
+    """Train a small SFT job, wait until its step is served, and sample from it. With merged weights, of which vLLM has
+    one run's: nothing if there is a run, and a run that was made for this is deleted."""
     key = load_settings().inference_key
     with Tandem() as tandem:
+        made = False
         try:
             step = tandem.get_run(run).newest_step
         except NotFound:
-            step = tandem.create_run(run, lora={"rank": 4, "alpha": 8}).newest_step
+            try:
+                step, made = tandem.create_run(run, lora={"rank": 4, "alpha": 8}).newest_step, True
+            except Conflict as error:
+                if error.field != "weights":
+                    raise
+                out.print(f"no job was run: {error.message}")  # vLLM serves another run's merged weights
+                return
         out.print(f"run {run} is at step {step}")
         optimizer = {"learning_rate": 1e-5, "epochs": 1}
         status = tandem.train_sft(run, _EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer)
@@ -108,6 +116,10 @@ def job(
     if answer.status_code != 200 or not answer.json()["choices"]:
         raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
     out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
+    with Tandem() as tandem:
+        if made and tandem.get_run(run).spec.weights == "merged":
+            tandem.delete_run(run)
+            out.print(f"run {run} is deleted: vLLM serves one run's merged weights")
 
 
 def _get(url: str, key: str | None, patience: float) -> httpx.Response:

@@ -33,6 +33,8 @@ _NEUTRAL: dict[str, object] = {
     "plot_tensors": False, "scale_learning_rate_by_reward_std_dev": False, "logprob_calculation_chunk_size": 1024,
     "num_trajectories_learning_rate_multiplier_power": 0.0,
 }  # fmt: skip
+_PEFT_NEUTRAL = [("lora_dropout", 0), ("bias", "none"), ("use_rslora", False)]
+_PEFT_SPEED = ("random_state", "use_gradient_checkpointing")  # these train the same
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
@@ -72,6 +74,9 @@ class TandemBackend:
             return
         peft = (model._internal_config or {}).get("peft_args") or {}
         names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+        for name, value in peft.items():
+            if name not in names and name not in _PEFT_SPEED and (name, value) not in _PEFT_NEUTRAL:
+                raise InvalidInput(f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}")
         lora = {names[name]: value for name, value in peft.items() if name in names}
         try:
             status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora or None)
@@ -204,7 +209,8 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:
         raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
-    loss: dict[str, Any] = {"policy": _POLICIES[kind], "normalisation": "trajectory"}
+    # ART divides the advantages by their mean size, and only then adds its KL term.
+    loss: dict[str, Any] = {"policy": _POLICIES[kind], "normalisation": "trajectory", "advantage_scale": "mean_abs"}
     low, high = {"cispo": (1.0, 4.0), "ppo": (0.2, None), "importance_sampling": (1.0, _UNBOUNDED)}[kind]
     low, high = take("epsilon", None) or low, take("epsilon_high", None) or high
     bounds = dict(take("loss_fn_config", None) or {})

@@ -96,10 +96,14 @@ class Authentication:
 
 
 def _check_host(scope: Scope) -> None:
-    host = Headers(scope=scope).get("host", "")
+    """Refuses requests that come from a page of another site, in a browser on this machine."""
+    headers = Headers(scope=scope)
+    host, origin = headers.get("host", ""), headers.get("origin")
     if not is_loopback(re.sub(r":\d+$", "", host)):
         message = f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY"
         raise InvalidInput(message, field="Host")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise InvalidInput(f"a controller without API keys answers no page of {origin[:100]!r}", field="Origin")
 
 
 class BodyLimit:

@@ -55,7 +55,7 @@ class ModelConfig:
     @classmethod
     def of(cls, model: str) -> Self:
         """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be read."""
-        path = model_directory(model, ("config.json",)) / "config.json"
+        path = model_directory(model, ("config.json", "hf_quant_config.json")) / "config.json"
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:

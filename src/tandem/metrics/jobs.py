@@ -163,8 +163,10 @@ class JobsCollector(SpoolCollector):
         elif event.type == "step":
             self._last[_LAST_STEP_AT] = event.time
             self._read_step(data.get("metrics"), counts)
-        elif event.type == "evaluated" and (loss := number(data.get("metrics"), "held_out_loss")) is not None:
-            self._last[_HELD_OUT] = loss
+        elif event.type == "evaluated":
+            _count_phases(counts, data.get("seconds"))
+            if (loss := number(data.get("metrics"), "held_out_loss")) is not None:
+                self._last[_HELD_OUT] = loss
         elif event.type == "checkpoint" and (seconds := number(data, "seconds")) is not None:
             self._last["tandem_checkpoint_duration_seconds"] = seconds
             _count_phases(counts, {"checkpoint": seconds})

@@ -182,7 +182,7 @@ class HoldRecord:
             runner = None
             with suppress(OSError):
                 runner = fs.read_undamaged(path, RunnerInfo)
-            # A runner that started after the hold was written is another one, even with the same name.
-            if runner is not None and is_locked(path) and runner.since <= hold.since:
+            # Not by their times: the clock may have been set back since the runner started.
+            if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
         return None

@@ -35,9 +35,13 @@ class Queue:
 
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
-        running = [located for key in self._index.running(run) if (located := self._jobs.locate(key, sure=False))]
-        undecided = {job.spec.base_step: job.result is None for _, job in running}
-        return self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
+        while True:  # jobs move between running/ and queued/ while these are listed
+            keys = self._index.running(run)
+            running = [located for key in keys if (located := self._jobs.locate(key, sure=False))]
+            undecided = {job.spec.base_step: job.result is None for _, job in running}
+            base = self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
+            if self._index.running(run) == keys:
+                return base
 
     def submit(
         self, make: Callable[[str, int, Path], JobSpec], *,
@@ -80,9 +84,10 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`, or a time after the run's pending jobs, by whose clocks it may be earlier: who reads a run's jobs in
-        the order of their `created` must not find one before those that it has read."""
-        pending = [*self._index.running(run), *islice(self._index.newest_first("queued", run), 1)]
+        """`now`, or a time after the run's jobs that have not ended, by whose clocks it may be earlier: who reads a
+        run's jobs in the order of their `created` must not find one before those that it has read."""
+        index = self._index  # running on both sides of the queue, because jobs move in both directions
+        pending = [*index.running(run), *islice(index.newest_first("queued", run), 1), *index.running(run)]
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _check_base(self, run: str, base_step: int | None) -> int:
@@ -147,7 +152,8 @@ class Queue:
             for key in self._index.running():
                 job = self._jobs.locate(key)
                 if job is not None and job[1].result is not None:  # a process died while it cancelled this job
-                    self.finish(job[1], job[1].result)
+                    with suppress(NotFound):  # that process lives, and has completed it
+                        self.finish(job[1], job[1].result)
             passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}

@@ -158,7 +158,8 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
     if gone:
         with fs.volume_errors(directory):
             fs.fsync_dir(spool.paths.removed)
-            fs.fsync_dir(directory)
+            with suppress(FileNotFoundError):  # another removal has emptied and removed it
+                fs.fsync_dir(directory)
     fs.remove_empty(directory)
 
 

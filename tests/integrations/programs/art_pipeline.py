@@ -20,8 +20,9 @@ run, base_model = sys.argv[1:]
 def options() -> None:
     """ART's defaults are ART's; other values become Tandem's."""
     default = _job_settings(1e-5, 3, 256, {"loss_fn": "ppo"})
-    assert default["loss"] == {"policy": "ppo", "normalisation": "trajectory", "clip_low": pytest.approx(0.2),
-                               "clip_high": pytest.approx(0.2), "ratio_level": "token"}  # fmt: skip
+    assert default["loss"] == {"policy": "ppo", "normalisation": "trajectory", "advantage_scale": "mean_abs",
+                               "clip_low": pytest.approx(0.2), "clip_high": pytest.approx(0.2),
+                               "ratio_level": "token"}  # fmt: skip
     assert default["advantage"] == {"scale": "group"}
     changed = _job_settings(1e-5, 3, 256, {
         "loss_fn_config": {"clip_low_threshold": 0.1, "clip_high_threshold": 3.0}, "normalize_advantages": False,
@@ -30,8 +31,9 @@ def options() -> None:
         "packed_sequence_length": 512, "save_checkpoint": False, "verbose": True, "advantage_balance": 0.0,
     })  # fmt: skip
     assert changed == {
-        "loss": {"policy": "cispo", "normalisation": "trajectory", "clip_low": pytest.approx(0.9),
-                 "clip_high": pytest.approx(2.0), "ratio_level": "sequence", "kl_coef": 0.1, "kl_in": "advantage",
+        "loss": {"policy": "cispo", "normalisation": "trajectory", "advantage_scale": "mean_abs",
+                 "clip_low": pytest.approx(0.9), "clip_high": pytest.approx(2.0),
+                 "ratio_level": "sequence", "kl_coef": 0.1, "kl_in": "advantage",
                  "kl_reference": 2, "tis_cap": 2.0, "old_logprobs": "trainer"},
         "advantage": {"scale": "none"}, "packing": {"sequence_length": 512},
         "optimizer": {"learning_rate": 1e-2, "beta1": 0.8, "batch_size": 3},

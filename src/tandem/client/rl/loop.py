@@ -237,7 +237,7 @@ class Loop:
         settings = self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True)
         optimizer = self._rl.optimizer
         if optimizer.batch_size:  # one schedule over all jobs
-            start = (self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
+            start = max(0, self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
             settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
         self._write_down({
             **settings,

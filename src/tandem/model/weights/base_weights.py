@@ -15,7 +15,8 @@ from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
 
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by the same rules.
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
 def load_weights(

@@ -59,6 +59,7 @@ class Launcher:
     def launch(self, job: str, attempt: int, work: Path) -> Handle:
         """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
         if not self.holds_devices:
+            self._scratch.mkdir(mode=0o700, exist_ok=True)  # systems clean /tmp while the runner is idle
             empty_directory(self._scratch)  # of the attempt before
         root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
         launch = Launch(root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry)

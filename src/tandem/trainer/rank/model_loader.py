@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool
+from tandem.system import liveness
 from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdapterOptimizer
@@ -78,6 +79,8 @@ class ModelLoader:
         job, to be used again. Raises InvalidInput for the base model, CheckpointDamaged for the checkpoint."""
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
+                if kept is not None:  # it can't be filled before the checkpoint's files are hashed
+                    _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
             state_loaded = self._pool.submit(on_device(self._load_state), model)
             if self._warm_ups:
@@ -88,7 +91,8 @@ class ModelLoader:
                 _wait(self._weights_tasks, lambda: phases.announce("base_weights"))
                 # Where nothing was read, the other ranks' memory is closed since the job before.
                 if self._weights_tasks and (unread := model.base.exchange()):
-                    self._read_weights(lambda: unread)
+                    again = self._pool.submit(self._read_weights, lambda: unread)
+                    _wait([again], lambda: phases.announce("base_weights"))
             with phases.phase("state"):
                 _wait([state_loaded], lambda: phases.announce("state"))
                 memory.release_cached()  # reading and rehearsing leave unused memory
@@ -152,7 +156,7 @@ class ModelLoader:
             checkpoint.load(checked, model.policy, optimizer)
 
 
-def _wait(tasks: Iterable[Future[None]], beat: Callable[[], None]) -> None:
+def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
     """Until the tasks have ended; raises what they raised. From a slow volume they read for longer than a rank may be
     silent."""
     for task in tasks:
@@ -207,10 +211,11 @@ def _load_softmax_kernels(vocabulary: int) -> None:
 
 @contextlib.contextmanager
 def reference_policy(
-    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, reference: int | Literal["base"]
-) -> Iterator[None]:
+    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, beat: Callable[[], None],
+    reference: int | Literal["base"],
+) -> Iterator[None]:  # fmt: skip
     """Within the block the policy is the reference. What it has trained waits in host memory, and is back afterwards,
-    bit for bit.
+    bit for bit. `beat` is called while files are hashed and read.
 
     Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
     """
@@ -219,22 +224,30 @@ def reference_policy(
         with policy.adapter_disabled():
             yield
         return
+
+    def beating[T](action: Callable[[], T]) -> T:
+        return liveness.in_thread(on_device(action), beat, seconds=1.0)
+
     directory = base_model
     try:
         if reference != "base" and full:
-            directory = model_checkpoint.check(spool, run, reference) or base_model
+            directory = beating(lambda: model_checkpoint.check(spool, run, reference)) or base_model
         elif reference != "base":
-            spool.checkpoints.verify(run, reference)
+            beating(lambda: spool.checkpoints.verify(run, reference))
             directory = spool.checkpoints.path(run, reference)
     except NotFound as error:
         raise InvalidInput(f"{error.message}; take one of those, or 'base'", field=field) from error
     trained = policy.base() if full else policy.lora_parameters()
     own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
     try:
-        if full:
-            load_weights(directory, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
-        else:
-            policy.load_adapter(directory)
+        sizes, place = policy.topology.sizes, policy.topology.place
+        beating(
+            lambda: (
+                load_weights(directory, policy.arch, policy.base, sizes, place)
+                if full
+                else policy.load_adapter(directory)
+            )
+        )
         yield
     finally:
         with torch.no_grad():

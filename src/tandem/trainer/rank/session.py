@@ -8,7 +8,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -28,10 +28,10 @@ from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
+from tandem.model.policy import Policy
 from tandem.spool import Spool, fs
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import Beat, EventType, Manifest, Probe
-from tandem.system import liveness
 from tandem.trainer.rank import checkpoint, model_checkpoint, probe
 from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
 from tandem.trainer.rank.publication import Publication
@@ -194,7 +194,10 @@ class _Session:
         base_model = Path(self._assignment.model)
         training = Training(
             run, job, batch, policy, model.optimizer, self._topology, self._device, self.phases,
-            reference=partial(reference_policy, self._spool, run.name, base_model, policy, job.loss.reference_field),
+            reference=partial(
+                reference_policy, self._spool, run.name, base_model, policy, job.loss.reference_field,
+                partial(self.heartbeat, "reference"),
+            ),
             fit=self._settings.recompute == "auto",
         )  # fmt: skip
         self.heartbeat.steps = len(training.plan.steps)
@@ -217,17 +220,10 @@ class _Session:
 
         metrics = training.train(report) | fp8_error
         if evaluated := training.evaluate():
-            self._event("evaluated", step=self.heartbeat.step, metrics=evaluated)
+            seconds, _ = self.phases.take()
+            self._event("evaluated", step=self.heartbeat.step, metrics=evaluated, seconds=seconds)
             metrics |= evaluated
-        # The checkpoint has what vLLM reads: with `merge` the adapter, and of all weights with `volume` the model.
-        in_checkpoint = self._settings.way == ("volume" if run.lora is None else "merge")
-        publication: Publication | None = None
-        if run.weights == "merged" and not in_checkpoint:
-            publication = Publication(
-                self._settings, self._spool, base_model, policy, self._work, f"{self._job_id}/{self._attempt}",
-                beat=partial(self.heartbeat, "publish"), event=self._event,
-            )  # fmt: skip
-        manifest: Manifest | None = None
+        publication = self._publication(base_model, policy)
         with self.phases.phase("checkpoint"):
             start = time.perf_counter()
             if publication is not None:
@@ -239,13 +235,24 @@ class _Session:
                     with policy.adapter_disabled():
                         base = logprobs()
                 of_long = probe.score_long(policy, long, batch.sequence_length, self._device)
-            if written is not None:
                 result = Probe(tokens=sequences, logprobs=now, previous=previous, base=base, long=of_long)
-                manifest = self._commit(written.result(), metrics, result, start)
+                done = None if written is None else writer.submit(self._commit, written, metrics, result, start)
+                manifest = self._wait_for(done)
         self._state.checkpoint = run.name, job.base_step + 1, self._job_id
         if publication is not None:
             with self.phases.phase("publish"):
                 publication.send(manifest)
+
+    def _publication(self, base_model: Path, policy: Policy) -> Publication | None:
+        """What sends whole weights to vLLM; None where the checkpoint has what vLLM reads: with `merge` the adapter, and
+        of all weights with `volume` the model."""
+        run = self._assignment.run
+        if run.weights != "merged" or self._settings.way == ("volume" if run.lora is None else "merge"):
+            return None
+        return Publication(
+            self._settings, self._spool, base_model, policy, self._work, f"{self._job_id}/{self._attempt}",
+            beat=partial(self.heartbeat, "publish"), event=self._event,
+        )  # fmt: skip
 
     def _write(self, model: LoadedModel, writer: ThreadPoolExecutor) -> Future[dict[str, str]] | None:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A collective."""
@@ -268,15 +275,22 @@ class _Session:
         before = self._spool.checkpoints.manifest(run.name, step).optimizer_state
         return step if before is None else before
 
-    def _commit(self, sha256: dict[str, str], metrics: dict[str, float], result: Probe, start: float) -> Manifest:
+    def _wait_for(self, commit: Future[Manifest] | None) -> Manifest | None:
+        """The new checkpoint's manifest; None on the ranks that don't commit it. They wait in short collectives and
+        show that they live, because of all weights hundreds of gigabytes are hashed. A collective."""
+        while not parallel.gather_objects(commit is None or bool(wait([commit], timeout=1.0).done))[0]:
+            self.heartbeat("checkpoint")
+        return None if commit is None else commit.result()
+
+    def _commit(
+        self, written: Future[dict[str, str]], metrics: dict[str, float], result: Probe, start: float
+    ) -> Manifest:  # fmt: skip
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
-        commit = partial(
-            self._spool.checkpoints.commit, staged_checkpoint(self._work), run, base_step + 1, self._job_id,
-            sha256=sha256, optimizer_state=self._state_elsewhere,
+        manifest = self._spool.checkpoints.commit(
+            staged_checkpoint(self._work), run, base_step + 1, self._job_id, sha256=written.result(),
+            optimizer_state=self._state_elsewhere,
             topology=self._topology.sizes.manifest(), versions=self._versions, metrics=metrics, probe=result,
         )  # fmt: skip
-        # It hashes the files that are not hashed yet: of all weights hundreds of gigabytes.
-        manifest = liveness.in_thread(commit, partial(self.heartbeat, "checkpoint"), seconds=1.0)
         size, seconds = sum(entry.size for entry in manifest.files.values()), time.perf_counter() - start
         self._event("checkpoint", step=manifest.step, sha256=manifest.weights_sha256, bytes=size, seconds=seconds)
         return manifest

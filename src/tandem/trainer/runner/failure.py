@@ -83,7 +83,10 @@ def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
     A rank whose peer failed reports a broken connection, and does so later.
     """
     errors: list[tuple[bool, float, int, JobError]] = []
-    for rank, path in rank_files(work, "error").items():
+    files: dict[int, Path] = {}
+    with suppress(OSError):  # the volume is gone
+        files = rank_files(work, "error")
+    for rank, path in files.items():
         with suppress(OSError, ValidationError):  # the rank was killed while it wrote
             error = JobError.model_validate_json(path.read_bytes())
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))

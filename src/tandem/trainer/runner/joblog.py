@@ -66,10 +66,11 @@ class JobLog:
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
         for name, tail in self._tails.items():
-            while lines := tail.lines(final=final):
-                self._write([f"[{name}] {line}" for line in lines])
-                if not final:  # the runner has other things to do
-                    break
+            with suppress(OSError):  # the volume is gone: the job goes on without its log
+                while lines := tail.lines(final=final):
+                    self._write([f"[{name}] {line}" for line in lines])
+                    if not final:  # the runner has other things to do
+                        break
             if final:
                 tail.close()
         if final:

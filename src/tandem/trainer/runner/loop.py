@@ -8,6 +8,7 @@ runner finds processes that outlived it by their mark and ends them before it se
 """
 
 import os
+import secrets
 import socket
 import time
 from contextlib import ExitStack
@@ -38,7 +39,8 @@ class Runner:
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
         self._waiting: dict[str, float] = {}  # job -> when it may be claimed again, by the monotonic clock
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        # Each life has another name: a container that starts again has the same host and pid.
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stop = Stop()
 
     def run(self) -> None:
