@@ -244,8 +244,8 @@ class _Session:
                 publication.send(manifest)
 
     def _publication(self, base_model: Path, policy: Policy) -> Publication | None:
-        """What sends whole weights to vLLM; None where the checkpoint has what vLLM reads: with `merge` the adapter, and
-        of all weights with `volume` the model."""
+        """What sends whole weights to vLLM; None where the checkpoint has what vLLM reads: with `merge` the adapter, of
+        all weights with `volume` the model."""
         run = self._assignment.run
         if run.weights != "merged" or self._settings.way == ("volume" if run.lora is None else "merge"):
             return None
