@@ -302,7 +302,8 @@ def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
 @pytest.mark.parametrize(("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")])
 def test_families_without_merged_weights_are_refused(deploy, family, why):
     shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
-    shape |= {"model_type": family, "num_local_experts": 4, "layer_types": None}
+    shape |= {"model_type": family, "num_local_experts": 4, "layer_types": None, "rope_parameters": None}
+    shape["attention_bias"] = family == "gpt_oss"
     _, client = deploy(shape | {"sliding_window": 8 if family == "gpt_oss" else None}, weights="merged")
     with refused(InvalidInput, "weights", why):
         client.create_run("merged", weights="merged")

@@ -126,7 +126,8 @@ def test_pods_tolerate_the_trainers_node_if_they_follow_it(name):
 
 def test_a_users_tolerations_stay_without_gpus():
     roles = ("controller", "trainer", "inference")
-    own = {role: {"tolerations": [OWN, {"key": "nvidia.com/gpu", "operator": "Exists"}]} for role in roles}
+    default = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    own = {role: {"tolerations": [OWN, default]} for role in roles}
     for obj, pod in of(merged(VALUES["values-cpu.yaml"], own)).pods():
         assert pod["spec"]["tolerations"] == [OWN], obj["metadata"]["name"]
 

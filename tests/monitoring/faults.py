@@ -141,6 +141,10 @@ fault("ranks are silent for twenty minutes, as the job allows", in_long_job, {81
       setting("trainer", PROGRESS, lambda m: 60.0 * (60 if 60 <= m <= 80 else m)))  # fmt: skip
 fault("a job beats but makes no steps", in_long_job, {75: NONE, 78: {"TandemTrainerStuck"}},
       setting("trainer", LAST_STEP, stopping(60)))  # fmt: skip
+fault("after its last step a job writes its checkpoint for long, and then hangs", in_long_job,
+      {78: NONE, 170: NONE, 190: {"TandemTrainerStuck"}},
+      setting("trainer", "tandem_train_step", lambda _: 8), setting("trainer", "tandem_train_steps", lambda _: 8),
+      setting("trainer", LAST_STEP, stopping(60)))  # fmt: skip
 fault("steps take ten minutes, as they always did", in_long_job,
       {300: NONE, 438: NONE, 445: {"TandemTrainerStuck"}},
       counting("trainer", STEPS, lambda m: min(m, 400) // 10, at="+Inf", buckets=("60", "300"), seconds=600.0),

@@ -47,8 +47,9 @@ nodeSelector:
 {{- $wanted = concat $wanted .root.Values.trainer.tolerations | uniq -}}
 {{- end -}}
 {{- $tolerations := list -}}
+{{- $ofGpus := dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule" -}}
 {{- range $wanted -}}
-{{- if or (eq $.root.Values.device "cuda") (ne (toString .key) "nvidia.com/gpu") -}}
+{{- if or (eq $.root.Values.device "cuda") (ne (toJson .) (toJson $ofGpus)) -}}
 {{- $tolerations = append $tolerations . -}}
 {{- end -}}
 {{- end -}}

@@ -1,6 +1,7 @@
 """`tandem smoke`: tests of a running stack, from a client's side. `helm test` runs these commands."""
 
 import time
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 import httpx
@@ -89,18 +90,20 @@ def job(
     """Train a small SFT job, wait until its step is served, and sample from it. With merged weights, of which vLLM has
     one run's: nothing if there is a run, and a run that was made for this is deleted."""
     key = load_settings().inference_key
-    with Tandem() as tandem:
-        made = False
+    with Tandem() as tandem, ExitStack() as behind:
         try:
             step = tandem.get_run(run).newest_step
         except NotFound:
             try:
-                step, made = tandem.create_run(run, lora={"rank": 4, "alpha": 8}).newest_step, True
+                made = tandem.create_run(run, lora={"rank": 4, "alpha": 8})
             except Conflict as error:
                 if error.field != "weights":
                     raise
                 out.print(f"no job was run: {error.message}")  # vLLM serves another run's merged weights
                 return
+            step = made.newest_step
+            if made.spec.weights == "merged":
+                behind.callback(_delete, tandem, run)
         out.print(f"run {run} is at step {step}")
         optimizer = {"learning_rate": 1e-5, "epochs": 1}
         status = tandem.train_sft(run, _EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer)
@@ -111,15 +114,20 @@ def job(
         out.print(f"job {status.id} succeeded; left on the devices: {left[-1]} bytes")
         served = tandem.wait_served(run, status.spec.base_step + 1, timeout=timeout)
         out.print(f"{served.model} is served; vLLM and trainer differ by {served.mean_abs_logprob_error:.2g} nats")
-    request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
-    answer = _ask("POST", f"{inference}/chat/completions", key, json=request, timeout=120)
-    if answer.status_code != 200 or not answer.json()["choices"]:
-        raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
-    out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
-    with Tandem() as tandem:
-        if made and tandem.get_run(run).spec.weights == "merged":
-            tandem.delete_run(run)
-            out.print(f"run {run} is deleted: vLLM serves one run's merged weights")
+        request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
+        answer = _ask("POST", f"{inference}/chat/completions", key, json=request, timeout=120)
+        if answer.status_code != 200 or not answer.json()["choices"]:
+            raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
+        out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
+
+
+def _delete(tandem: Tandem, run: str) -> None:
+    """Vacate vLLM, which serves one run's merged weights."""
+    try:
+        tandem.delete_run(run, cancel_jobs=True)
+        out.print(f"run {run} is deleted, so that vLLM can serve another one")
+    except TandemError as error:
+        out.print(f"run {run} can't be deleted: {error}; `tandem run delete {run}` makes room for another one")
 
 
 def _get(url: str, key: str | None, patience: float) -> httpx.Response:

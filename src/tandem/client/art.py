@@ -33,8 +33,11 @@ _NEUTRAL: dict[str, object] = {
     "plot_tensors": False, "scale_learning_rate_by_reward_std_dev": False, "logprob_calculation_chunk_size": 1024,
     "num_trajectories_learning_rate_multiplier_power": 0.0,
 }  # fmt: skip
-_PEFT_NEUTRAL = [("lora_dropout", 0), ("bias", "none"), ("use_rslora", False)]
-_PEFT_SPEED = ("random_state", "use_gradient_checkpointing")  # these train the same
+_PEFT_NEUTRAL: list[tuple[str, object]] = [
+    ("lora_dropout", 0), ("bias", "none"), ("use_rslora", False), ("init_lora_weights", True), ("loftq_config", None),
+    ("loftq_config", {}), ("layers_to_transform", None), ("layers_pattern", None), ("modules_to_save", None),
+]  # fmt: skip
+_PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")  # train the same
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {

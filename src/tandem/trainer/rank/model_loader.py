@@ -79,7 +79,7 @@ class ModelLoader:
         job, to be used again. Raises InvalidInput for the base model, CheckpointDamaged for the checkpoint."""
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
-                if kept is not None:  # it can't be filled before the checkpoint's files are hashed
+                if kept is not None and self.assignment.run.lora is None:  # the check says which weights are read
                     _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
             state_loaded = self._pool.submit(on_device(self._load_state), model)
