@@ -171,9 +171,7 @@ class Decoder:
             # Such a router's probabilities are all 1.
             "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
         }
-        for variant, present in variants.items():
-            if present:
-                raise config.unsupported(variant)
+        config.refuse(variants)
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.

@@ -68,17 +68,14 @@ class GptOss(Decoder):
                 raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")
         rope, kinds = self.rope_parameters(config), config.get("layer_types") or []
         scaling = rope.get("rope_type", rope.get("type"))
-        variants = {
+        config.refuse({
             "attention without biases": not config.get("attention_bias", True),
             f"the RoPE {scaling!r} instead of yarn": scaling != "yarn",
             "an attention_factor": rope.get("attention_factor") is not None,
             "layer_types that don't alternate, with a sliding window first,": any(
                 (kind == "sliding_attention") == bool(index % 2) for index, kind in enumerate(kinds)
             ),
-        }
-        for variant, present in variants.items():
-            if present:
-                raise config.unsupported(variant)
+        })  # fmt: skip
         super()._refuse_variants(config)
 
 

@@ -89,3 +89,9 @@ class ModelConfig:
     def unsupported(self, variant: str) -> UnknownArchitecture:
         """The error to raise for a variant that would give other logits."""
         return UnknownArchitecture(f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model")
+
+    def refuse(self, variants: Mapping[str, object]) -> None:
+        """Raise `unsupported` for the first variant with a true value. `variants`: words -> whether asked for."""
+        for variant, asked in variants.items():
+            if asked:
+                raise self.unsupported(variant)

@@ -49,6 +49,11 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    return result_of(future, beat, seconds)
+
+
+def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:
+    """The result of `future`; calls `beat` every `seconds` until it is there. Raises what either raises."""
     while not wait([future], timeout=seconds).done:
         beat()
     return future.result()

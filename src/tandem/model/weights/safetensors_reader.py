@@ -168,7 +168,7 @@ def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, 
     read that is one verbatim chunk.
     """
     if where.type == "cuda":
-        torch.cuda.set_device(where)  # a new thread's is GPU 0, on which each other rank's threads made a context
+        torch.cuda.set_device(where)  # a new thread's device is GPU 0, where its first call would make a context
     with contextlib.ExitStack() as held, torch.no_grad():
         aligned = -(-buffer_bytes // 16) * 16  # whole elements of any dtype
         buffer = held.enter_context(_host_buffer(aligned, pinned=where.type == "cuda"))

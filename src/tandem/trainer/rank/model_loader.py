@@ -14,7 +14,7 @@ For a new model on a GPU:
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -160,9 +160,7 @@ def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
     """Until the tasks have ended; raises what they raised. From a slow volume they read for longer than a rank may be
     silent."""
     for task in tasks:
-        while not wait([task], timeout=1.0).done:
-            beat()
-        task.result()
+        liveness.result_of(task, beat, seconds=1.0)
 
 
 @contextlib.contextmanager
@@ -240,14 +238,11 @@ def reference_policy(
     trained = policy.base() if full else policy.lora_parameters()
     own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
     try:
-        sizes, place = policy.topology.sizes, policy.topology.place
-        beating(
-            lambda: (
-                load_weights(directory, policy.arch, policy.base, sizes, place)
-                if full
-                else policy.load_adapter(directory)
-            )
-        )
+        topology = policy.topology
+        if full:
+            beating(lambda: load_weights(directory, policy.arch, policy.base, topology.sizes, topology.place))
+        else:
+            beating(lambda: policy.load_adapter(directory))
         yield
     finally:
         with torch.no_grad():
