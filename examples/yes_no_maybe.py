@@ -106,15 +106,11 @@ async def train(
     tell: Callable[[str, dict[str, Any]], None] = lambda what, row: print(what, row, flush=True),
 ) -> dict[str, Any]:
     """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL step."""
-    sampler = openai.AsyncOpenAI(
-        base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),
-        api_key=api_key() or "none",
-        timeout=120,
-        max_retries=5,
-    )
-    task = Task(sampler)
     packing, unit = {"sequence_length": 256}, LEARNING_RATES[trainable]
-    async with AsyncTandem() as tandem:
+    url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+    sampler = openai.AsyncOpenAI(base_url=url, api_key=api_key() or "none", timeout=120, max_retries=5)
+    async with sampler, AsyncTandem() as tandem:
+        task = Task(sampler)
         if trainable == "full":
             await tandem.create_run(run, trainable="full")
         else:
