@@ -13,6 +13,7 @@ or `tiny-moe` it shows that it runs.
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -232,7 +233,7 @@ def growth(stays: list[dict[str, float]]) -> dict[str, float]:
 
 
 def parts(events: list[Any]) -> dict[str, float]:
-    """Seconds of one job's parts."""
+    """Seconds of one job's parts. NaN: it was cancelled before."""
     at = {event.type: event.time for event in events}
     last_step = max(event.time for event in events if event.type == "step")
     loaded = next(event.data["seconds"] for event in events if event.type == "loaded")
@@ -242,8 +243,8 @@ def parts(events: list[Any]) -> dict[str, float]:
         **{name: loaded.get(name, 0.0) for name in ("build", "rehearsal", "state", "base_weights", "probe")},
         "steps": last_step - at["loaded"],
         "last step to 0 MiB": at["released"] - last_step,
-        "checkpoint": at["checkpoint"] - last_step,
-        "job": at["succeeded"] - at["claimed"],
+        "checkpoint": at.get("checkpoint", math.nan) - last_step,
+        "job": at.get("succeeded", math.nan) - at["claimed"],
     }
 
 

@@ -1,17 +1,18 @@
 """What a new checkpoint costs those who sample: the stall of running requests, and the time until it is served.
 
     python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests 64] [--swaps 8]
-                         [--gpu 0] [--publications 500]
+                         [--gpus 0] [--trainer-gpus 1] [--publications 500]
 
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a mixture
 attention's) have random weights. `--requests` streams run all the time. A checkpoint is committed, and Tandem's
 publisher copies, loads, verifies and announces it. The stall of a swap is the longest gap between two tokens of a
-running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer, on GPU 1, send or
-write whole weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending`
-without the time to connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. Then
-`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, from the start of the
-first to the end of the last. The probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints
-follow one another while nobody samples, and the memory of vLLM's processes is read now and then.
+running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer send or write whole
+weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending` without the time to
+connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. vLLM and the trainer each
+have as many tensor-parallel ranks as GPUs. Then `--many` requests, which are not streamed, measure the throughput with
+the newest checkpoint, from the start of the first to the end of the last. The probe is made of vLLM's own log-probs.
+`--publications`: so many more checkpoints follow one another while nobody samples, and the memory of vLLM's processes
+is read now and then.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
         port = str(reserved.port)
     variables = {
         "ROOT": str(options.out / f"spool.{name}"), "BASE_MODEL": str(model), "DEVICE": options.device,
-        "INFERENCE_DEVICES": str(options.gpu) if options.device == "cuda" else "",
+        "INFERENCE_DEVICES": ",".join(map(str, options.gpus)) if options.device == "cuda" else "",
+        "INFERENCE_TENSOR_PARALLEL": str(len(options.gpus)),
         "WEIGHTS": "merged" if copy else "adapter", "TRANSPORT": transport if copy else "auto",
         "SECOND_COPY": copy or "auto", "INFERENCE_PORT": port,
         "API_KEY": secrets.token_hex(8), "ADMIN_TOKEN": secrets.token_hex(8),
@@ -282,7 +284,7 @@ class Bench:
         url, log = self._settings.resolved_inference_url, options.logs / "stock.log"
         with (
             self._load() as streams,
-            sender(model, url, admin, log, 1 - options.gpu) as transfer,
+            sender(model, url, admin, log, options.trainer_gpus[0]) as transfer,
         ):
             for _ in range(options.swaps):
                 begin = time.time()
@@ -368,13 +370,12 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
             if transport in WHOLE:
                 variables = vllm.variables | {
                     "TANDEM_INFERENCE_URL": vllm.settings.resolved_inference_url, "TANDEM_TRANSPORT": transport,
-                    "CUDA_VISIBLE_DEVICES": "1",
+                    "CUDA_VISIBLE_DEVICES": ",".join(map(str, options.trainer_gpus)),
                 }  # fmt: skip
-                senders = Senders(
-                    options.out / f"ranks.{way}", Spool(vllm.settings.root), "bench", transport, **variables
-                )
-            with senders as ranks:
-                rows.append({**bench.swaps(way, ranks), "ready": ready})
+                directory, spool, ranks = options.out / f"ranks.{way}", Spool(vllm.settings.root), options.trainer_gpus
+                senders = Senders(directory, spool, "bench", transport, tp=len(ranks), **variables)
+            with senders as started:
+                rows.append({**bench.swaps(way, started), "ready": ready})
         if options.many:
             rates = bench.throughput()
             rows[-1] |= rates
@@ -407,7 +408,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="new tokens of a request")
     parser.add_argument("--many-tokens", type=int, default=512, help="the same, for the throughput")
     parser.add_argument("--publications", type=int, default=0)
-    parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
+    parser.add_argument("--gpus", nargs="+", type=int, default=[0], help="vLLM's")
+    parser.add_argument("--trainer-gpus", nargs="+", type=int, default=[1], help="of the ranks that send whole weights")
     parser.add_argument("--utilization", type=float, default=0.85, help="of the GPU's memory, by vLLM")
     parser.add_argument("--swaps", type=int, default=8)
     parser.add_argument("--warm", type=float, default=8.0, help="seconds before anything is measured")

@@ -1,11 +1,14 @@
 """Real jobs under each topology: tokens/s, memory beside `tandem plan`'s, and the start beside one GPU's.
 
     python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2] [--device cuda]
+    python -m bench.topologies --recommended 4 [--cases plan-8b-8k ...] [--jobs 1]
 
-Each case runs jobs of four optimizer steps through the runner, by `fork`, on a model of random weights. Cases with the
-same shape and row have the same data, so their first losses differ by rounding alone. A step has two rows over all
-ranks. tokens/s are those of the job's own steps but the first; memory is that of the fullest rank at its peak: what
-torch allocates, and what CUDA and NCCL use beside it. `DIR` should be in memory: the largest models have 65 GB.
+Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random weights. Cases with the
+same shape and row have the same data, so their first losses differ by rounding alone. tokens/s are those of the job's
+own steps but the first; memory is that of the fullest rank at its peak: what torch allocates, and what CUDA and NCCL
+use beside it. With `--recommended` each case takes the topology that `tandem plan` recommends for so many of this
+machine's GPUs, and a job of all weights is cancelled behind its steps, before it writes ten bytes per weight. `DIR`
+should be in memory: the largest models have 65 GB.
 """
 
 import argparse
@@ -34,11 +37,12 @@ from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajec
 from tandem.data.prepare import prepare_rl
 from tandem.families import memory, plan
 from tandem.families.adapter import default_targets
+from tandem.families.arch import Arch
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.spool import Spool
-from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RunSpec
+from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RLJob, RunSpec
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -72,6 +76,8 @@ class Case:
     tree: bool = False  # each row is one group of answers to a prompt, else one sequence
     full: bool = False
     steps: int = STEPS
+    rows: int = ROWS  # of a step, over all ranks
+    cancelled: bool = False  # behind its steps
 
 
 CASES = {
@@ -96,6 +102,14 @@ CASES = {
     "8b-6l-full-dp2": Case("8b-6l", full=True),
     "8b-full-1": Case("8b", ranks=1, full=True),
     "8b-full-dp2": Case("8b", full=True),
+    **{f"plan-{model}-8k": Case(model, rows=8, steps=3) for model in ("0.6b", "8b", "32b", "30b-a3b")},
+    **{f"plan-{model}-full-8k": Case(model, rows=8, steps=3, full=True) for model in ("0.6b", "8b", "32b", "30b-a3b")},
+    "plan-8b-32k": Case("8b", row=32768, rows=8, steps=2),
+    "plan-8b-full-32k": Case("8b", row=32768, rows=8, steps=2, full=True),
+    "plan-30b-a3b-full-32k": Case("30b-a3b", row=32768, rows=8, steps=2, full=True),
+    "plan-8b-tree": Case("8b", row=131072, rows=4, steps=1, tree=True),
+    "plan-8b-full-tree": Case("8b", row=131072, rows=4, steps=1, tree=True, full=True),
+    "plan-30b-a3b-tree": Case("30b-a3b", row=131072, rows=4, steps=1, tree=True),
     "tiny-1": Case("tiny", ranks=1, row=512),
     "tiny-cp2": Case("tiny", {"CONTEXT_PARALLEL": 2}, row=512),
     "tiny-full": Case("tiny", row=512, full=True),
@@ -104,7 +118,7 @@ CASES = {
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
-    """Queue one job of optimizer steps of `ROWS` rows."""
+    """Queue one job of the case's optimizer steps, and one more where it is cancelled behind them."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -122,7 +136,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
             trajectories.append(Trajectory(turns=[turn], reward=0.0, advantage=float(rng.choice([-1.0, 1.0]))))
         return Group(trajectories=trajectories)
 
-    groups = [group() for _ in range(ROWS * case.steps)]
+    groups = [group() for _ in range(case.rows * (case.steps + case.cancelled))]
 
     def make(name: str, base: int, staged: Path) -> RLJob:
         data = prepare_rl(
@@ -131,24 +145,58 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
         )  # fmt: skip
         return RLJob(
             id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
-            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=ROWS), max_attempts=1,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=case.rows), max_attempts=1,
         )  # fmt: skip
 
     spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
 
 
 def gpu_memory() -> int:
-    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU of the trainer."""
+    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU of the trainer. On a
+    machine without GPUs those of an H100."""
+    if not torch.cuda.is_available():
+        return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 2**20
+
+
+def recommended(case: Case, arch: Arch, gpus: int) -> Case:
+    """The case with the topology that `tandem plan` recommends."""
+    job = memory.Training(arch, lora_of(case, arch), case.row, case.rows)
+    sizes = plan.plan(job, gpus, gpu_memory()).recommended.sizes
+    names = {
+        "tensor": "TENSOR_PARALLEL", "sequence": "SEQUENCE_PARALLEL", "pipeline": "PIPELINE_PARALLEL",
+        "context": "CONTEXT_PARALLEL", "expert": "EXPERT_PARALLEL", "expert_tensor": "EXPERT_TENSOR_PARALLEL",
+    }  # fmt: skip
+    settings = {variable: int(getattr(sizes, name)) for name, variable in names.items()}
+    return replace(case, settings=settings, ranks=gpus, cancelled=case.full)
+
+
+def lora_of(case: Case, arch: Arch) -> LoraShape | None:
+    return None if case.full else LoraShape(rank=16, alpha=32, targets=default_targets(arch))
+
+
+def steps_done(spool: Spool, job: str, steps: int, log: Path) -> None:
+    """Wait for so many of a job's steps, and cancel the rest."""
+    end = time.monotonic() + 300
+    while sum(event.type == "step" for event in spool.events.read(job)) < steps:
+        assert time.monotonic() < end and spool.jobs.get(job)[0] not in TERMINAL, log.read_text()[-3000:]  # noqa: PT018
+        time.sleep(0.02)
+    spool.queue.cancel(job)
+    while (state := spool.jobs.get(job)[0]) not in TERMINAL:
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.02)
+    assert state == "cancelled", state
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
     model = write_random_model(options.out / case.model, MODELS[case.model], options.device)
     arch, root = read_arch(str(model)), options.out / f"spool.{name}"
+    if options.recommended:
+        case = recommended(case, arch, options.recommended)
     shutil.rmtree(root, ignore_errors=True)
     spool = Spool.create(root)
-    lora = None if case.full else LoraShape(rank=16, alpha=32, targets=default_targets(arch))
+    lora = lora_of(case, arch)
     spec = RunSpec(
         name="bench", base_model=str(model), lora=lora, trainable="full" if case.full else "lora", created=time.time(),
         weights="merged" if case.full else "adapter",
@@ -176,7 +224,10 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
                 submit(spool, f"job-{number}", arch.vocab_size, case)
                 if number == 0:
                     time.sleep(max(0.0, 12 - (time.monotonic() - options.begun)) if options.device == "cuda" else 0)
-                wait(spool, f"job-{number}", log)
+                if case.cancelled:
+                    steps_done(spool, f"job-{number}", case.steps, log)
+                else:
+                    wait(spool, f"job-{number}", log)
             left = max(used(gpus, options.device))
         finally:
             runner.send_signal(signal.SIGTERM)
@@ -200,7 +251,7 @@ def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[
     sizes = Sizes.of(
         Settings.model_validate({"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()})
     )
-    job = memory.Training(arch, lora, case.row, ROWS)
+    job = memory.Training(arch, lora, case.row, case.rows)
     planned = None
     if torch.cuda.is_available():
         total = gpu_memory()
@@ -220,7 +271,8 @@ def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if "tiny" not in name])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
+    parser.add_argument("--recommended", type=int, default=0, metavar="GPUS")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="of each job; default: the case's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -228,6 +280,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None, help="of the runners, and the jobs' events; default: --out")
     parser.add_argument("--name", default="topologies", help="of the file under bench/results")
     options = parser.parse_args()
+    if options.cases is None:
+        options.cases = [n for n in CASES if "tiny" not in n and n.startswith("plan") == bool(options.recommended)]
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-topologies-"))
     options.logs = options.logs or options.out
     for directory in (options.out, options.logs):

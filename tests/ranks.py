@@ -53,7 +53,7 @@ def _server() -> Any:
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["policies", "tandem.trainer.rank.worker", "rank.jobs"])
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
-    path = os.pathsep.join(filter(None, [os.environ["PYTHONPATH"], *sys.path]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with mock.patch.dict(os.environ, variables):
         forkserver.ensure_running()

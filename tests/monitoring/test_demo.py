@@ -15,7 +15,7 @@ from tandem.metrics.catalogue import CATALOGUE
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """Prometheus' job -> its page."""
-    world = World()
+    world = World(8)
     return {job: generate_latest(DemoPage(world, job)).decode() for job in JOBS}
 
 

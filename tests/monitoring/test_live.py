@@ -1,6 +1,7 @@
 """A real Prometheus scrapes the made-up deployment with our configuration: every query of every dashboard shows
 something, every rule is evaluated, and no alert fires."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ import httpx
 import pytest
 
 from free_ports import free_ports
-from monitoring.dashboards import DASHBOARDS, queries, resolved, rules
+from monitoring.dashboards import DASHBOARDS, metrics, panels, queries, resolved, rules
 from monitoring.prometheus_tools import ROOT, command
+from monitoring.test_names import exported
+from tandem.metrics.catalogue import CATALOGUE
 from waiting import until
 
 pytestmark = pytest.mark.slow
 
+GPUS = 8  # that train, and as many serve
 # Queries that rightly show nothing on a healthy stack that has run for seconds.
 EMPTY = {
     "overview: Firing alerts A",
@@ -54,7 +58,7 @@ def prometheus(tmp_path_factory) -> Iterator[Prometheus]:
     [port] = free_ports(1)
     run = command("prometheus", f"--web.listen-address=127.0.0.1:{port}", "--config.file=prometheus.yml",
                   "--storage.tsdb.path=data", cwd=directory)  # fmt: skip
-    demo = [sys.executable, "-m", "images.grafana.demo", str(directory), "--interval", "1s"]
+    demo = [sys.executable, "-m", "images.grafana.demo", str(directory), "--interval", "1s", "--gpus", str(GPUS)]
     with ExitStack() as running:
         running.enter_context(_running(demo, directory / "demo.log", ROOT))
         until("the demo serves", lambda: "&& prometheus" in (directory / "demo.log").read_text())
@@ -72,6 +76,39 @@ def test_every_query_of_every_dashboard_shows_something(prometheus):
         return not missing
 
     until(missing, all_shown, 180)  # the demo's jobs are slow on a busy machine
+
+
+def test_panels_tell_eight_gpus_apart(prometheus):
+    """Where a panel does not sum them up, each GPU or rank has a curve of its own, under a name of its own."""
+    by_gpu = {name for metric in CATALOGUE if metric.labels.keys() & {"uuid", "rank"} for name in exported(metric)}
+    names: dict[str, list[str]] = {}
+    few: dict[str, int] = {}
+
+    def all_shown() -> bool:
+        names.clear()
+        few.clear()
+        asked = 0
+        for dashboard, panel in panels():
+            where, repeated = f"{dashboard}: {panel['title']}", panel.get("repeat") == "uuid"
+            for target in panel["targets"]:
+                expr = target["expr"].replace("$uuid", ".*0000003.*") if repeated else target["expr"]
+                found = [series["metric"] for series in prometheus.query(resolved(expr, window="30s"))]
+                if panel["type"] == "timeseries":
+                    names.setdefault(where, []).extend(_legend(target["legendFormat"], labels) for labels in found)
+                one_each = not repeated and not re.search(r"\b(sum|max)\b", expr)
+                if metrics(expr) & by_gpu and one_each and where + f" {target['refId']}" not in EMPTY:
+                    asked += 1
+                    if len(found) < GPUS:
+                        few[where] = len(found)
+        assert asked >= 30
+        return not few
+
+    until(few, all_shown, 180)  # between two jobs there are no ranks
+    assert not {where: found for where, found in names.items() if len(set(found)) < len(found)}
+
+
+def _legend(template: str, labels: dict[str, str]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda name: labels.get(name[1], ""), template)
 
 
 def test_every_rule_is_evaluated_and_nothing_fires(prometheus):

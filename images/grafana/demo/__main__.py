@@ -1,6 +1,6 @@
 """Made-up metrics, to look at the dashboards without a GPU or a job.
 
-    python -m images.grafana.demo DIRECTORY
+    python -m images.grafana.demo DIRECTORY [--gpus 8]
 
 serves the four pages that Prometheus scrapes of a deployment, each on a free port, until Ctrl-C. DIRECTORY gets the
 shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY && prometheus`.
@@ -43,8 +43,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serves made-up metrics until Ctrl-C.")
     parser.add_argument("directory", type=Path, help="where the configuration of Prometheus goes")
     parser.add_argument("--interval", help="between two scrapes, instead of the shipped intervals; for example 1s")
+    parser.add_argument("--gpus", type=int, default=1, help="that train; as many more serve")
     arguments = parser.parse_args()
-    world = World()
+    world = World(arguments.gpus)
     servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job)) for job in JOBS}
     for job, server in servers.items():
         server.serve_in_background()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from images.grafana.demo import vllm
-from images.grafana.demo.world import GIB, RANK_0, STEPS, UUIDS, World, new_samples
+from images.grafana.demo.world import GIB, STEPS, World, new_samples
 from prometheus_client import ProcessCollector
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -61,7 +61,7 @@ def gauges(world: World, exporter: Exporter) -> Samples:
         for kind in ("job", "name", "run"):
             samples.set("tandem_spool_damaged", 0, kind=kind)
         return samples
-    _set_device(samples, world, exporter)
+    _set_devices(samples, world, exporter)
     step = world.newest if exporter == "trainer" else world.served
     samples.set("tandem_policy_version", step, side=exporter, run=RUN)
     if exporter == "trainer":
@@ -104,35 +104,37 @@ def _set_container(samples: Samples, world: World, exporter: Exporter) -> None:
             samples.set("tandem_supervisor_process_state", value, program=program, state=state)
 
 
-def _set_device(samples: Samples, world: World, exporter: Exporter) -> None:
-    uuid, training, busy = UUIDS[exporter], exporter == "trainer", world.busy(exporter)
+def _set_devices(samples: Samples, world: World, exporter: Exporter) -> None:
+    training, busy = exporter == "trainer", world.busy(exporter)
     used = 3 * MIB + (world.held * 1.06 + 2 * GIB if world.held else 0) if training else 121 * GIB
-    samples.set(
-        "tandem_gpu_info", 1, uuid=uuid, index="0", name="NVIDIA H200", driver_version="580.95.05",
-        cuda_version="13.0", pci_bus_id="00000000:19:00.0" if training else "00000000:3B:00.0", mig_profile="",
-    )  # fmt: skip
     memory = {"total": TOTAL, "reserved": RESERVED, "used": used, "free": TOTAL - RESERVED - used}
-    for part, value in memory.items():
-        samples.set(f"tandem_gpu_memory_{part}_bytes", value, uuid=uuid)
-    samples.set("tandem_gpu_compute_processes", float(busy) if training else 1, uuid=uuid)
-    samples.set("tandem_gpu_utilization_ratio", world.random.uniform(0.75, 1) if busy else 0.0, uuid=uuid)
-    samples.set("tandem_gpu_temperature_celsius", world.random.randint(58, 66) if busy else 34, uuid=uuid)
-    samples.set("tandem_gpu_power_limit_watts", 700, uuid=uuid)
-    world.counts[exporter].inc("tandem_gpu_ecc_uncorrected_errors_total", 0, uuid=uuid)
-    for reason in ("hw_thermal", "sw_thermal", "hw_power_brake", "sw_power_cap"):
-        throttled = busy and reason == "sw_power_cap" and world.random.random() < 0.2
-        samples.set("tandem_gpu_throttle_active", float(throttled), uuid=uuid, reason=reason)
+    for index, uuid in enumerate(world.uuids[exporter]):
+        bus = f"00000000:{0x19 + 0x20 * index + (0 if training else 0x10):02X}:00.0"
+        samples.set(
+            "tandem_gpu_info", 1, uuid=uuid, index=str(index), name="NVIDIA H200", driver_version="580.95.05",
+            cuda_version="13.0", pci_bus_id=bus, mig_profile="",
+        )  # fmt: skip
+        for part, value in memory.items():
+            samples.set(f"tandem_gpu_memory_{part}_bytes", value, uuid=uuid)
+        samples.set("tandem_gpu_compute_processes", float(busy) if training else 1, uuid=uuid)
+        samples.set("tandem_gpu_utilization_ratio", world.random.uniform(0.75, 1) if busy else 0.0, uuid=uuid)
+        samples.set("tandem_gpu_temperature_celsius", world.random.randint(58, 66) if busy else 34, uuid=uuid)
+        samples.set("tandem_gpu_power_limit_watts", 700, uuid=uuid)
+        world.counts[exporter].inc("tandem_gpu_ecc_uncorrected_errors_total", 0, uuid=uuid)
+        for reason in ("hw_thermal", "sw_thermal", "hw_power_brake", "sw_power_cap"):
+            throttled = busy and reason == "sw_power_cap" and world.random.random() < 0.2
+            samples.set("tandem_gpu_throttle_active", float(throttled), uuid=uuid, reason=reason)
 
 
 def _set_training(samples: Samples, world: World) -> None:
-    uuid = UUIDS["trainer"]
     samples.set("tandem_train_active", float(world.job is not None))
     samples.set("tandem_checkpoint_duration_seconds", 2.8)
     samples.set("tandem_checkpoint_last_success_timestamp_seconds", world.began + world.checkpoint_made)
     samples.set("tandem_checkpoint_size_bytes", 0.52 * GIB)
-    samples.set("tandem_job_gpu_released_bytes", world.released, uuid=uuid)
-    samples.set("tandem_job_gpu_left_bytes", 3 * MIB, uuid=uuid)
-    samples.set("tandem_job_gpu_resident_bytes", 0, uuid=uuid)
+    for uuid in world.uuids["trainer"]:
+        samples.set("tandem_job_gpu_released_bytes", world.released, uuid=uuid)
+        samples.set("tandem_job_gpu_left_bytes", 3 * MIB, uuid=uuid)
+        samples.set("tandem_job_gpu_resident_bytes", 0, uuid=uuid)
     for name, value in world.last_step.items():
         samples.set(f"tandem_train_{name}", value)
     if world.job is None:
@@ -144,18 +146,23 @@ def _set_training(samples: Samples, world: World) -> None:
     samples.set("tandem_train_steps", STEPS)
     if world.step:
         samples.set("tandem_train_last_step_timestamp_seconds", world.began + world.step_ended)
-    samples.set("tandem_rank_up", 1, rank="0")
-    samples.set("tandem_train_rank_step", world.step, rank="0")
-    samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank="0")
-    samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **RANK_0)
+    for rank in world.ranks:
+        _set_rank(samples, world, rank)
+
+
+def _set_rank(samples: Samples, world: World, rank: dict[str, str]) -> None:
+    samples.set("tandem_rank_up", 1, rank=rank["rank"])
+    samples.set("tandem_train_rank_step", world.step, rank=rank["rank"])
+    samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank=rank["rank"])
+    samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **rank)
     peak = max(world.phase_peaks.values(), default=0.0)
     shares = {"allocated": 0.88, "active": 0.9, "requested": 0.87, "inactive_split": 0.05, "reserved": 1.0}
     for name, share in shares.items():
-        samples.set(f"tandem_torch_memory_{name}_bytes", world.held * share, **RANK_0)
-        samples.set(f"tandem_torch_memory_{name}_peak_bytes", peak * share, **RANK_0)
+        samples.set(f"tandem_torch_memory_{name}_bytes", world.held * share, **rank)
+        samples.set(f"tandem_torch_memory_{name}_peak_bytes", peak * share, **rank)
     for phase, peak in world.phase_peaks.items():
         held = 0.92 * peak
         memory = {"allocated": held, "reserved": 1.1 * held, "device_used": 1.1 * held + 2 * GIB,
                   "host_pinned": 0.5 * GIB * (phase == "base_weights"), "peak": peak}  # fmt: skip
         for name, value in memory.items():
-            samples.set(f"tandem_torch_memory_phase_{name}_bytes", value, **RANK_0, phase=phase)
+            samples.set(f"tandem_torch_memory_phase_{name}_bytes", value, **rank, phase=phase)

@@ -1,4 +1,4 @@
-"""A made-up deployment on two H200: one GPU trains, the other one serves. Every metric of every exporter has a series.
+"""A made-up deployment on H200s: half of them train, the others serve. Every metric of every exporter has a series.
 
 Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second of this world is a
 second of the clock. It begins in the middle of a job, after some minutes of history.
@@ -19,11 +19,6 @@ from tandem.metrics.publish import STAGES
 GIB = 2**30
 HISTORY_SECONDS = 300
 STEPS = 12  # optimizer steps of a job
-UUIDS: dict[Exporter, str] = {
-    "trainer": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000001",
-    "inference": "GPU-5d8f1c2e-0a1b-4c3d-8e9f-000000000002",
-}
-RANK_0 = {"uuid": UUIDS["trainer"], "rank": "0"}
 _SETUP_SECONDS = {
     "rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "base_weights": 4, "state": 1, "probe": 1
 }  # fmt: skip
@@ -39,23 +34,28 @@ def new_samples(exporter: Exporter, *, gauges: bool) -> Samples:
 
 
 class World:
-    """The state of the deployment."""
+    """The state of the deployment: as many GPUs train as serve."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int = 1) -> None:
+        self.uuids: dict[Exporter, list[str]] = {
+            exporter: [f"GPU-{first:x}{rank:07x}-0a1b-4c3d-8e9f-5d8f1c2e0000" for rank in range(gpus)]
+            for exporter, first in (("trainer", 0xA), ("inference", 0xB))
+        }
+        self.ranks = [{"uuid": uuid, "rank": str(rank)} for rank, uuid in enumerate(self.uuids["trainer"])]
         self.lock = threading.Lock()  # four servers read and advance it
         self.now = 0.0  # seconds since it began
         self.random = random.Random(3)
         self.counts = {exporter: new_samples(exporter, gauges=False) for exporter in ALL}
         self.vllm = vllm.new_samples()
         self.sampling = False  # whether clients sample for the next job
-        self.held = 0.0  # bytes that the rank holds of the trainer's device
+        self.held = 0.0  # bytes that each rank holds of its device
         self._phase = ""
         self.job: tuple[str, str] | None = None  # id and kind of the running job
         self.queued = 0
         self.step = self._jobs_made = 0
         self.newest = self.served = 0  # steps of the run
         self.publication = dict(_PUBLICATION)  # part -> seconds, of the step that is served
-        self.released = 0.0  # bytes that the last job gave back
+        self.released = 0.0  # bytes that the last job gave back on each GPU
         self.step_ended = self.checkpoint_made = 0.0  # in seconds of `now`
         self.last_step: dict[str, float] = {}  # tandem_train_<name> -> value
         self.phase_peaks: dict[str, float] = {}
@@ -73,9 +73,10 @@ class World:
         self.now += 1
         next(self._life)
         vllm.count_second(self.vllm, self.random, busy=self.sampling)
-        for exporter, uuid in UUIDS.items():
-            watts = self.random.uniform(520, 690) if self.busy(exporter) else self.random.uniform(75, 120)
-            self.counts[exporter].inc("tandem_gpu_energy_joules_total", watts, uuid=uuid)
+        for exporter, uuids in self.uuids.items():
+            for uuid in uuids:
+                watts = self.random.uniform(520, 690) if self.busy(exporter) else self.random.uniform(75, 120)
+                self.counts[exporter].inc("tandem_gpu_energy_joules_total", watts, uuid=uuid)
         http = self.counts["controller"]
         for route, method in _ROUTES.items():
             if self.random.random() < 0.4:
@@ -84,7 +85,7 @@ class World:
                 http.observe("tandem_http_request_duration_seconds", seconds, route=route)
 
     def busy(self, exporter: Exporter) -> bool:
-        """Whether the exporter's GPU computes."""
+        """Whether the exporter's GPUs compute."""
         return self._phase != "" if exporter == "trainer" else self.sampling
 
     # ---------------------------------------------------------------- what happens; each yield is a second
@@ -124,7 +125,8 @@ class World:
         self.phase_peaks, self.step = {}, 0
         for phase, seconds in _SETUP_SECONDS.items():
             yield from self._run_phase(phase, seconds, 34 * GIB if phase in ("state", "probe") else 18 * GIB)
-        trainer.inc("tandem_torch_memory_ooms_total", float(error == "oom"), **RANK_0)
+        for rank in self.ranks:
+            trainer.inc("tandem_torch_memory_ooms_total", float(error == "oom"), **rank)
         for step in range(STEPS):
             if error and step == 3:
                 break
@@ -152,7 +154,8 @@ class World:
         spent = seconds * self.random.uniform(0.9, 1.1)
         trainer.observe("tandem_train_phase_duration_seconds", spent, phase=phase)
         for name, chance in (("memory_alloc_retries", 0.005), ("device_allocs", 0.5), ("device_frees", 0.1)):
-            trainer.inc(f"tandem_torch_{name}_total", float(self.random.random() < chance), **RANK_0)
+            for rank in self.ranks:
+                trainer.inc(f"tandem_torch_{name}_total", float(self.random.random() < chance), **rank)
         yield from self._wait(seconds, seconds)
 
     def _end_step(self, seconds: float) -> None:

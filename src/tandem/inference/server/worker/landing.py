@@ -5,6 +5,7 @@ After a swap the copy has the weights before, so a return to them is the same ex
 
 import contextlib
 import json
+import logging
 import math
 import threading
 import time
@@ -27,6 +28,8 @@ from tandem.inference.server.worker.model_weights import BASE, ModelWeights, sto
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS, connect, finish, join_store
 from tandem.model.transfer.merge import merge
+
+log = logging.getLogger("vllm.tandem")
 
 SPARE_BYTES = 64 * 2**20
 """How much is exchanged at once: the memory on the GPU that an exchange needs."""
@@ -124,6 +127,7 @@ class LandingWeights(ModelWeights):
             self._tell(arrival, arrival.version, arrived)
         except Exception as error:
             arrival.error = f"{type(error).__name__}: {error}"
+            log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Block]:
         """Write what differs from the base model. Returns those blocks."""

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The benchmarks of one or two H200s on a machine of two, in about 25 minutes. Run from the repository's root, in a Python
+# The benchmarks of a machine of two or four H200s, in about 25 minutes each. Run from the repository's root, in a Python
 # that has torch for CUDA, megatron-core and vLLM.
-#   on_two_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
-#   on_two_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
-#   on_two_gpus.sh run [PART...]    the same in this shell
+#   on_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
+#   on_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
+#   on_gpus.sh run [PART...]    the same in this shell
 # Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
 # Parts only where they are named, of merged weights: swap throughput swap30 faults-merged learn faults-whole publications.
+# Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -64,16 +65,16 @@ faults() {  # NAME GPU VICTIM...
     into "$name" 600 python3 -m bench.shared_faults --device "$gpu" --victims "$@"
 }
 
-learn() {  # GPU ARGUMENT...: yes/no/maybe on one GPU, which trainer and vLLM share, by each way that can be
-    local gpu=$1 way
+learned() {  # NAME WAY...: yes/no/maybe by each way in which weights travel, on the GPUs that the environment names
+    local name=$1 way how
     shift
-    for way in adapter merge volume; do
-        local how="--weights merged --transport $way"
+    for way; do
+        how="--weights merged --transport $way"
         [ "$way" = adapter ] && how=
-        CUDA_VISIBLE_DEVICES=$gpu into "learn-$gpu-$way" 300 python3 examples/demo.py --device "$device" $how "$@" \
-            --controller-port $((8080 + gpu)) --inference-port $((8000 + gpu)) --out "$work/learn-$gpu-$way/demo"
-        cp "$work/learn-$gpu-$way/demo/report.json" "$work/learn-$gpu-$way/demo/spool/up.log" \
-            "$out/results.learn-$gpu-$way/" 2>/dev/null
+        into "learn-$name-$way" 300 python3 examples/demo.py --device "$device" $how --experts "${experts:-0}" \
+            --controller-port "${controller:-8080}" --inference-port "${inference:-8000}" --out "$work/learn-$name-$way/demo"
+        cp "$work/learn-$name-$way/demo/report.json" "$work/learn-$name-$way/demo/spool/up.log" \
+            "$out/results.learn-$name-$way/" 2>/dev/null
     done
 }
 
@@ -85,7 +86,7 @@ merged() {
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
             --ways nccl-device ipc-device stock-device merge-host &
         # With 0.68 the ranks of the other vLLM have room on this GPU. A second vLLM could not start beside them.
-        into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpu 1 --utilization 0.68 --many 0 \
+        into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &
         wait
     fi
@@ -94,11 +95,39 @@ merged() {
     named swap30 && into swap30 900 python3 -m bench.swap --shape 30b-a3b --swaps 4 --many 0 --utilization 0.92 \
         --out "$work/models" --ways merge-auto nccl-auto
     named faults-merged && TANDEM_TEST_GPU=0 into faults-merged 600 $faults tests/inference/test_merged_faults.py &
-    named learn && learn 1 --experts 4
+    # One GPU, which trainer and vLLM share.
+    named learn && experts=4 controller=8081 inference=8001 CUDA_VISIBLE_DEVICES=1 learned 1 adapter merge volume
     wait
     named faults-whole && TANDEM_TEST_GPU=0 into faults-whole 600 $faults tests/inference/test_whole_vllm.py
     named publications && into publications 600 python3 -m bench.swap --shape 0.6b --name publications --ways merge-device \
         --enforce-eager --utilization 0.2 --requests 8 --many 0 --swaps 2 --warm 2 --publications 500
+}
+
+# Four GPUs: vLLM has the first two, the trainer the others, or all of them.
+four() {
+    if named starts4; then
+        local ranks=(--ways fork --jobs 4 --shape "$shape" --device "$device")
+        for part in start1 start-tp2 start-dp2; do model "$part"; done
+        into start1 150 python3 -m bench.restart "${ranks[@]}" --gpus 2 --out "$work/start1"
+        into start-tp2 150 python3 -m bench.restart "${ranks[@]}" --ranks 2 --tensor-parallel 2 --gpus 2 3 --out "$work/start-tp2"
+        into start-dp2 150 python3 -m bench.restart "${ranks[@]}" --ranks 2 --gpus 2 3 --out "$work/start-dp2"
+    fi
+    named swap4 && into swap4 300 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --gpus 0 1 --trainer-gpus 2 3 \
+        --ways nccl-device --name swap-8b-2x2 --out "$work/models"
+    if named learn4; then
+        export TANDEM_TRAINER_RANKS=2 TANDEM_INFERENCE_TENSOR_PARALLEL=2
+        [ "$device" = cuda ] && export TANDEM_INFERENCE_DEVICES=0,1 TANDEM_TRAINER_DEVICES=2,3
+        TANDEM_TENSOR_PARALLEL=2 learned tp2 adapter merge nccl
+        learned dp2 adapter nccl
+        unset ${!TANDEM_TRAINER_*} ${!TANDEM_INFERENCE_*}
+    fi
+    named ranks4 && into ranks4 150 python3 -m bench.many_ranks --device "$device" --out "$work/ranks4"
+    named ranks4 && into ranks4-tp2 150 python3 -m bench.many_ranks --device "$device" --tensor-parallel 2 --out "$work/ranks4-tp2"
+    local plan="python3 -m bench.topologies --recommended 4 --jobs 1 --out $work/models"
+    named plan4 && into plan4 590 $plan --name topologies-4 --cases plan-0.6b-8k plan-0.6b-full-8k plan-8b-8k plan-8b-full-8k \
+        plan-8b-32k plan-8b-full-32k plan-8b-tree plan-8b-full-tree
+    named plan4-large && into plan4-large 590 $plan --name topologies-4-large --cases plan-30b-a3b-8k plan-30b-a3b-full-8k \
+        plan-30b-a3b-full-32k plan-30b-a3b-tree plan-32b-8k plan-32b-full-8k
 }
 
 run() {
@@ -110,6 +139,7 @@ run() {
     printf '[vllm.general_plugins]\ntandem = tandem.inference.server.plugin:register\n' >"$metadata/entry_points.txt"
     export PYTHONPATH="$PWD/src:$PWD:$PWD/tests:$work/site${PYTHONPATH:+:$PYTHONPATH}"
     merged
+    four
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
     wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import worker; worker.preload()"; do
         for _ in 1 2; do time python3 -c "$what"; done
@@ -146,7 +176,7 @@ case $what in
     start)
         mkdir "$work/tree"
         tar -c --exclude=.git --exclude=.venv --exclude=.gpu . | tar -x -C "$work/tree"
-        cd "$work/tree" && setsid bash bench/on_two_gpus.sh run $parts >"$out/all.txt" 2>&1 </dev/null &
+        cd "$work/tree" && setsid bash bench/on_gpus.sh run $parts >"$out/all.txt" 2>&1 </dev/null &
         ;;
     wait)
         end=$((SECONDS + ${2:?seconds}))
