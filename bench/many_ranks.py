@@ -131,14 +131,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> list[str]:
     """What the exporter, nvidia-smi and the ranks' own pids do not agree in, while a job trains."""
-    before, page, after = gpus.used(), trainer.page(f"training-{number}"), gpus.used()
+    before, page, after, of_gpu = gpus.used(), trainer.page(f"training-{number}"), gpus.used(), gpus.processes()
     ranks, found = {str(rank) for rank in range(len(pids))}, []
     for name in ("tandem_rank_up", "tandem_train_rank_step"):
         if {key[0] for key in page.get(name, {})} != ranks:
             found.append(f"{name} has {page.get(name)}")
     for uuid, pid, rank in zip(gpus.uuids, pids, sorted(ranks, key=int), strict=bool(gpus.uuids)):
-        if (mine := gpus.processes()[uuid]) != [pid]:
-            found.append(f"{uuid} has the processes {mine} rather than {pid}, its rank's")
+        if of_gpu[uuid] != [pid]:
+            found.append(f"{uuid} has the processes {of_gpu[uuid]} rather than {pid}, its rank's")
         shown = page["tandem_gpu_memory_used_bytes"].get((uuid,), 0.0)
         if not min(before[uuid], after[uuid]) - SAME <= shown <= max(before[uuid], after[uuid]) + SAME:
             found.append(f"{uuid}: the exporter shows {shown:.0f}, nvidia-smi {before[uuid]} and {after[uuid]}")
@@ -218,11 +218,14 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--launch", choices=["torchrun", "fork", "resident"], default="fork")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--epochs", type=int, default=100, help="of each job, a step each")
+    parser.add_argument(
+        "--epochs", type=int, default=None, help="of each job, a step each; default: 400, or 100 on the CPU"
+    )
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)
+    options.epochs = options.epochs or (400 if options.device == "cuda" else 100)
     large = {"hidden_size": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_size": 3072}
     model = options.out / "spool" / "models" / "m"
     tiny_model.write_tiny_qwen3(model, **large if options.device == "cuda" else {"kv_heads": 4})  # type: ignore[arg-type]

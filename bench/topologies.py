@@ -35,6 +35,7 @@ from bench.restart import SHAPES, parts, used, wait
 from tandem.config import Settings
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl
+from tandem.errors import InvalidInput
 from tandem.families import memory, plan
 from tandem.families.adapter import default_targets
 from tandem.families.arch import Arch
@@ -294,7 +295,7 @@ def main() -> None:
         try:
             rows.append(measure(name, case, options))
             print(json.dumps(rows[-1]), f"{time.monotonic() - options.begun:.0f} s", flush=True)
-        except AssertionError as error:
+        except (AssertionError, InvalidInput) as error:  # InvalidInput: no topology fits
             print(f"{name}: {error}", flush=True)
         if CASES[name].model not in models[number + 1 :]:
             shutil.rmtree(options.out / CASES[name].model)  # makes room for the next
