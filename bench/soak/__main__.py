@@ -200,7 +200,7 @@ class Soak:
         """Stop everything, sweep what the strikes left as if it were old, and check once more."""
         problems = self.stack.close(STOP_SECONDS)
         problems += self._wait("no process is left", STOP_SECONDS, lambda: check.leftovers(self.root))
-        for path in self.root.rglob(".tmp-*"):
+        for path in [entry for top in self.root.rglob(".tmp-*") for entry in (top, *top.rglob("*"))]:
             os.utime(path, (time.time() - 7200,) * 2)
         self.stack.sweep(lambda: not [*self.root.rglob(".tmp-*")])
         problems += check.leftovers(self.root)
