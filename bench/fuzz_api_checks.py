@@ -3,7 +3,9 @@
 import os
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import schemathesis
@@ -13,11 +15,14 @@ _before: set[str] = set()
 
 
 def names() -> Iterator[str]:
-    """Every file of the spool, without those that the controller writes by itself: locks and write probes."""
+    """Every file of the spool, without the locks, which the controller writes by itself."""
     for path in ROOT.rglob("*"):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith("jobs/locks") and not name.endswith("/lock") and ".tmp-probe" not in name:
-            yield f"{name} {path.stat().st_size if path.is_file() else ''}"
+        if name.startswith("jobs/locks") or name.endswith("/lock"):
+            continue
+        with suppress(FileNotFoundError):  # what was set aside is being removed
+            status = path.stat()
+            yield f"{name} {status.st_size if S_ISREG(status.st_mode) else ''}"
 
 
 @schemathesis.hook

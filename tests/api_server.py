@@ -62,14 +62,15 @@ class Server:
         return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("volume") / "spool")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
-    """One controller for all tests of a folder, which use runs of their own."""
+    """One controller for all tests of a file, which use runs of their own. It ends with them: its threads write now
+    and then, and tests of the spool count the process's writes."""
     with Server(root) as server:
         yield server
 

@@ -55,7 +55,8 @@ def _server() -> Any:
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with mock.patch.dict(os.environ, variables):
+    # A test's own directory for temporary files may have too long a name for the server's socket.
+    with mock.patch.dict(os.environ, variables), mock.patch.object(tempfile, "tempdir", None):
         forkserver.ensure_running()
     return server
 

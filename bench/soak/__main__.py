@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sized
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -174,19 +175,23 @@ class Soak:
         return [f"not within {seconds:.0f} s: {what}; missing: {left}"] if left else []
 
     def _pending(self) -> list[str]:
-        paths = [*self.root.glob("jobs/queued/*/*/[!.]*.json"), *self.root.glob("jobs/running/[!.]*.json")]
+        running = "jobs/running/[!.]*.json"  # twice, as jobs go to and fro between the two
+        patterns = (running, "jobs/queued/*/*/[!.]*.json", running)
+        paths = {path for pattern in patterns for path in self.root.glob(pattern)}
         return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
 
     def _not_served(self) -> list[str]:
+        """The publisher writes what it serves, and then the event of the job that made it."""
         missing = []
         for run in self.root.glob("runs/[!.]*/checkpoints"):
-            newest = max((int(path.name) for path in run.glob("0*")), default=-1)
-            try:
+            newest, served, told = max(run.glob("0*"), default=run), None, False
+            with suppress(OSError, ValueError):
                 served = json.loads((run.parent / "served.json").read_text())["step"]
-            except (OSError, ValueError):
-                served = None
-            if served != newest:
-                missing.append(f"{run.parent.name}@{newest}, served is {served}")
+                job = json.loads((newest / "manifest.json").read_text())["job"]
+                events = self.root / f"jobs/events/{job}.jsonl"
+                told = not events.exists() or '"type":"served"' in events.read_text().replace(" ", "")
+            if not told or served != int(newest.name):
+                missing.append(f"{run.parent.name}@{newest.name}, served is {served}, told: {told}")
         return missing
 
     def _none_of(self, program: str) -> list[str]:

@@ -10,13 +10,13 @@ from tandem.client import Tandem
 _numbers = count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[httpx.Client]:  # noqa: F811
     with server.http() as client:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Tandem]:  # noqa: F811
     with Tandem(server.url, KEY, patience=5) as client:
         yield client
@@ -28,7 +28,7 @@ def run(client: Tandem) -> str:
     return client.create_run(f"run-{next(_numbers)}", lora={"rank": 2}).spec.name
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def idle_run(client: Tandem) -> str:
     """A run that no test changes."""
     return client.create_run("idle", lora={"rank": 2}).spec.name

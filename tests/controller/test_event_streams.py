@@ -185,6 +185,8 @@ def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, 
             coming = [asyncio.create_task(anext(reader)) for reader in readers]
             looks.clear()
             begin = time.monotonic()
+            while (len(reads) < 50 * (2 * number - 1) or not looks) and time.monotonic() < begin + 60:
+                await asyncio.sleep(0.05)
             await asyncio.sleep(1)
             assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
             assert 0 < len(looks) <= 1 + (time.monotonic() - begin) / event_streams.POLL_SECONDS

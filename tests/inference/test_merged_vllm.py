@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -240,7 +241,9 @@ def test_every_sequence_of_a_request_tells_its_versions(
             pool.submit(httpx.post, f"{vllm.url}/v1/{path}", headers=headers, json=body | what, timeout=200)
             for path, what in (("completions", prompts), ("chat/completions", messages))
         )
-        until("both run", lambda: client.merged()["in_flight"] == 2)
+        metrics = f"{vllm.url}/metrics"
+        running = re.compile(r"^vllm:num_requests_running{.*} 6", re.MULTILINE)
+        until("all six sequences run", lambda: running.search(httpx.get(metrics).text))
         time.sleep(0.5)
         assert trainer.publish(trainer.run).step == 2
     for request, expected in ((several, [(0, 0), (0, 1), (1, 0), (1, 1)]), (chat, [(0, 0), (0, 1)])):

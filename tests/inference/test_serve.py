@@ -1,7 +1,9 @@
 """What happens right before the program becomes vLLM."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ from tandem.inference.server import serve
 
 
 @pytest.fixture
-def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
     """Those of the vLLMs that start."""
+    log = logging.getLogger()
+    level = log.level
+    monkeypatch.setattr(log, "handlers", [])  # the program brings its own
     given: list[dict[str, str]] = []
 
     def become_vllm(_program: str, _argv: list[str], environment: dict[str, str]) -> None:
@@ -24,7 +29,8 @@ def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(f"TANDEM_{name}", str(value))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(os, "execve", become_vllm)
-    return given
+    yield given
+    log.setLevel(level)
 
 
 def start(ends: object = "became vLLM") -> None:

@@ -85,6 +85,7 @@ def train(spool: Spool, run: str, kind: str, model: Path, most: list[list[int]],
             attempt(spool, job, rank, at)
             if spool.checkpoints.newest(run) > number:  # it was committed before the end
                 spool.queue.finish(job, JobResult(state="succeeded", step=number + 1, finished=time.time()))
+                found["killed"].append(f"rank {rank} at {at}, behind the commit or not at all")
                 break
             beats = spool.jobs.beats(job_id, job.attempt)
             found["killed"].append(f"rank {rank} at {at}, {beats[rank].phase if rank in beats else 'start'}")

@@ -1,5 +1,6 @@
 """A rank's heartbeats say where it is and what memory it uses."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
 from tandem.trainer.rank import model_loader
-from tandem.trainer.rank.session import Heartbeat
+from tandem.trainer.rank.session import BEAT_SECONDS, Heartbeat
 from tandem.training.phases import MemoryWatch
 from waiting import until
 
@@ -76,3 +77,14 @@ def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, mon
         heartbeat(phase)
     assert seen == [[], [beat_file(tmp_path, 0)]]
     assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).phase == "train"
+
+
+def test_a_clock_that_is_set_back_holds_no_beat_up(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
+    heartbeat = Heartbeat(beat_file(tmp_path, 0), MemoryWatch())
+    heartbeat("train")
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    now = time.monotonic() + BEAT_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    heartbeat("train")
+    assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).time == 1000.0

@@ -17,7 +17,7 @@ from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
 LAUNCHES = ["torchrun", "fork"]
-SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 60}, "stubborn": {"do": "stubborn", "stall": 40}}
+SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 120}, "stubborn": {"do": "stubborn", "stall": 40}}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
 from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
-from tandem.spool import Spool, paths
+from tandem.spool import Spool, fs, paths
 from tandem.spool.events import Events
 from tandem.spool.recovery import recover
 from tandem.spool.schema import JobError, JobResult, RLLoss
@@ -371,6 +371,40 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     assert [job.spec.id for _, job in spool.jobs.list()] == ["k"]
     assert submit(spool, "j").spec.base_step == 0  # it can be submitted again
     assert any("queued," in problem for problem in spool.damage()["job"])
+
+
+def test_a_start_that_the_volume_refuses_to_end_and_to_undo_is_undone_by_the_next_claim(spool, monkeypatch):
+    submit(spool, "j")
+
+    def refuse(*arguments, **data):
+        raise SpoolUnusable("read-only")
+
+    with monkeypatch.context() as patch:  # it becomes read-only right behind the job's file in running/
+        patch.setattr(Events, "append", refuse)
+        patch.setattr(fs, "remove_file", refuse)
+        with pytest.raises(SpoolUnusable):
+            spool.queue.claim("me")
+    assert spool.jobs.get("j")[0] == "running"
+    claimed = spool.queue.claim("me")
+    assert claimed is not None
+    assert claimed.attempt == 1
+    assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
+    commit(spool, claimed)
+    assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
+    assert types(spool, "j") == ["claimed", "succeeded"]
+
+
+def test_a_damaged_file_that_a_running_job_left_in_the_queue_does_not_end_it(spool):
+    submit(spool, "j")
+    queued = job_path(spool, "queued", "j")
+    claimed = spool.queue.claim("me")
+    queued.parent.mkdir(parents=True, exist_ok=True)
+    queued.write_text("{")
+    assert spool.jobs.get("j") == ("running", claimed)
+    assert not queued.exists()
+    commit(spool, claimed)
+    assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
+    assert types(spool, "j") == ["claimed", "succeeded"]
 
 
 @pytest.mark.parametrize(

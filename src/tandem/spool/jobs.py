@@ -211,14 +211,17 @@ class Jobs:
         return located
 
     def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
-        """Ends the job of a damaged file, and moves the file to where it disturbs nobody. What fails, as on a full
-        volume, the next reader tries again: a job whose file is gone has its end."""
+        """Ends the job of a damaged file, unless a stronger directory has the job, and moves the file to where it
+        disturbs nobody. What fails, as on a full volume, the next reader tries again: a job whose file is gone has its
+        end."""
         target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
         message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
             if not fs.exists(path):
                 return  # another process was faster
-            if directory not in TERMINAL and not self._events.ended(key.id):
+            stronger = _STATES[_STATES.index(directory) + 1 :]
+            goes_on = any(fs.exists(self._paths.job_file(state, key)) for state in stronger)
+            if not goes_on and directory not in TERMINAL and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())
             fs.move_file(path, target)

@@ -1,8 +1,7 @@
 """Changes jobs: submit, claim, cancel, requeue, finish. Moving a job between directories is one rename.
 
 Each change holds the job's lock, and is ordered so that a crash leaves the state before or after it. Calling it again,
-the next claim, or a new runner's `recover` completes it. Locks are taken in this order:
-a run's, the claim lock, a job's.
+the next claim, or a new runner's `recover` completes it. Locks are taken in this order: a run's, claims', a job's.
 """
 
 import socket
@@ -150,10 +149,7 @@ class Queue:
         raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.running():
-                job = self._jobs.locate(key)
-                if job is not None and job[1].result is not None:  # a process died while it cancelled this job
-                    with suppress(NotFound):  # that process lives, and has completed it
-                        self.finish(job[1], job[1].result)
+                self._settle(key)
             passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}
@@ -189,6 +185,15 @@ class Queue:
         self._remove_queued(key)
         return job
 
+    def _settle(self, key: JobKey) -> None:
+        job = self._jobs.locate(key)
+        if job is not None and job[1].result is not None:  # a process died while it cancelled this job
+            with suppress(NotFound):  # that process lives, and has completed it
+                self.finish(job[1], job[1].result)
+        elif fs.exists(self._paths.job_file("queued", key)):  # the volume refused the end of a start, and its undoing
+            with self._spool.job_lock(key.id):
+                _remove(self._paths.job_file("running", key), self._paths.lease_file(key.id))
+
     def _remove_queued(self, key: JobKey) -> None:
         _remove(self._paths.job_file("queued", key))  # a file in another directory is stronger than one that stays here
         self._remove_empty(key)
@@ -218,14 +223,13 @@ class Queue:
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
-                key = job.key
-                running = self._paths.job_file("running", key)
+                running = self._paths.job_file("running", job.key)
                 fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
                 events = self._events.read(job_id)
                 if not any(event.type == "requeued" and event.attempt == current.attempt for event in events):
                     reason = error.model_dump(exclude={"log_tail"})
                     self._events.append(job_id, "requeued", attempt=current.attempt, error=reason, counts=counts)
-                fs.move_file(running, self._paths.job_file("queued", key))
+                fs.move_file(running, self._paths.job_file("queued", job.key))
             self.clear_attempts(job_id)
             return "queued"
 
@@ -242,8 +246,7 @@ class Queue:
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
-        key = job.key
-        result = job.result or result
+        key, result = job.key, job.result or result
         if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})
             # Decided jobs are in running/, so that those in queued/ need not be read to know that they wait.

@@ -17,7 +17,7 @@ from tandem.spool.schema import Job
 _numbers = count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Tandem]:  # noqa: F811
     with Tandem(server.url, KEY, patience=5) as client:
         yield client

@@ -131,19 +131,19 @@ class Heartbeat:
         self._path = path
         self._watch = watch
         self._phase = ""
-        self._written = 0.0
+        self._written = 0.0  # by a clock that nobody sets
         self.step = 0  # optimizer steps done
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 
     def __call__(self, phase: str) -> None:
         """`write` if the phase is new or the last beat is old enough."""
-        if phase != self._phase or time.time() - self._written >= BEAT_SECONDS:
+        if phase != self._phase or time.monotonic() - self._written >= BEAT_SECONDS:
             self.write(phase)
 
     def write(self, phase: str) -> None:
         """Write the file now. If the volume refuses it, the rank goes on."""
-        self._phase, self._written = phase, time.time()
-        beat = Beat(time=self._written, phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
+        self._phase, self._written = phase, time.monotonic()
+        beat = Beat(time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
         with suppress(SpoolUnusable, OSError):
             fs.write_json_atomic(self._path, beat, durable=False)
 
