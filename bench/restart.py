@@ -37,7 +37,7 @@ from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool import Spool
-from tandem.spool.schema import LORA_TARGETS, TERMINAL, LoraShape, OptimizerSettings, RunSpec, SFTJob
+from tandem.spool.schema import LORA_TARGETS, TERMINAL, JobState, LoraShape, OptimizerSettings, RunSpec, SFTJob
 from tandem.system import processes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
@@ -191,13 +191,13 @@ def measure(
     return {"rows": rows, "stays": stays, "losses": losses, "digests": digests}
 
 
-def wait(spool: Spool, job: str, log: Path) -> None:
-    """Until it has succeeded."""
+def wait(spool: Spool, job: str, log: Path, wanted: JobState = "succeeded") -> None:
+    """Until the job has ended, in this state."""
     end = time.monotonic() + 300
     while (state := spool.jobs.get(job)[0]) not in TERMINAL:
         assert time.monotonic() < end, f"{job} did not end\n{log.read_text()[-3000:]}"
         time.sleep(0.02)
-    assert state == "succeeded", f"{job} {state}\n{log.read_text()[-3000:]}"
+    assert state == wanted, f"{job} {state}\n{log.read_text()[-3000:]}"
 
 
 def used(gpus: list[int], device: str) -> list[int]:

@@ -165,11 +165,7 @@ def recommended(case: Case, arch: Arch, gpus: int) -> Case:
     """The case with the topology that `tandem plan` recommends."""
     job = memory.Training(arch, lora_of(case, arch), case.row, case.rows)
     sizes = plan.plan(job, gpus, gpu_memory()).recommended.sizes
-    names = {
-        "tensor": "TENSOR_PARALLEL", "sequence": "SEQUENCE_PARALLEL", "pipeline": "PIPELINE_PARALLEL",
-        "context": "CONTEXT_PARALLEL", "expert": "EXPERT_PARALLEL", "expert_tensor": "EXPERT_TENSOR_PARALLEL",
-    }  # fmt: skip
-    settings = {variable: int(getattr(sizes, name)) for name, variable in names.items()}
+    settings = {name.upper(): int(size) for name, size in sizes.fields().items()}
     return replace(case, settings=settings, ranks=gpus, cancelled=case.full)
 
 
@@ -177,17 +173,14 @@ def lora_of(case: Case, arch: Arch) -> LoraShape | None:
     return None if case.full else LoraShape(rank=16, alpha=32, targets=default_targets(arch))
 
 
-def steps_done(spool: Spool, job: str, steps: int, log: Path) -> None:
+def cancel_after(steps: int, spool: Spool, job: str, log: Path) -> None:
     """Wait for so many of a job's steps, and cancel the rest."""
     end = time.monotonic() + 300
     while sum(event.type == "step" for event in spool.events.read(job)) < steps:
         assert time.monotonic() < end and spool.jobs.get(job)[0] not in TERMINAL, log.read_text()[-3000:]  # noqa: PT018
         time.sleep(0.02)
     spool.queue.cancel(job)
-    while (state := spool.jobs.get(job)[0]) not in TERMINAL:
-        assert time.monotonic() < end, log.read_text()[-3000:]
-        time.sleep(0.02)
-    assert state == "cancelled", state
+    wait(spool, job, log, "cancelled")
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -226,7 +219,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
                 if number == 0:
                     time.sleep(max(0.0, 12 - (time.monotonic() - options.begun)) if options.device == "cuda" else 0)
                 if case.cancelled:
-                    steps_done(spool, f"job-{number}", case.steps, log)
+                    cancel_after(case.steps, spool, f"job-{number}", log)
                 else:
                     wait(spool, f"job-{number}", log)
             left = max(used(gpus, options.device))

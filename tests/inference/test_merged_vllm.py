@@ -225,9 +225,7 @@ def test_requests_that_run_during_a_swap(
         assert np.abs(told - expected)[:change].mean() > 0.1
 
 
-def test_every_sequence_of_a_request_tells_its_versions(
-    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
-) -> None:
+def test_every_sequence_of_a_request_tells_its_versions(vllm: VllmServer, trainer: MergedTrainer) -> None:
     """vLLM's ids of sequences: several prompts, several samples, chat, and an id that looks like one of vLLM's."""
     trainer.step(1)
     trainer.publish(trainer.run)

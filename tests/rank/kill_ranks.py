@@ -82,10 +82,10 @@ def train(spool: Spool, run: str, kind: str, model: Path, most: list[list[int]],
             rank = rng.randrange(RANKS)
             at = rng.randint(1, most[number][rank])
             job = jobs.claim(spool, job_id)
-            attempt(spool, job, rank, at)
+            reached = attempt(spool, job, rank, at)[rank] >= at
             if spool.checkpoints.newest(run) > number:  # it was committed before the end
                 spool.queue.finish(job, JobResult(state="succeeded", step=number + 1, finished=time.time()))
-                found["killed"].append(f"rank {rank} at {at}, behind the commit or not at all")
+                found["killed"] += [f"rank {rank} at {at}, after the commit"] if reached else []
                 break
             beats = spool.jobs.beats(job_id, job.attempt)
             found["killed"].append(f"rank {rank} at {at}, {beats[rank].phase if rank in beats else 'start'}")

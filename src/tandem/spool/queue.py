@@ -190,7 +190,7 @@ class Queue:
         if job is not None and job[1].result is not None:  # a process died while it cancelled this job
             with suppress(NotFound):  # that process lives, and has completed it
                 self.finish(job[1], job[1].result)
-        elif fs.exists(self._paths.job_file("queued", key)):  # the volume refused the end of a start, and its undoing
+        elif fs.exists(self._paths.job_file("queued", key)):  # its start failed, and the volume refused to undo it
             with self._spool.job_lock(key.id):
                 _remove(self._paths.job_file("running", key), self._paths.lease_file(key.id))
 

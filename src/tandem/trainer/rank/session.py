@@ -131,7 +131,7 @@ class Heartbeat:
         self._path = path
         self._watch = watch
         self._phase = ""
-        self._written = 0.0  # by a clock that nobody sets
+        self._written = 0.0  # by the monotonic clock
         self.step = 0  # optimizer steps done
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 

@@ -127,7 +127,8 @@ class LandingWeights(ModelWeights):
             self._tell(arrival, arrival.version, arrived)
         except Exception as error:
             arrival.error = f"{type(error).__name__}: {error}"
-            log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
+            if not arrival.stopped:
+                log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Block]:
         """Write what differs from the base model. Returns those blocks."""
