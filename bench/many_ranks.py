@@ -219,14 +219,12 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--launch", choices=["torchrun", "fork", "resident"], default="fork")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--epochs", type=int, default=None, help="of each job, a step each; default: 400, or 100 on the CPU"
-    )
+    parser.add_argument("--epochs", type=int, default=100, help="of each job, a step each")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing goes on
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)
-    options.epochs = options.epochs or (400 if options.device == "cuda" else 100)
     large = {"hidden_size": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_size": 3072}
     model = options.out / "spool" / "models" / "m"
     tiny_model.write_tiny_qwen3(model, **large if options.device == "cuda" else {"kv_heads": 4})  # type: ignore[arg-type]

@@ -121,8 +121,8 @@ four() {
         learned dp2 adapter nccl
         unset ${!TANDEM_TRAINER_*} ${!TANDEM_INFERENCE_*}
     fi
-    named ranks4 && into ranks4 150 python3 -m bench.many_ranks --device "$device" --out "$work/ranks4"
-    named ranks4 && into ranks4-tp2 150 python3 -m bench.many_ranks --device "$device" --tensor-parallel 2 --out "$work/ranks4-tp2"
+    named ranks4 && into ranks4 200 python3 -m bench.many_ranks --device "$device" --out "$work/ranks4"
+    named ranks4 && into ranks4-tp2 200 python3 -m bench.many_ranks --device "$device" --tensor-parallel 2 --out "$work/ranks4-tp2"
     local plan="python3 -m bench.topologies --recommended 4 --jobs 1 --out $work/models"
     named plan4 && into plan4 590 $plan --name topologies-4 --cases plan-0.6b-8k plan-0.6b-full-8k plan-8b-8k plan-8b-full-8k \
         plan-8b-32k plan-8b-full-32k plan-8b-tree plan-8b-full-tree

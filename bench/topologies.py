@@ -238,9 +238,10 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
 def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[Any]) -> dict[str, Any]:
     steps = [event.data["metrics"] for event in events if event.type == "step"]
     speed = statistics.median(step["tokens_per_second"] for step in steps[1:] or steps) / case.ranks
-    peak = 0.0
+    peak = outside = 0.0
     for step, phase in itertools.product(steps, ("forward_backward", "optimizer")):
         kinds = {kind: step[f"memory_{phase}_{kind}_bytes"] for kind in ("peak", "device_used", "reserved")}
+        outside = max(outside, kinds["device_used"] - kinds["reserved"])
         peak = max(peak, kinds["peak"] + kinds["device_used"] - kinds["reserved"])
     sizes = Sizes.of(
         Settings.model_validate({"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()})
@@ -250,11 +251,12 @@ def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[
     if torch.cuda.is_available():
         total = gpu_memory()
         planned = next(one for one in plan.plan(job, case.ranks, total).candidates if one.sizes == sizes)
-    seconds = parts(events)
+    seconds, context = parts(events), memory.memory(job, sizes).context
     return {
         "case": name, "topology": plan.describe(sizes), "row": case.row, "tokens/s per GPU": speed,
         "planned tokens/s per GPU": planned.tokens_per_second / case.ranks if planned else float("nan"),
         "peak GiB": peak / 2**30, "planned GiB": planned.total / 2**30 if planned else float("nan"),
+        "CUDA and NCCL GiB": outside / 2**30, "planned CUDA and NCCL GiB": context / 2**30,
         "peak / planned": peak / planned.total if planned else float("nan"),
         "keep (planned)": str(planned.levels if planned else None),
         "claim to first step": seconds["to first step"], "last step to 0 MiB": seconds["last step to 0 MiB"],

@@ -21,9 +21,10 @@ CHUNK_ELEMENTS = 2**27
 CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
 COMMUNICATORS = (2053 - 760) * 2**20
-"""NCCL, in the first dimension of several ranks: what a `resident` rank of DP=2 keeps beside that."""
+"""NCCL, for the first group of several ranks: what a `resident` rank of DP=2 keeps beside that. A rank of DP=4 has
+1252 MiB (bench/results/topologies-4.json)."""
 FURTHER_COMMUNICATOR = GIB // 2
-"""Each further dimension's (`parallel.data_parallel_group`: half a gigabyte for each group in use)."""
+"""For each further group: `_groups`."""
 TIED_TABLE = 3 * FURTHER_COMMUNICATOR
 """NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table that is trained:
 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
@@ -138,9 +139,8 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     slots = -(-job.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
     logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
-    dimensions = (sizes.tensor, sizes.context, sizes.data, sizes.pipeline, max(sizes.expert, sizes.expert_tensor))
-    several = sum(size > 1 for size in dimensions)
-    communicators = COMMUNICATORS + (several - 1) * FURTHER_COMMUNICATOR if several else 0
+    groups = _groups(job, sizes)
+    communicators = COMMUNICATORS + (groups - 1) * FURTHER_COMMUNICATOR if groups else 0
     if job.lora is None and arch.tie_embeddings and sizes.pipeline > 1 and (last or stage == 0):
         communicators += TIED_TABLE
     return Memory(
@@ -148,6 +148,17 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         logits=logits if last else 0, layer=working, layer_again=again, context=CONTEXT + communicators,
         shared=sizes.layers_shared,
     )  # fmt: skip
+
+
+def _groups(job: Training, sizes: Sizes) -> int:
+    """Groups of several ranks that a rank computes in, each with a communicator of its own (`parallel.Topology`)."""
+    groups = [sizes.tensor, sizes.context, sizes.data * sizes.context, sizes.pipeline]
+    if job.arch.moe is not None:
+        groups.append(sizes.experts)
+        trained = job.lora is None or bool(set(job.lora.targets) & set(EXPERT_TARGETS))
+        if trained and sizes.experts_apart:
+            groups.append(sizes.expert_data)
+    return sum(size > 1 for size in groups)
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
@@ -186,8 +197,10 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     least = own * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query
-    # ATTENTION: the MLP's input, qkv, the q, k and v made of it, A x of q, k and v.
-    attention = least + own * hidden + slots * (2 * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which context-parallel ranks
+    # make and gather again.
+    made = 1 if sizes.context > 1 else 2
+    attention = least + own * hidden + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
     # ALL: gate and up, and their A x.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32

@@ -2,8 +2,9 @@
 compute the same list, so only bytes travel."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from tandem.families.adapter import chosen, stacked_name
 from tandem.families.arch import Arch
@@ -55,9 +56,30 @@ def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: 
         yield full
 
 
-def layout(lists: Sequence[Sequence[Part]], dtype: str) -> list[object]:
-    """What both sides must agree on: the dtype, and the elements of each buffer."""
-    return [dtype, [sum(part.size for part in some) for some in lists]]
+@dataclass(frozen=True)
+class Turn:
+    """A buffer on its way from one sender to all workers."""
+
+    sender: int  # index in `senders`
+    parts: list[Part]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(part.size for part in self.parts)
+
+
+def turns(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int) -> list[Turn]:
+    """The `buffers` of all senders, in the order in which they travel: while one's is on its way, the next one fills
+    its own."""
+    lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
+    rounds = zip_longest(*lists)
+    return [Turn(sender, parts) for of_all in rounds for sender, parts in enumerate(of_all) if parts]
+
+
+def layout(whole: list[Turn], dtype: str) -> list[object]:
+    """What both sides must agree on: the dtype, and the sender and the elements of each buffer."""
+    return [dtype, [[turn.sender, turn.size] for turn in whole]]
 
 
 def parts(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[Part]:

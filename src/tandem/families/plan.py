@@ -30,8 +30,9 @@ per direction. No computation is assumed to go on meanwhile."""
 SHARES = {
     "tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "expert_tensor": 0.80, "context": 1.0,
 }  # fmt: skip
-"""Measured speed of two ranks of a dimension over what operations and bytes give. Not measured: context, and expert
-tensor, which exchanges what expert does and has smaller products."""
+"""Measured speed of two ranks of a dimension over what operations and bytes give; context's beside DP=2
+(bench/results/topologies-4.json). Not measured: expert tensor, which exchanges what expert does and has smaller
+products."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9

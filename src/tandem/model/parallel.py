@@ -153,10 +153,11 @@ def reading_groups() -> ReadingGroups | None:
     return groups if reach else None
 
 
-def connect_gradients() -> None:
+def connect_gradients(*, experts: bool) -> None:
     """Have NCCL connect the groups that gradients are summed over, so that its memory is counted from here on. NCCL
-    can't get any once torch's allocator has taken the rest. A collective of all ranks."""
-    for group in (current().data, current().expert_data):
+    can't get any once torch's allocator has taken the rest. A collective of all ranks. `experts`: whether the gradients
+    of experts are summed over a group of their own."""
+    for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
 

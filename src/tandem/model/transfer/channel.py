@@ -1,9 +1,9 @@
-"""Bytes from one rank of the trainer to vLLM's workers, over a process group of their own beside each process's default
+"""Bytes from ranks of the trainer to vLLM's workers, over a process group of their own beside each process's default
 one: NCCL between GPUs, Gloo between CPUs.
 
-The sender is rank 0 of the group. A store that it serves brings the group together. Nothing here waits longer than
-STALL_SECONDS for another process, but NCCL while it connects: whoever calls `connect` watches over it from another
-thread.
+The senders are the first ranks of the group, and they take turns. It is one group, because NCCL takes 0.8 s to connect
+one. A store that the first sender serves brings the group together. Nothing here waits longer than STALL_SECONDS for
+another process, but NCCL while it connects: whoever calls `connect` watches over it from another thread.
 """
 
 import os
@@ -34,8 +34,9 @@ class Pending(Protocol):
 
 
 class Channel(Protocol):
-    def broadcast(self, buffer: torch.Tensor) -> Pending:
-        """Send or receive a flat buffer, of the same size and in the same order on all ranks."""
+    def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
+        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call it, in the same
+        order and with the same size. The buffer of another sender may be overwritten."""
 
     def close(self) -> None: ...
 
@@ -60,11 +61,13 @@ def own_address(host: str, port: int) -> str:
         return str(towards.getsockname()[0])
 
 
-def connect(way: str, store: Store, name: str, rank: int, size: int, where: torch.device, address: str) -> Channel:
-    """Meet the others. `way`: nccl or ipc; `name`: of the channel, in the store; `address`: this process's own."""
+def connect(
+    way: str, store: Store, rank: int, senders: int, workers: int, where: torch.device, address: str
+) -> Channel:
+    """Meet the others. `way`: nccl or ipc; `rank`: in the group; `address`: this process's own."""
     if way == "ipc":
-        return IpcChannel(PrefixStore(name, store), rank, size, where)
-    return _Group(PrefixStore(name, store), rank, size, where, address)
+        return IpcChannel(store, rank, senders, workers, where)
+    return _Group(store, rank, senders + workers, where, address)
 
 
 def finish(pending: Pending) -> None:
@@ -84,18 +87,18 @@ class _Group:
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(days=1)  # `finish` has a limit of its own, and NCCL's would end the process
             with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
-                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            finish(self.broadcast(torch.zeros(1, device=where)))  # connects; the group alone does not
+                self._group = dist.ProcessGroupNCCL(PrefixStore("group", store), rank, size, options)
+            finish(self.broadcast(torch.zeros(1, device=where), 0))  # connects; the group alone does not
         else:
             gloo: Any = ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timedelta(seconds=STALL_SECONDS)
             options._devices = [gloo.create_device(hostname=address)]
-            self._group = gloo(store, rank, size, options)
+            self._group = gloo(PrefixStore("group", store), rank, size, options)
 
-    def broadcast(self, buffer: torch.Tensor) -> Pending:
+    def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = sender
         work: Pending = self._group.broadcast([buffer], options)
         return work
 

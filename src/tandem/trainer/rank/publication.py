@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tandem.config import Settings
 from tandem.families.adapter import peft_keys
-from tandem.families.parts import Part, buffers, layout, senders
+from tandem.families.parts import Part, layout, senders, turns
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
 from tandem.model.transfer.channel import (
@@ -165,32 +165,34 @@ class Publication:
 
         `beat` is called at each sign of life of the workers.
         """
-        weights, rank, offer = TrainedWeights(self.policy), self._rank, self._offer
-        dtype, where = weights.dtype, weights.device
+        weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
+        own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device
         store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
         most = BUFFER_BYTES // dtype.itemsize
-        lists = list(buffers(self.policy.arch, self._targets, sizes=self._sizes, rank=rank, most=most))
-        store.set(f"layout/{rank}", json.dumps(layout(lists, str(dtype))))
+        whole = turns(self.policy.arch, self._targets, sizes=self._sizes, most=most)
+        if own == 0:
+            store.set("layout", json.dumps(layout(whole, str(dtype))))
         workers = int(store.get("workers"))
         beat()
-        channel = connect(self.settings.way, store, f"{rank}", 0, workers + 1, where, offer["address"])
+        channel = connect(self.settings.way, store, own, len(ranks), workers, where, offer["address"])
         try:
             beat()
-            sizes = [sum(part.size for part in parts) for parts in lists]
-            memory = [torch.empty(max(sizes, default=0), dtype=dtype, device=where) for _ in range(BUFFERS)]
+            most = max(turn.size for turn in whole)
+            memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
             going, begin = deque[Pending](), time.perf_counter()
-            for number, (parts, size) in enumerate(zip(lists, sizes, strict=True)):
+            for number, turn in enumerate(whole):
                 if len(going) == BUFFERS:
                     finish(going.popleft())
                     beat()
-                buffer = memory[number % BUFFERS][:size]
-                weights.fill(parts, buffer)
-                going.append(channel.broadcast(buffer))
+                buffer = memory[number % BUFFERS][: turn.size]
+                if turn.sender == own:
+                    weights.fill(turn.parts, buffer)
+                going.append(channel.broadcast(buffer, turn.sender))
             for pending in going:
                 finish(pending)
                 beat()
             seconds = time.perf_counter() - begin
-            store.set(f"complete/{rank}", "")
+            store.set(f"complete/{own}", "")
             deadline = time.monotonic() + STALL_SECONDS
             while int(store.add("done", 0)) < workers:
                 if time.monotonic() > deadline:
@@ -198,4 +200,4 @@ class Publication:
                 time.sleep(0.001)
         finally:
             channel.close()
-        return sum(sizes) * dtype.itemsize, seconds
+        return sum(turn.size for turn in whole if turn.sender == own) * dtype.itemsize, seconds

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,10 @@ from tandem.inference.server.worker.model_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
+
+SWITCH_SECONDS = 1e-4
+"""When Python goes on with a thread that waits for it. vLLM's own thread keeps it busy, and the one that writes what
+arrives waits for it after each operation: by default 5 ms."""
 
 
 class MergedWorker:
@@ -52,6 +57,7 @@ def attach(worker: Any) -> None:
     else:
         weights = MergedWeights(model, base_model, place, frozenset(targets))
     worker.tandem_weights = weights
+    sys.setswitchinterval(SWITCH_SECONDS)
     log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
     if on_gpu:
         # vLLM 0.26 sums what it knows of, so it must be told of the copy. 0.32 measures what is in use. Neither knows

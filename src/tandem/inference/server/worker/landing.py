@@ -12,7 +12,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,13 +19,21 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, buffers, layout, senders
+from tandem.families.parts import Part, Turn, layout, senders, turns
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
-from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS, STALL_SECONDS, connect, finish, join_store
+from tandem.model.transfer.channel import (
+    BUFFER_BYTES,
+    BUFFERS,
+    STALL_SECONDS,
+    Pending,
+    connect,
+    finish,
+    join_store,
+)
 from tandem.model.transfer.merge import merge
 
 log = logging.getLogger("vllm.tandem")
@@ -241,43 +248,33 @@ def receive(
     store = PrefixStore(source["prefix"], joined)
     store.set("workers", str(workers))
     sizes = Sizes(**source["sizes"])
-    ranks = senders(sizes)
-    lists = [
-        list(buffers(arch, source["targets"], sizes=sizes, rank=rank, most=BUFFER_BYTES // dtype.itemsize))
-        for rank in ranks
-    ]
-    for sender, parts_of in zip(ranks, lists, strict=True):
-        if (theirs := json.loads(store.get(f"layout/{sender}"))) != layout(parts_of, str(dtype)):
-            raise ValueError(f"rank {sender} would send {theirs}, this vLLM expects {layout(parts_of, str(dtype))}")
+    count = len(senders(sizes))
+    whole = turns(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)
+    if (theirs := json.loads(store.get("layout"))) != layout(whole, str(dtype)):
+        raise ValueError(f"the ranks would send {theirs}, this vLLM expects {layout(whole, str(dtype))}")
     beat()
-    with contextlib.ExitStack() as opened:
-        channels = []
-        for sender in ranks:
-            channels.append(connect(source["way"], store, f"{sender}", rank + 1, workers + 1, where, address))
-            opened.callback(channels[-1].close)
-            beat()
-        # The ranks send at once, each its own; so they take turns here.
-        turns = [turn for of_turn in zip_longest(*lists) for turn in zip(channels, of_turn, strict=True) if turn[1]]
-        most = max(sum(part.size for part in parts) for _, parts in turns)
+    with contextlib.closing(connect(source["way"], store, count + rank, count, workers, where, address)) as channel:
+        beat()
+        most = max(turn.size for turn in whole)
         memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
-        coming = deque[tuple[Any, list[Part], torch.Tensor]]()
-        for number, (channel, parts) in enumerate(turns):
+        coming = deque[tuple[Pending, Turn, torch.Tensor]]()
+        for number, turn in enumerate(whole):
             if len(coming) == BUFFERS:
                 yield from _arrived(*coming.popleft())
                 beat()
-            buffer = memory[number % BUFFERS][: sum(part.size for part in parts)]
-            coming.append((channel.broadcast(buffer), parts, buffer))
+            buffer = memory[number % BUFFERS][: turn.size]
+            coming.append((channel.broadcast(buffer, turn.sender), turn, buffer))
         while coming:
             yield from _arrived(*coming.popleft())
             beat()
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        for sender in ranks:
+        for sender in range(count):
             store.get(f"complete/{sender}")  # NCCL may take a sender's death for the end of a buffer
         store.add("done", 1)
 
 
-def _arrived(pending: Any, parts: list[Part], buffer: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+def _arrived(pending: Pending, turn: Turn, buffer: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
     finish(pending)
-    for part, values in zip(parts, buffer.split([part.size for part in parts]), strict=True):
+    for part, values in zip(turn.parts, buffer.split([part.size for part in turn.parts]), strict=True):
         yield part, values.view(part.shape)
