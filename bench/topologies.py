@@ -6,9 +6,9 @@
 Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random weights. Cases with the
 same shape and row have the same data, so their first losses differ by rounding alone. tokens/s are those of the job's
 own steps but the first; memory is that of the fullest rank at its peak: what torch allocates, and what CUDA and NCCL
-use beside it. With `--recommended` each case takes the topology that `tandem plan` recommends for so many of this
-machine's GPUs, and a job of all weights is cancelled behind its steps, before it writes ten bytes per weight. `DIR`
-should be in memory: the largest models have 65 GB.
+use beside it, which the cases `groups-…` show for small models. With `--recommended` each case takes the topology that
+`tandem plan` recommends for so many of this machine's GPUs, and a job of all weights is cancelled behind its steps,
+before it writes ten bytes per weight. `DIR` should be in memory: the largest models have 65 GB.
 """
 
 import argparse
@@ -111,6 +111,23 @@ CASES = {
     "plan-8b-tree": Case("8b", row=131072, rows=4, steps=1, tree=True),
     "plan-8b-full-tree": Case("8b", row=131072, rows=4, steps=1, tree=True, full=True),
     "plan-30b-a3b-tree": Case("30b-a3b", row=131072, rows=4, steps=1, tree=True),
+    **{
+        f"groups-{name}": Case("0.6b", settings, ranks, row=2048, rows=4)
+        for name, settings, ranks in (
+            ("dp2", {}, 2),
+            ("tp2", {"TENSOR_PARALLEL": 2}, 2),
+            ("cp2", {"CONTEXT_PARALLEL": 2}, 2),
+            ("tp2-sp", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1}, 2),
+            ("pp2", {"PIPELINE_PARALLEL": 2}, 2),
+            ("tp2-dp2", {"TENSOR_PARALLEL": 2}, 4),
+            ("cp2-dp2", {"CONTEXT_PARALLEL": 2}, 4),
+            ("tp2-sp-cp2", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1, "CONTEXT_PARALLEL": 2}, 4),
+            ("tp2-pp2", {"TENSOR_PARALLEL": 2, "PIPELINE_PARALLEL": 2}, 4),
+        )
+    },
+    "groups-ep2": Case("tiny-moe", {"EXPERT_PARALLEL": 2}, row=512),
+    "groups-ep4": Case("tiny-moe", {"EXPERT_PARALLEL": 4}, ranks=4, row=512, rows=4),
+    "groups-ep2-dp2": Case("tiny-moe", {"EXPERT_PARALLEL": 2}, ranks=4, row=512, rows=4),
     "tiny-1": Case("tiny", ranks=1, row=512),
     "tiny-cp2": Case("tiny", {"CONTEXT_PARALLEL": 2}, row=512),
     "tiny-full": Case("tiny", row=512, full=True),
@@ -277,7 +294,11 @@ def main() -> None:
     parser.add_argument("--name", default="topologies", help="of the file under bench/results")
     options = parser.parse_args()
     if options.cases is None:
-        options.cases = [n for n in CASES if "tiny" not in n and n.startswith("plan") == bool(options.recommended)]
+        of_their_own = ("tiny", "groups") if options.recommended == 0 else ()
+        options.cases = [
+            name for name in CASES
+            if not name.startswith(of_their_own) and name.startswith("plan") == bool(options.recommended)
+        ]  # fmt: skip
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-topologies-"))
     options.logs = options.logs or options.out
     for directory in (options.out, options.logs):
