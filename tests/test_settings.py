@@ -92,6 +92,24 @@ def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_
         Settings().secret("admin_token")
 
 
+@pytest.mark.parametrize("content", [b"first\nsecond", b"t\xc3\xb6ken", b"\xff\x00"])
+def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, content):
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(InvalidInput) as refused:
+        Settings(admin_token_file=tmp_path / "token").secret("admin_token")
+    assert refused.value.field == "TANDEM_ADMIN_TOKEN_FILE"
+    assert "second" not in str(refused.value)
+    (tmp_path / "token").write_bytes(b"\xef\xbb\xbfkey-one\nkey-two")  # with a byte order mark
+    assert Settings(api_key_file=tmp_path / "token").api_keys == ["key-one", "key-two"]
+
+
+@pytest.mark.parametrize("url", ["vllm:8000", "127.0.0.1:8000", "http://vllm:port", "http://", "ftp://vllm:8000"])
+def test_an_inference_url_that_is_none_is_refused(url):
+    with pytest.raises(ValidationError, match="is no URL such as"):
+        Settings(inference_url=url)
+    assert Settings(inference_url="https://vllm/prefix").resolved_inference_url == "https://vllm/prefix"
+
+
 def test_a_vllm_that_could_verify_no_step_is_refused():
     """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that fills its length."""
     with pytest.raises(ValidationError, match="66"):
@@ -102,7 +120,8 @@ def test_a_vllm_that_could_verify_no_step_is_refused():
 def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")
-    assert Settings(root=tmp_path, base_model="Qwen/Qwen3-8B").model_path() == "Qwen/Qwen3-8B"
+    for name in ("Qwen/Qwen3-8B", "a" * 300):  # longer than a file's name may be
+        assert Settings(root=tmp_path, base_model=name).model_path() == name
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])

@@ -3,8 +3,10 @@
 import ipaddress
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -106,6 +108,15 @@ class Settings(BaseSettings):
     def _split(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
+    @field_validator("inference_url")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        with suppress(ValueError):  # of a port
+            parts = urlsplit(value or "http://default")
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                return value
+        raise ValueError(f"{value!r} is no URL such as http://127.0.0.1:8000")
+
     @model_validator(mode="after")
     def _exit_after_job_is_a_launch(self) -> Self:
         if self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
@@ -196,16 +207,27 @@ class Settings(BaseSettings):
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
         """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where neither is set. Raises
-        InvalidInput where the file can't be read."""
+        InvalidInput where the file can't be read, or a header can't carry the value."""
         value: SecretStr | None = getattr(self, name)
-        if value is not None:
-            return value.get_secret_value()
         path: Path | None = getattr(self, f"{name}_file")
-        try:
-            return None if path is None else path.read_text().strip()
-        except OSError as error:
-            problem = f"can't read {path}: {error.strerror}; correct the path or the file's permissions"
-            raise InvalidInput(problem, field=f"TANDEM_{name.upper()}_FILE") from error
+        field = f"TANDEM_{name.upper()}"
+        if value is not None:
+            text = value.get_secret_value().strip()
+        elif path is None:
+            return None
+        else:
+            field += "_FILE"
+            try:
+                text = path.read_text(encoding="utf-8-sig").strip()
+            except OSError as error:
+                problem = f"can't read {path}: {error.strerror}; correct the path or the file's permissions"
+                raise InvalidInput(problem, field=field) from error
+            except UnicodeDecodeError as error:
+                raise InvalidInput(f"{path} is not text; write the secret in base64 or hex", field=field) from error
+        parts = text.split() if name == "api_key" else [text]  # keys may stand in lines of their own
+        if not all(part.isascii() and part.isprintable() for part in parts):
+            raise InvalidInput("may have printable ASCII characters only, in one line; choose another", field=field)
+        return text
 
 
 def load_settings() -> Settings:
@@ -222,7 +244,10 @@ def load_settings() -> Settings:
 def resolve_model(root: Path, base_model: str) -> str:
     """The path of a run's `base_model` if it is a directory under the spool's `root`, else `base_model` itself."""
     inside = root / base_model
-    return str(inside) if not Path(base_model).is_absolute() and inside.is_dir() else base_model
+    with suppress(OSError):  # a name that is too long
+        if not Path(base_model).is_absolute() and inside.is_dir():
+            return str(inside)
+    return base_model
 
 
 def is_loopback(host: str) -> bool:

@@ -86,6 +86,16 @@ def test_every_example_is_trained_once_per_epoch_in_batches(tandem, server, run)
     assert [job.spec.base_step for job, *_ in trained] == list(range(JOBS))
 
 
+def test_a_rank_leaves_the_rest_of_the_shape(tandem, server, run, tmp_path) -> None:
+    file = tmp_path / "training.toml"
+    file.write_text('lora = {rank = 8, alpha = 8, targets = ["q_proj"]}')
+    with trainer(server, run, JOBS):
+        status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--config", str(file), "--lora-rank", "2")
+    assert status == 0, err
+    lora = server.spool.runs.get(run).lora
+    assert (lora.rank, lora.alpha, lora.targets) == (2, 4, ("q_proj",))
+
+
 def test_short_epochs_share_a_job(tandem, server, run) -> None:
     with trainer(server, run, 3) as trained:
         status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "8", "--epochs", "7",

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import json
 import tarfile
 import time
 from collections.abc import AsyncIterator
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 
 from api_server import KEY, rl_request, run_one, tree
 from spool.volume_tools import refused
 from tandem import client as package
 from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options
-from tandem.client.http import connection, error_of
+from tandem.client.http import connection, error_of, events_of, parsed
+from tandem.controller.schemas import ErrorBody
 from tandem.errors import CheckpointDamaged, InvalidInput, TandemError, Unreachable
 from tandem.spool.schema import Event
 
@@ -236,3 +239,26 @@ def test_a_damaged_manifest_shows_in_the_list(client, server, trained):
     first, second = client.checkpoints(trained)
     assert first.damage is None
     assert "manifest.json" in second.damage
+
+
+def test_a_newer_controller_may_say_more_and_another_server_is_named() -> None:
+    event = {"seq": 0, "time": 1.0, "job": "j", "type": "claimed", "attempt": 1, "data": {}}
+    lines = [event | {"new": 1}, event | {"seq": 1, "type": "new"}, event | {"seq": 2}]
+    content = b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
+    assert [(found.seq, found.type) for found in events_of(content)] == [(0, "claimed"), (2, "claimed")]
+    info = parsed(
+        TypeAdapter(ErrorBody), b'{"error": {"type": "t", "message": "m", "field": null, "new": 1}, "new": 2}'
+    )
+    assert info.error.message == "m"
+    with pytest.raises(TandemError, match=r"TANDEM_URL.*<html>"):
+        parsed(TypeAdapter(ErrorBody), b"<html>")
+
+
+def test_no_number_of_waits_uses_up_the_connections() -> None:
+    assert connection(None, None)["limits"].max_connections is None
+
+
+@pytest.mark.parametrize("key", ["k\N{LATIN SMALL LETTER E WITH ACUTE}y", "k\x01y"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(InvalidInput, match="TANDEM_API_KEY"):
+        connection("http://127.0.0.1", key)

@@ -138,14 +138,41 @@ def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
         asyncio.run(first())
 
 
-def test_an_sft_job_of_arts_backend_has_no_options_of_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`tandem.client.art` beside an empty ART."""
     for name, content in {"art": {}, "art.metrics_taxonomy": {"average_metric_samples": dict},
                           "art.types": {"TrainResult": dict}}.items():  # fmt: skip
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "tandem.client.art", raising=False)
-    backend = import_module("tandem.client.art").TandemBackend(
+    return import_module("tandem.client.art")
+
+
+def test_arts_defaults_stand_for_what_peft_args_leave_out(backend_module: ModuleType) -> None:
+    """ART 0.5.18's `get_model_config`: r=8, lora_alpha=16."""
+    lora = backend_module._lora
+    assert lora({}) == lora({"peft_args": {"random_state": 1}, "engine_args": {"max_num_seqs": 4}}) == {}
+    assert lora({"peft_args": {"r": 64}}) == {"rank": 64, "alpha": 16}
+    assert lora({"peft_args": {"target_modules": ["q_proj"]}}) == {"rank": 8, "alpha": 16, "targets": ["q_proj"]}
+    assert lora({"chat_template_kwargs": {"enable_thinking": False}, "trainer_args": {}}) == {}
+    for field, config in {
+        "trainer_args": {"trainer_args": {"adam_beta2": 0.9}}, "chat_template": {"chat_template": "{{ messages }}"},
+        "peft_args.use_dora": {"peft_args": {"use_dora": True}},
+    }.items():  # fmt: skip
+        with pytest.raises(InvalidInput) as refused:
+            lora(config)
+        assert refused.value.field == field
+
+
+def test_an_epsilon_of_zero_counts(backend_module: ModuleType) -> None:
+    loss = backend_module._job_settings(1e-5, 1, 256, {"ppo": True, "epsilon": 0.0})["loss"]
+    assert (loss["clip_low"], loss["clip_high"]) == (0.0, 0.0)
+
+
+def test_an_sft_job_of_arts_backend_has_no_options_of_rl(backend_module: ModuleType) -> None:
+    backend = backend_module.TandemBackend(
         "http://nowhere", loss={"temperature": 0.7}, advantage={"scale": "none"}, max_off_policy_steps=2, labels={}
     )
     sent = dict[str, Any]()
@@ -157,6 +184,11 @@ def test_an_sft_job_of_arts_backend_has_no_options_of_rl(monkeypatch: pytest.Mon
     backend._tandem.train_sft = train_sft
     trajectory = SimpleNamespace(messages=list, tools=None)
     config = SimpleNamespace(batch_size="auto", learning_rate=1e-4)
+    model = SimpleNamespace(name="run", _internal_config=None)
     with pytest.raises(NotFound):
-        asyncio.run(anext(backend._train_sft(SimpleNamespace(name="run"), [trajectory], config, None)))
+        asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
     assert sent.keys() == {"labels", "optimizer", "packing"}
+    model._internal_config = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(InvalidInput) as refused:
+        asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
+    assert refused.value.field == "chat_template_kwargs"

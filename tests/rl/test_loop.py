@@ -325,6 +325,26 @@ def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> No
     run(config(steps=1), stack, tmp_path)
 
 
+def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> None:
+    """vLLM would not answer until the job has ended."""
+    stack, beside = FakeStack(), []
+    stack.shared_gpus = True
+
+    class Slow(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin is not None:
+                for _ in range(20):
+                    await asyncio.sleep(0.002)
+                    beside.extend(job.id for job in stack.jobs.values() if job.state in ("queued", "running"))
+            return await super().rollout(task, sampler)
+
+    settings = config(steps=3, max_off_policy_steps=0, evaluation={"every": 1, "groups": 2, "samples": 1})
+    asyncio.run(make_loop(settings, stack, Slow(stack), tmp_path).run())
+    check(stack, 3, 0)
+    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3]
+    assert beside == []
+
+
 def test_a_new_training_with_an_old_record_is_recorded(tmp_path: Path) -> None:
     for _ in range(2):
         stack = FakeStack()

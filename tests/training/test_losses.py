@@ -13,6 +13,7 @@ from tandem.spool.schema import PreferenceLoss, RLLoss
 from tandem.training import losses
 from training import loss_references as reference
 
+BEYOND = st.sampled_from(["clip", "mask"])
 CONSTANT = 17.0
 
 
@@ -80,7 +81,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         return draw(st.sampled_from([None] * len(values) + list(values)))
 
     policy = draw(st.sampled_from(["cispo", "ppo", "gspo"]))
-    kind = draw(st.sampled_from(["token", "trajectory", "group", "constant"]))
+    kind, beyond = draw(st.sampled_from(["token", "trajectory", "group", "constant"])), draw(BEYOND)
     bounds = draw(st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]))
     tis = {"tis_cap": either(0.7, 2.0), "tis_mask_low": either(0.0, 0.5), "tis_mask_high": either(0.9, 5.0)}
     if any(value is not None for value in tis.values()):
@@ -89,7 +90,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
     chosen = {
         "clip_low": bounds[0], "clip_high": bounds[1], **tis,
         "ratio_level": None if policy == "gspo" else either("token", "sequence"),
-        "dual_clip": None if policy == "cispo" else either(5.01, 20.0),
+        "dual_clip": None if policy == "cispo" or beyond == "mask" else either(5.01, 20.0),
         "off_policy_threshold": either(1e-5, 0.5),
         "normalisation_constant": CONSTANT if kind == "constant" else None,
         "kl_in": (either("loss", "advantage") or "loss") if kl_coef else "loss",
@@ -98,7 +99,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         policy=policy, normalisation=kind, old_logprobs="trainer", kl_coef=kl_coef,
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])), entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_correction=bool(kl_coef and chosen["kl_in"] == "loss" and draw(st.booleans())),
-        beyond_bounds=draw(st.sampled_from(["clip", "mask"])), **chosen,
+        beyond_bounds=beyond, **chosen,
     )  # fmt: skip
 
 
@@ -293,6 +294,7 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
         ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
         ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
+        ({"policy": "ppo", "dual_clip": 3.0, "beyond_bounds": "mask"}, 'goes with beyond_bounds="clip"'),
         ({"kl_correction": True}, "kl_coef"),
         ({"kl_in": "advantage"}, "kl_coef"),
         ({"kl_in": "advantage", "kl_correction": True, "kl_coef": 0.1}, "kl_correction is for"),

@@ -118,7 +118,7 @@ def job(
         answer = _ask("POST", f"{inference}/chat/completions", key, json=request, timeout=120)
         if answer.status_code != 200 or not answer.json()["choices"]:
             raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
-        out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}")
+        out.print(f"{served.model} says {answer.json()['choices'][0]['message']['content']!r}", markup=False)
 
 
 def _delete(tandem: Tandem, run: str) -> None:

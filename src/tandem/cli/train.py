@@ -55,12 +55,13 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
             "run": run, "data": data, "format": format, "held_out": held_out, "epochs": epochs,
             "batch_size": batch_size, "learning_rate": learning_rate, "schedule": schedule, "warmup": warmup,
             "checkpoint_every": checkpoint_every, "sequence_length": sequence_length, "too_long": too_long,
-            "lora": None if lora_rank is None else {"rank": lora_rank, "alpha": 2 * lora_rank}, "seed": seed,
-            "trainable": "full" if full else None,
+            "seed": seed, "trainable": "full" if full else None,
         }  # fmt: skip
 
         def change(settings: dict[str, Any]) -> None:
             settings |= {name: value for name, value in given.items() if value is not None}
+            if lora_rank is not None:
+                settings["lora"] = (settings.get("lora") or {}) | {"rank": lora_rank, "alpha": 2 * lora_rank}
             for assignment in setting or []:
                 apply_setting(settings, assignment)
 

@@ -38,6 +38,14 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
     ("loftq_config", {}), ("layers_to_transform", None), ("layers_pattern", None), ("modules_to_save", None),
 ]  # fmt: skip
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")  # train the same
+_PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+_PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
+# Of a model's `_internal_config`: what the deployment has chosen here, and what would train something else.
+_DEPLOYMENTS = (
+    "peft_args", "engine_args", "init_args", "trainer_gpu_ids", "inference_gpu_ids", "rollout_weights_mode",
+    "allow_unvalidated_arch", "tinker_args", "tinker_native_args",
+)  # fmt: skip
+_ROLLOUTS = "chat_template_kwargs"  # ART's own client sends it
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
@@ -75,12 +83,7 @@ class TandemBackend:
         model.base_path = self._path
         if not model.trainable:
             return
-        peft = (model._internal_config or {}).get("peft_args") or {}
-        names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-        for name, value in peft.items():
-            if name not in names and name not in _PEFT_SPEED and (name, value) not in _PEFT_NEUTRAL:
-                raise InvalidInput(f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}")
-        lora = {names[name]: value for name, value in peft.items() if name in names}
+        lora = _lora(model._internal_config or {})
         try:
             status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora or None)
         except Conflict:  # it has another shape, for example because it is a fork
@@ -137,6 +140,8 @@ class TandemBackend:
         self, model: Any, trajectories: Iterable[Any], config: Any, _dev_config: Any, _verbose: bool = False
     ) -> AsyncIterator[dict[str, float]]:
         """One job for consecutive batches of one learning rate; yields the metrics of each optimizer step."""
+        if (model._internal_config or {}).get(_ROLLOUTS):
+            raise InvalidInput("Tandem renders conversations without it; leave it out", field=_ROLLOUTS)
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched(map(_example, trajectories), size))
         rate = config.learning_rate
@@ -170,6 +175,20 @@ class TandemBackend:
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
         return step
+
+
+def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The LoRA's shape that a model's `_internal_config` asks for; empty: the deployment's default. ART's own defaults
+    stand for what `peft_args` leaves out."""
+    for name, value in config.items():
+        if value and name not in (*_DEPLOYMENTS, _ROLLOUTS):
+            raise InvalidInput(f"Tandem does not have this option ({value!r}); leave it out", field=name)
+    peft = config.get("peft_args") or {}
+    for name, value in peft.items():
+        if name not in _PEFT_NAMES and name not in _PEFT_SPEED and (name, value) not in _PEFT_NEUTRAL:
+            raise InvalidInput(f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}")
+    given = {_PEFT_NAMES[name]: value for name, value in peft.items() if name in _PEFT_NAMES}
+    return _PEFT_DEFAULTS | given if given else {}
 
 
 def _run(model: Any) -> str:
@@ -214,8 +233,12 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
         raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
     # ART divides the advantages by their mean size, and only then adds its KL term.
     loss: dict[str, Any] = {"policy": _POLICIES[kind], "normalisation": "trajectory", "advantage_scale": "mean_abs"}
-    low, high = {"cispo": (1.0, 4.0), "ppo": (0.2, None), "importance_sampling": (1.0, _UNBOUNDED)}[kind]
-    low, high = take("epsilon", None) or low, take("epsilon_high", None) or high
+    defaults: dict[str, tuple[float, float | None]] = {
+        "cispo": (1.0, 4.0), "ppo": (0.2, None), "importance_sampling": (1.0, _UNBOUNDED),
+    }  # fmt: skip
+    given: list[float | None] = [take("epsilon", None), take("epsilon_high", None)]
+    low = defaults[kind][0] if given[0] is None else given[0]
+    high = defaults[kind][1] if given[1] is None else given[1]
     bounds = dict(take("loss_fn_config", None) or {})
     loss["clip_low"] = 1 - bounds.pop("clip_low_threshold", 1 - low)
     loss["clip_high"] = bounds.pop("clip_high_threshold", 1 + (low if high is None else high)) - 1
@@ -224,14 +247,12 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     if (level := take("importance_sampling_level", "token")) not in ("token", "sequence"):
         raise InvalidInput(f"{level!r}: Tandem has token and sequence", field="importance_sampling_level")
     loss["ratio_level"] = level
-    reference = take("kl_penalty_reference_step", None)
-    if coefficient := take("kl_penalty_coef", 0.0):
-        kl_reference = "base" if reference is None else reference
-        loss |= {"kl_coef": coefficient, "kl_in": "advantage", "kl_reference": kl_reference}
-    if cap := take("truncated_importance_sampling", None):
-        loss["tis_cap"] = cap
-    if take("precalculate_logprobs", False) or cap:
-        loss["old_logprobs"] = "trainer"
+    reference, coefficient = take("kl_penalty_reference_step", None), take("kl_penalty_coef", 0.0)
+    loss |= {"kl_coef": coefficient or 0.0, "kl_in": "advantage" if coefficient else "loss"}
+    loss["kl_reference"] = "base" if reference is None or not coefficient else reference
+    loss["tis_cap"] = take("truncated_importance_sampling", None) or None
+    trainers = take("precalculate_logprobs", False) or loss["tis_cap"]
+    loss["old_logprobs"] = "trainer" if trainers else "sampler"
     scale = all([take("normalize_advantages", True), take("scale_rewards", True)])
     optimizer = {"learning_rate": learning_rate, "batch_size": max(1, groups)}
     if (adam := take("adam_params", None)) is not None:

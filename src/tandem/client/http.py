@@ -20,6 +20,7 @@ from tandem.controller.schemas import CheckpointInfo, ErrorBody, JobStatus, RunS
 from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
+_EVENT = TypeAdapter[Event | dict[str, Any]](Event | dict[str, Any])  # a newer controller's may be of another type
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
@@ -44,14 +45,17 @@ def connection(base_url: str | None, api_key: str | None, given_by: str = "base_
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:
-            key = Path(file).read_text()
+            key = Path(file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE") from error
     # A controller accepts several keys, so the variable may hold several; a client sends the first.
     keys = (key or "").replace(",", " ").split()
+    if keys and not (keys[0].isascii() and keys[0].isprintable()):
+        raise InvalidInput("the API key has other characters than printable ASCII", field="TANDEM_API_KEY")
     headers = {"User-Agent": f"tandem/{__version__}"} | ({"Authorization": f"Bearer {keys[0]}"} if keys else {})
     timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)  # each wait and stream holds one
+    return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout, "limits": limits}
 
 
 def path(*parts: str) -> str:
@@ -208,7 +212,17 @@ def events_of(content: bytes) -> list[Event]:
     Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text may contain.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
-    return [Event.model_validate_json(line.removeprefix(b"data:")) for line in lines]
+    events = (parsed(_EVENT, line.removeprefix(b"data:")) for line in lines)
+    return [event for event in events if not isinstance(event, dict)]
+
+
+def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
+    """An answer of the controller, which may be newer than this client and say more. TandemError where it is none."""
+    try:
+        return kind.validate_json(content, extra="ignore")
+    except ValidationError as error:
+        problem = f"no controller of version {__version__} answers so; check TANDEM_URL, and its version"
+        raise TandemError(f"{problem}: {content[:200].decode(errors='replace')}") from error
 
 
 class Requests:
@@ -219,7 +233,7 @@ class Requests:
     async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
         """`_request`, and its response as a `kind`."""
         response = await self._request(method, *parts, **options)
-        return TypeAdapter(kind).validate_json(response.content)
+        return parsed(TypeAdapter(kind), response.content)
 
     async def _request(
         self,

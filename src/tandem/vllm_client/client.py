@@ -46,7 +46,7 @@ class VllmClient:
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
         if admin_token := settings.secret("admin_token"):
-            headers[ADMIN_HEADER] = admin_token.strip()
+            headers[ADMIN_HEADER] = admin_token
         self.url = settings.resolved_inference_url
         self._timeout, self._work_timeout = timeout, work_timeout
         # Not through the environment's proxies: they would get the API key and the admin token.

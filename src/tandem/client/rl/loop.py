@@ -87,10 +87,10 @@ class Loop:
         del self.record.lines[: self.state.recorded]
         if not self.state.jobs and status.num_pending:
             raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
-        if status.shared_gpus and self.bound:
+        self._shared, dead = status.shared_gpus, False
+        if self._shared and self.bound:
             problem = "trainer and vLLM take turns on the same GPUs, so nobody samples while a job trains; set it to 0"
             raise InvalidInput(problem, field="rl.max_off_policy_steps")
-        dead = False
         for job in list(self.state.jobs):
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
@@ -219,18 +219,18 @@ class Loop:
         self.ready = [group for group in self.ready if group not in stale]
         for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
-        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones.
-        return len(self.ready) >= self._size and (self.base <= self._followed or self._evaluation.done())
+        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones. On shared GPUs it
+        # does not answer beside a job.
+        evaluated = (all if self._shared else any)((self.base <= self._followed, self._evaluation.done()))
+        return len(self.ready) >= self._size and evaluated
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
         tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
         while await self._state_of(name):  # of a job that failed, or whose step was rolled back
             name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
-        trajectories = [trajectory for group in batch for trajectory in group.trajectories]
-        numbers = batch_numbers(trajectories, self.base, self._rewards, self.counts)
-        sampling = max(group.ended for group in batch) - min(group.began for group in batch)
-        numbers |= {"sampling": sampling, "last_error": self.error if self.counts["errors"] else None}
+        numbers = batch_numbers(batch, self.base, self._rewards, self.counts)
+        numbers["last_error"] = self.error if self.counts["errors"] else None
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
@@ -270,7 +270,7 @@ class Loop:
     # ---- the follower's side
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        """Wait for each job and until its step is served; record the step's numbers, and evaluate beside the next."""
+        """Wait for each job and until its step is served; record the step's numbers, and evaluate it."""
         self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tandem.client import Event, Trajectory
+from tandem.client.rl.environment import Group
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
@@ -56,10 +57,11 @@ def load_state(path: Path, new: State) -> State:
 
 
 def batch_numbers(
-    trajectories: Sequence[Trajectory], base: int, sampled: Sequence[float], counts: Mapping[str, int]
+    batch: Sequence[Group], base: int, sampled: Sequence[float], counts: Mapping[str, int]
 ) -> dict[str, Any]:
     """What is known of a batch when it is submitted. `sampled`: the rewards of all that was sampled for it, the groups
     that were left out too."""
+    trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     behind = [base - (turn.policy_step or 0) for turn in turns]
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -70,6 +72,7 @@ def batch_numbers(
         "off_policy_steps": {"max": max(behind), "mean": fmean(behind)},
         "tokens": sum(len(turn.token_ids) for turn in turns),
         "turns": len(turns),
+        "sampling": max(group.ended for group in batch) - min(group.began for group in batch),
         "left_out": {why: counts[why] for why in LEFT_OUT},
         "errors": counts["errors"],
         "submitted": time.time(),

@@ -65,6 +65,8 @@ class RLLoss(Record):
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if self.dual_clip is not None and (self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]):
             raise ValueError(f"dual_clip is for PPO and GSPO, and above their upper bound ({self.clip_bounds[1]:g})")
+        if self.dual_clip is not None and self.beyond_bounds == "mask":
+            raise ValueError('dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out')
         if (self.kl_in == "advantage" or self.kl_correction) and not self.kl_coef:
             raise ValueError("kl_in and kl_correction go with kl_coef > 0")
         if self.kl_in == "advantage" and self.kl_correction:
