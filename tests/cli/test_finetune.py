@@ -116,9 +116,10 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(t
     assert server.spool.jobs.list(run, ("queued",)) == []  # what was prepared ahead
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
         server.spool.paths.id_file(job.spec.id).unlink()
-    with trainer(server, run, 4) as second:
-        status, _, err = tandem("train", "sft", run, *ARGUMENTS)
+    with trainer(server, run, 4) as second:  # neither do the bounds of a job name it
+        status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err
+    assert [job.spec.deadline_seconds for job, *_ in first + second] == [86400.0] * 3 + [1e6] * 4
     trained = [batch for _, of_job, _ in first[:2] + second for batch in of_job]
     assert len(trained) == STEPS
     assert sorted(token for batch in trained for token in batch) == sorted([*range(100, 100 + EXAMPLES)] * 2)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.data import packed_format
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import FILE, PackedBatch
@@ -75,6 +76,13 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="submit it again") as refused:
         PackedBatch.open(tmp_path, sha256)
     assert refused.value.field == FILE
+
+
+def test_more_than_a_numpy_record_can_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_format, "LARGEST_BYTES", 100)
+    with pytest.raises(InvalidInput, match="make several jobs of it"):
+        pack(tmp_path / "large")
+    assert not (tmp_path / "large").exists()
 
 
 def test_unwritable_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
     job_id = jobs.claim(spool, jobs.submit_sft(spool)).spec.id
     own, here, store = tmp_path / "own", [0], HashStore()
     shutil.copytree(model, own)
+    (own / "README.md").write_text("what another program downloaded does not count")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, here[0], 2)]))
     first, _ = meet(spool, job_id, 1, lambda _: None)

@@ -1,9 +1,11 @@
 """The whole weights that ranks send, or write as files, are an independent merge, bit by bit."""
 
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,8 +16,9 @@ from inference.worker_models import merged
 from policies import LORA, write_random_adapter
 from ranks import run_ranks
 from tandem.families.adapter import stacked_name
-from tandem.families.parts import buffers
-from tandem.families.registry import read_arch
+from tandem.families.parts import buffers, own_parts, shares
+from tandem.families.plan import describe
+from tandem.families.registry import arch_from_config, read_arch, weight_rules
 from tandem.families.topology import Sizes
 from tandem.trainer.rank import model_files
 from tiny import write_random_model
@@ -26,6 +29,12 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tie_word_embeddings": True, "head_dim": 8}, 2),
     ("qwen3_moe", {}, 1),
 ]
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "norm_topk_prob": True, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[2]}")
@@ -90,6 +99,34 @@ def test_a_large_model_is_written_in_several_files(
         # Already before a rank writes, else an NFS client overwrites what those of other hosts have written.
         header = int.from_bytes((tmp_path / "merged" / file).read_bytes()[:8], "little")
         assert (tmp_path / "merged" / file).stat().st_size == 8 + header + sum(sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(tensor=2, data=2, expert=2), Sizes(tensor=2, data=3, expert_tensor=3), Sizes(tensor=2, data=6, expert=3),
+        Sizes(tensor=4, data=3, expert=3, expert_tensor=2), Sizes(tensor=2, data=3, expert_tensor=3, pipeline=2),
+    ],
+    ids=describe,
+)  # fmt: skip
+def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
+    """Also where neither of the cuts of experts and of all else divides the other."""
+    arch = arch_from_config(MIXTURE)
+    written: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
+    for rank in range(sizes.world):
+        place = sizes.place(rank)
+        held = {part.name: part.of for rule in weight_rules(arch) for part in own_parts(rule, sizes, place)}
+        for part in chain(*shares(arch, sizes=sizes, rank=rank, most=100)):
+            inside = zip(part.of, held[part.name], strict=True)
+            assert all(own.start <= at.start and at.stop <= own.stop for at, own in inside), (rank, part)
+            written[part.name].append(part.of)
+    for rule in weight_rules(arch):
+        for name, shape in rule.sources.items():
+            stacked = stacked_name(name)
+            count = np.zeros(shape if stacked == name else (rule.experts, *shape), int)
+            for of in written[stacked]:
+                count[of] += 1
+            assert (count == 1).all(), (name, np.unique(count))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

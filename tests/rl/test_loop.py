@@ -325,6 +325,13 @@ def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> No
     run(config(steps=1), stack, tmp_path)
 
 
+def test_jobs_get_the_bounds_of_the_file(tmp_path: Path) -> None:
+    stack = FakeStack()
+    run(config(steps=1, deadline_seconds=7200.0, max_attempts=1), stack, tmp_path)
+    request = stack.trained[0].request
+    assert (request["deadline_seconds"], request["max_attempts"]) == (7200.0, 1)
+
+
 def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> None:
     """vLLM would not answer until the job has ended."""
     stack, beside = FakeStack(), []

@@ -18,7 +18,6 @@ app = typer.Typer(
 )
 checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
-_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 
 
 @app.command()
@@ -181,10 +180,12 @@ def export(
     with staging(dest) as directory:
         tandem, staged = connect(), Path(directory)
         spec = tandem.get_run(run).spec
-        base = model_directory(base_model or spec.base_model, _MODEL_FILES)
+        base = base_model or spec.base_model
+        if spec.lora is not None:
+            base = str(model_directory(base))
         manifest = tandem.download(run, step, staged / "step", weights_only=True)
         if spec.lora is not None:
-            total = write_merged_model(staged / "model", base, staged / "step", spec.lora)
+            total = write_merged_model(staged / "model", Path(base), staged / "step", spec.lora)
         elif not manifest.files:
             raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
         else:
@@ -192,7 +193,7 @@ def export(
             (staged / "step").rename(staged / "model")
             total = sum(entry.size for entry in manifest.files.values())
         (staged / "model").replace(dest)
-    done = {"run": run, "step": step, "dest": str(dest), "base_model": str(base), "bytes": total}
+    done = {"run": run, "step": step, "dest": str(dest), "base_model": base, "bytes": total}
     made = f"{run}@{step}" if spec.lora is None else f"{run}@{step}, merged into {base},"
     show(done, json, lambda _: f"{made} is in {dest} ({size(total)})")
 

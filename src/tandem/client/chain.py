@@ -34,6 +34,7 @@ from tandem.spool.schema import (
 )
 
 OnStep = Callable[[int, Event], object]
+_LIMITS = {"deadline_seconds", "stall_seconds", "max_attempts"}
 
 
 class TrainingConfig(Record):
@@ -58,6 +59,9 @@ class TrainingConfig(Record):
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
     seed: int = Field(default=0, strict=True)  # of the order of the examples
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # these three: of each job
+    stall_seconds: float = Field(default=600.0, gt=0)
+    max_attempts: int = Field(default=3, ge=1, le=100)
 
     @model_validator(mode="after")
     def _share(self) -> Self:
@@ -115,7 +119,7 @@ class Chain:
         self.slices = _slices(self.total, self._per_epoch, config.checkpoint_every)
         held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
         # What may be changed to go on after a refusal in mid-training names no job.
-        settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long"})
+        settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long", *_LIMITS})
         content = [settings, _digest(Path(config.data)), held_out_digest]
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
@@ -209,6 +213,7 @@ class Chain:
             "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
             "optimizer": config.optimizer.model_copy(update=own).model_dump(),
             "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
+            **config.model_dump(include=_LIMITS),
         }  # fmt: skip
 
     def _in_file(self, error: InvalidInput, part: Slice) -> InvalidInput:

@@ -114,7 +114,10 @@ class _TrainRequest(Record):
         description="the client's own; the same id with the same content is one job, with other content a conflict",
     )
     base_step: int | None = Field(
-        default=None, ge=0, description="refuse unless the job would start from this step; null: from the newest"
+        default=None,
+        ge=0,
+        strict=True,
+        description="refuse unless the job would start from this step; null: from the newest",
     )
     optimizer: schema.OptimizerSettings = schema.OptimizerSettings()
     packing: PackingSettings = PackingSettings()

@@ -41,6 +41,7 @@ from tandem.spool import fs
 
 FORMAT = 3
 FILE = "arrays.npy"
+LARGEST_BYTES = 2**31 - 1  # of a NumPy record
 Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -79,9 +80,11 @@ _FIELDS = (
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file yet; returns the
-    file's SHA-256, lower-case hex. SpoolUnusable if the volume can't take them, and then `out` may hold a part of the
-    file. The caller commits `out` by renaming it."""
+    file's SHA-256, lower-case hex. InvalidInput if they are too large; SpoolUnusable if the volume can't take them, and
+    then `out` may hold a part of the file. The caller commits `out` by renaming it."""
     arrays = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
+    if (size := sum(arrays[name].nbytes for name in _FIELDS)) > LARGEST_BYTES:
+        raise InvalidInput(f"packed it has {size / 2**30:.1f} GiB, and at most 2 are possible; make several jobs of it")
     dtype = np.dtype([(name, arrays[name].dtype, arrays[name].shape) for name in _FIELDS])
     with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)

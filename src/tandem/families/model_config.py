@@ -8,10 +8,11 @@ from typing import Any, Self
 
 from tandem.errors import InvalidInput, UnknownArchitecture
 
+MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+"""Configuration, tokenizer and weights, by their names."""
 
-def model_directory(
-    model: str, files: tuple[str, ...] = ("config.json", "model*.safetensors*"), *, cached: bool = False
-) -> Path:
+
+def model_directory(model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False) -> Path:
     """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once; if
     `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither exists."""
     if Path(model).is_dir():

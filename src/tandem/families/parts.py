@@ -36,11 +36,8 @@ class Part:
 
 def senders(sizes: Sizes) -> list[int]:
     """The ranks that send: the first ones of each pipeline stage."""
-    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in range(senders_of_stage(sizes))]
-
-
-def senders_of_stage(sizes: Sizes) -> int:
-    return max(sizes.tensor, sizes.experts)
+    of_stage = range(max(sizes.tensor, sizes.experts))
+    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in of_stage]
 
 
 def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
@@ -54,6 +51,15 @@ def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: 
         full.append(part)
     if full:
         yield full
+
+
+def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
+    """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts take turns."""
+    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.experts)
+    first = rank - in_stage + in_stage % different  # of those that hold the same
+    for number, some in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
+        if number % (sizes.stage // different) == in_stage // different:
+            yield some
 
 
 @dataclass(frozen=True)

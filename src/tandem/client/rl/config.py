@@ -37,6 +37,10 @@ class EvalSection(Record):
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
 
 
+OF_JOBS = {"loss", "advantage", "optimizer", "packing", "deadline_seconds", "stall_seconds", "max_attempts"}
+"""Settings of `RLSection` that each job gets as they are."""
+
+
 class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
@@ -53,6 +57,9 @@ class RLSection(Record):
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
+    deadline_seconds: float = Field(default=3600.0, gt=0)  # these three: of each job
+    stall_seconds: float = Field(default=600.0, gt=0)
+    max_attempts: int = Field(default=3, ge=1, le=100)
     environment: list[EnvironmentSection] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ import httpx
 
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
-from tandem.client.rl.config import Config
+from tandem.client.rl.config import OF_JOBS, Config
 from tandem.client.rl.environment import Environment, Group, Sampler, described
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
@@ -234,7 +234,7 @@ class Loop:
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
-        settings = self._rl.model_dump(include={"loss", "advantage", "optimizer", "packing"}, exclude_unset=True)
+        settings = self._rl.model_dump(include=OF_JOBS, exclude_unset=True)
         optimizer = self._rl.optimizer
         if optimizer.batch_size:  # one schedule over all jobs
             start = max(0, self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)

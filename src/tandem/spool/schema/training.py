@@ -1,11 +1,14 @@
 """Records of what a job computes: its loss, its optimizer settings and its packed data."""
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tandem.spool.schema.base import Record
+
+Step = Annotated[int, Field(strict=True)]
+"""Not `true`, `false` or a text, which would be steps 1 and 0 and the like."""
 
 
 class RLLoss(Record):
@@ -45,7 +48,7 @@ class RLLoss(Record):
     # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an older policy.
     kl_correction: bool = False
     # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
-    kl_reference: Literal["base"] | int = "base"
+    kl_reference: Literal["base"] | Step = "base"
     kl_metric: bool = False  # measure the KL even where kl_coef is 0: costs one more forward pass without gradients
     entropy_coef: float = Field(default=0.0, ge=0)
     temperature: float = Field(default=1.0, gt=0)  # the trajectories' sampling temperature; logits are divided by it
@@ -75,6 +78,8 @@ class RLLoss(Record):
             raise ValueError('normalisation_constant goes with normalisation="constant", and only with it')
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:
             raise ValueError("kl_reference is 'base' or a checkpoint's step >= 0")
+        if self.kl_reference != "base" and not (self.kl_coef or self.kl_metric):
+            raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
         return self
 
     @property
@@ -134,7 +139,7 @@ class PreferenceLoss(Record):
     # SimPO: by how much the chosen answer's reward is to exceed the rejected one's. None: 0.5.
     margin: float | None = Field(default=None, ge=0)
     # DPO and IPO: what the policy is compared with. "start" is the checkpoint that the job starts from.
-    reference: Literal["start", "base"] | int = "start"
+    reference: Literal["start", "base"] | Step = "start"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -240,7 +245,8 @@ class PackedData(Record):
     dropped_groups: int = Field(default=0, ge=0)  # no variance in their rewards
     dropped_trajectories: int = Field(default=0, ge=0)  # too long, or nothing trained left after truncation
     truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
-    num_held_out: int = Field(default=0, ge=0)  # examples or pairs that are only evaluated; not in the counts above
+    # Examples or pairs that are only evaluated. Above, only rows, dropped and truncated trajectories count them.
+    num_held_out: int = Field(default=0, ge=0)
     policy_step_min: int | None = None  # RL: the oldest checkpoint that sampled a turn; None: unknown
     policy_step_mean: float | None = None  # over turns
     reward_mean: float | None = None

@@ -18,7 +18,7 @@ import torch
 
 from tandem.families.arch import Arch
 from tandem.families.model_config import other_files
-from tandem.families.parts import Part, buffers, senders_of_stage
+from tandem.families.parts import Part, shares
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
@@ -91,18 +91,13 @@ class ModelFiles:
             shutil.copyfile(path, self._directory / path.name)
 
     def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
-        """Write this rank's share of all tensors. `beat` is called now and then. Ranks with equal parts take turns."""
+        """Write this rank's share of all tensors. `beat` is called now and then."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
         writes = deque[list[Future[None]]]()
         try:
-            # The parts are those of the sender that holds the same weights.
-            in_stage, different = rank % sizes.stage, senders_of_stage(sizes)
-            sender = rank - in_stage + in_stage % different
             with ThreadPoolExecutor(WRITERS) as writers:
-                for number, parts in enumerate(buffers(arch, None, sizes=sizes, rank=sender, most=most)):
-                    if number % (sizes.stage // different) != in_stage // different:
-                        continue
+                for parts in shares(arch, sizes=sizes, rank=rank, most=most):
                     beat()
                     if len(writes) == BUFFERS:
                         _finish(writes.popleft())
@@ -114,6 +109,7 @@ class ModelFiles:
                 for of_buffer in writes:
                     _finish(of_buffer)
             for fd in opened.values():
+                beat()  # the host may hold all of it until now
                 os.fsync(fd)
         finally:
             for fd in opened.values():

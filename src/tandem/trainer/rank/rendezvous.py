@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
 from tandem.errors import Conflict, InvalidInput
-from tandem.families.model_config import model_directory
+from tandem.families.model_config import MODEL_FILES, model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import JobSpec, Record, RunSpec
@@ -99,7 +99,8 @@ def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
     """The fields of an `Assignment` that say which base model this host has."""
     model = resolve_model(spool.root, run.base_model)
     directory = liveness.in_thread(lambda: model_directory(model), lambda: beat("download"), seconds=1.0)
-    stats = {path.name: path.stat() for path in sorted(directory.iterdir()) if path.is_file()}
+    paths = (path for path in sorted(directory.iterdir()) if path.is_file() and any(map(path.match, MODEL_FILES)))
+    stats = {path.name: path.stat() for path in paths}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return {"model": str(directory), "model_files": files}
 
