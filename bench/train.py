@@ -15,8 +15,10 @@ way runs in processes of its own.
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import time
@@ -34,6 +36,10 @@ from tandem.spool.schema import LoraShape
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B_8L | {"num_hidden_layers": 48},
+    "qwen3-0.6b": QWEN3_8B | {
+        "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
     "llama-1b": {
         "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64,
         "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
@@ -179,6 +185,9 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70),
             file=sys.stderr,
         )
+        calls = cProfile.Profile()
+        calls.runcall(step)
+        pstats.Stats(calls, stream=sys.stderr).sort_stats("tottime").print_stats(30)
     return {
         "model": arguments.model, "trainable": arguments.trainable, "targets": arguments.targets, "row": row,
         "way": way, "limit GiB": arguments.limit, "ranks": arguments.ranks,
@@ -199,7 +208,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one more step")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of one more step, and the calls of another"
+    )
     parser.add_argument("--name", default="train", help="of the file under bench/results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
