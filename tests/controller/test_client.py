@@ -20,7 +20,7 @@ from tandem import errors
 from tandem.client import AsyncTandem, Tandem, sampling_options
 from tandem.client.http import connection, error_of, events_of, parsed
 from tandem.controller.schemas import ErrorBody
-from tandem.errors import CheckpointDamaged, InvalidInput, TandemError, Unreachable
+from tandem.errors import CheckpointDamaged, InvalidInput, NotFound, TandemError, Unreachable
 from tandem.spool.schema import Event
 
 
@@ -246,10 +246,10 @@ def test_a_newer_controller_may_say_more_and_another_server_is_named() -> None:
     lines = [event | {"new": 1}, event | {"seq": 1, "type": "new"}, event | {"seq": 2}]
     content = b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
     assert [(found.seq, found.type) for found in events_of(content)] == [(0, "claimed"), (2, "claimed")]
-    info = parsed(
-        TypeAdapter(ErrorBody), b'{"error": {"type": "t", "message": "m", "field": null, "new": 1}, "new": 2}'
-    )
-    assert info.error.message == "m"
+    with pytest.raises(TandemError, match="TANDEM_URL"):
+        events_of(b'data: {"seq": "x", "type": "failed"}\n')
+    body = {"error": {"type": "not_found", "message": "m", "field": None, "new": 1}, "new": 2}
+    assert isinstance(error_of(httpx.Response(404, json=body)), NotFound)
     with pytest.raises(TandemError, match=r"TANDEM_URL.*<html>"):
         parsed(TypeAdapter(ErrorBody), b"<html>")
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from contextlib import aclosing
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from tandem.client.verifiers import Environment, outputs_to_groups, trace_to_trajectory
 from tandem.data.inputs import Trajectory
-from tandem.errors import InvalidInput, NotFound, TandemError
+from tandem.errors import Conflict, InvalidInput, NotFound, TandemError
+from tandem.spool.schema import LoraShape
 
 
 def branch(ids: list[int], sampled: list[int], *, trainable: bool = True) -> SimpleNamespace:
@@ -150,12 +152,41 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("tandem.client.art")
 
 
-def test_arts_defaults_stand_for_what_peft_args_leave_out(backend_module: ModuleType) -> None:
+def test_arts_defaults_stand_for_what_peft_args_leave_out(backend_module: ModuleType, tmp_path: Path) -> None:
     """ART 0.5.18's `get_model_config`: r=8, lora_alpha=16."""
     lora = backend_module._lora
     assert lora({}) == lora({"peft_args": {"random_state": 1}, "engine_args": {"max_num_seqs": 4}}) == {}
-    assert lora({"peft_args": {"r": 64}}) == {"rank": 64, "alpha": 16}
-    assert lora({"peft_args": {"target_modules": ["q_proj"]}}) == {"rank": 8, "alpha": 16, "targets": ["q_proj"]}
+    made = dict[str, Any]()
+
+    class Controller:
+        """Has one run, of rank 64 and alpha 32."""
+
+        async def create_run(self, _run: str, *, base_model: str, lora: dict[str, Any] | None) -> None:
+            made["lora"] = lora
+            raise Conflict("it exists")
+
+        async def get_run(self, _run: str) -> Any:
+            spec = SimpleNamespace(name="run", lora=LoraShape(rank=64, alpha=32), trainable="lora")
+            return SimpleNamespace(spec=spec, newest_step=0)
+
+        async def wait_served(self, *_: object) -> None: ...
+
+    backend = backend_module.TandemBackend("http://nowhere", path=str(tmp_path))
+    backend._tandem = Controller()
+
+    def register(**peft: Any) -> dict[str, Any]:
+        model = SimpleNamespace(
+            name="run", base_model="m", trainable=True, _internal_config={"peft_args": peft},
+            _get_output_dir=lambda: tmp_path,
+        )  # fmt: skip
+        asyncio.run(backend.register(model))
+        return made["lora"]
+
+    assert register(r=64) == {"rank": 64, "alpha": 16}, "and the run, which has another alpha, goes on"
+    assert register(random_state=1) is None
+    with pytest.raises(Conflict, match="exists and trains a LoRA of rank=64"):
+        register(target_modules=["q_proj"])
+    assert made["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj"]}
     assert lora({"chat_template_kwargs": {"enable_thinking": False}, "trainer_args": {}}) == {}
     for field, config in {
         "trainer_args": {"trainer_args": {"adam_beta2": 0.9}}, "chat_template": {"chat_template": "{{ messages }}"},

@@ -140,7 +140,7 @@ class FakeStack:
         await self.pause()
         self.served = max(self.served, job.base + 1)
 
-    async def wait_job(self, job: str) -> None:
+    async def wait_job(self, job: str, timeout: float = 60.0) -> None:
         while self.jobs[job].state in ("queued", "running"):
             await asyncio.sleep(0.0005)
         if self.jobs[job].state == "failed":

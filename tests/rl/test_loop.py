@@ -141,7 +141,7 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp
 def test_a_job_that_made_its_step_and_was_removed_since_is_not_waited_for(tmp_path: Path) -> None:
     stack = FakeStack()
 
-    async def killed_behind_the_job(job: str) -> None:
+    async def killed_behind_the_job(job: str, _timeout: float) -> None:
         await FakeStack.wait_job(stack, job)
         raise Killed
 

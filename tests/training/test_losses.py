@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tandem.client.rl.config import RLSection
+from tandem.controller.schemas import RLRequest
 from tandem.spool.schema import PreferenceLoss, RLLoss
 from tandem.training import losses
 from training import loss_references as reference
 
-BEYOND = st.sampled_from(["clip", "mask"])
 CONSTANT = 17.0
 
 
@@ -81,7 +82,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         return draw(st.sampled_from([None] * len(values) + list(values)))
 
     policy = draw(st.sampled_from(["cispo", "ppo", "gspo"]))
-    kind, beyond = draw(st.sampled_from(["token", "trajectory", "group", "constant"])), draw(BEYOND)
+    kind = draw(st.sampled_from(["token", "trajectory", "group", "constant"]))
     bounds = draw(st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]))
     tis = {"tis_cap": either(0.7, 2.0), "tis_mask_low": either(0.0, 0.5), "tis_mask_high": either(0.9, 5.0)}
     if any(value is not None for value in tis.values()):
@@ -90,7 +91,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
     chosen = {
         "clip_low": bounds[0], "clip_high": bounds[1], **tis,
         "ratio_level": None if policy == "gspo" else either("token", "sequence"),
-        "dual_clip": None if policy == "cispo" or beyond == "mask" else either(5.01, 20.0),
+        "dual_clip": None if policy == "cispo" else either(5.01, 20.0),
         "off_policy_threshold": either(1e-5, 0.5),
         "normalisation_constant": CONSTANT if kind == "constant" else None,
         "kl_in": (either("loss", "advantage") or "loss") if kl_coef else "loss",
@@ -99,7 +100,7 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         policy=policy, normalisation=kind, old_logprobs="trainer", kl_coef=kl_coef,
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])), entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_correction=bool(kl_coef and chosen["kl_in"] == "loss" and draw(st.booleans())),
-        beyond_bounds=beyond, **chosen,
+        beyond_bounds=draw(st.sampled_from(["clip", "mask"])), **chosen,
     )  # fmt: skip
 
 
@@ -287,6 +288,23 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"policy": "ppo", "dual_clip": 3.0, "beyond_bounds": "mask"}, 'goes with beyond_bounds="clip"'),
+        ({"kl_reference": 3}, "goes with kl_coef > 0 or kl_metric"),
+    ],
+)
+def test_settings_that_do_nothing_are_refused_in_new_jobs_only(settings: dict[str, object], says: str) -> None:
+    RLLoss.model_validate(settings)  # a job that waits on the volume
+    turn = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.1]}
+    groups = [{"trajectories": [{"turns": [turn], "reward": 1.0}]}]
+    for kind, content in ((RLRequest, {"groups": groups}), (RLSection, {"steps": 1, "environment": [{"use": "a:b"}]})):
+        kind.model_validate(content)
+        with pytest.raises(ValidationError, match=says):
+            kind.model_validate({**content, "loss": settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
         ({"tis_cap": 2.0}, "old_logprobs"),
         ({"tis_mask_high": 2.0}, "old_logprobs"),
         ({"tis_level": "sequence", "old_logprobs": "trainer"}, "goes with tis_cap"),
@@ -294,9 +312,7 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
         ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
         ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
-        ({"policy": "ppo", "dual_clip": 3.0, "beyond_bounds": "mask"}, 'goes with beyond_bounds="clip"'),
         ({"kl_correction": True}, "kl_coef"),
-        ({"kl_reference": 3}, "goes with kl_coef > 0 or kl_metric"),
         ({"kl_reference": True, "kl_coef": 0.1}, "valid integer"),
         ({"kl_reference": "3", "kl_coef": 0.1}, "valid integer"),
         ({"kl_in": "advantage"}, "kl_coef"),

@@ -60,8 +60,8 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
 
         def change(settings: dict[str, Any]) -> None:
             settings |= {name: value for name, value in given.items() if value is not None}
-            if lora_rank is not None:
-                settings["lora"] = (settings.get("lora") or {}) | {"rank": lora_rank, "alpha": 2 * lora_rank}
+            if lora_rank is not None and isinstance(settings.setdefault("lora", {}), dict):
+                settings["lora"] |= {"rank": lora_rank, "alpha": 2 * lora_rank}
             for assignment in setting or []:
                 apply_setting(settings, assignment)
 

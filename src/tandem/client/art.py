@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.client import AsyncTandem, turn_from_openai
-from tandem.client.http import connection
+from tandem.client.http import connection, raise_if_other
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
+from tandem.spool.schema import LoraShape
 
 try:
     from art.metrics_taxonomy import average_metric_samples
@@ -40,7 +41,7 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")  # train the same
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
-# Of a model's `_internal_config`: what the deployment has chosen here, and what would train something else.
+# Of a model's `_internal_config`: what the deployment chooses here.
 _DEPLOYMENTS = (
     "peft_args", "engine_args", "init_args", "trainer_gpu_ids", "inference_gpu_ids", "rollout_weights_mode",
     "allow_unvalidated_arch", "tinker_args", "tinker_native_args",
@@ -83,13 +84,14 @@ class TandemBackend:
         model.base_path = self._path
         if not model.trainable:
             return
-        lora = _lora(model._internal_config or {})
+        given = _lora(model._internal_config or {})
+        lora = _PEFT_DEFAULTS | given if given else None
         try:
-            status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora or None)
+            status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora)
         except Conflict:  # it has another shape, for example because it is a fork
-            if lora:
-                raise
             status = await self._tandem.get_run(_run(model))
+            asked = LoraShape.model_validate(given).model_dump(include=set(given))
+            raise_if_other(status, {"lora": asked}, "peft_args")
         await self._arrived(model, status.newest_step)
 
     async def delete(self, model: Any) -> None:
@@ -178,8 +180,7 @@ class TandemBackend:
 
 
 def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The LoRA's shape that a model's `_internal_config` asks for; empty: the deployment's default. ART's own defaults
-    stand for what `peft_args` leaves out."""
+    """What a model's `_internal_config` asks for of the LoRA's shape."""
     for name, value in config.items():
         if value and name not in (*_DEPLOYMENTS, _ROLLOUTS):
             raise InvalidInput(f"Tandem does not have this option ({value!r}); leave it out", field=name)
@@ -187,8 +188,7 @@ def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in peft.items():
         if name not in _PEFT_NAMES and name not in _PEFT_SPEED and (name, value) not in _PEFT_NEUTRAL:
             raise InvalidInput(f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}")
-    given = {_PEFT_NAMES[name]: value for name, value in peft.items() if name in _PEFT_NAMES}
-    return _PEFT_DEFAULTS | given if given else {}
+    return {_PEFT_NAMES[name]: value for name, value in peft.items() if name in _PEFT_NAMES}
 
 
 def _run(model: Any) -> str:
@@ -247,12 +247,14 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     if (level := take("importance_sampling_level", "token")) not in ("token", "sequence"):
         raise InvalidInput(f"{level!r}: Tandem has token and sequence", field="importance_sampling_level")
     loss["ratio_level"] = level
-    reference, coefficient = take("kl_penalty_reference_step", None), take("kl_penalty_coef", 0.0)
-    loss |= {"kl_coef": coefficient or 0.0, "kl_in": "advantage" if coefficient else "loss"}
-    loss["kl_reference"] = "base" if reference is None or not coefficient else reference
-    loss["tis_cap"] = take("truncated_importance_sampling", None) or None
-    trainers = take("precalculate_logprobs", False) or loss["tis_cap"]
-    loss["old_logprobs"] = "trainer" if trainers else "sampler"
+    reference = take("kl_penalty_reference_step", None)
+    if coefficient := take("kl_penalty_coef", 0.0):
+        kl_reference = "base" if reference is None else reference
+        loss |= {"kl_coef": coefficient, "kl_in": "advantage", "kl_reference": kl_reference}
+    if cap := take("truncated_importance_sampling", None):
+        loss["tis_cap"] = cap
+    if take("precalculate_logprobs", False) or cap:
+        loss["old_logprobs"] = "trainer"
     scale = all([take("normalize_advantages", True), take("scale_rewards", True)])
     optimizer = {"learning_rate": learning_rate, "batch_size": max(1, groups)}
     if (adam := take("adam_params", None)) is not None:

@@ -59,7 +59,7 @@ class TrainingConfig(Record):
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
     seed: int = Field(default=0, strict=True)  # of the order of the examples
-    deadline_seconds: float = Field(default=86400.0, gt=0)  # these three: of each job
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # this and the next two: limits of each job
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
 
@@ -155,9 +155,13 @@ class Chain:
             try:
                 if part != self.slices[-1]:
                     ahead = self._submit(tandem, self.slices[part.number + 1], start)
-                done = tandem.wait_job(job.id, on_event=lambda event, part=part: on_step(_steps(part, event), event))  # type: ignore[misc]
+                done = tandem.wait_job(
+                    job.id,
+                    math.inf,
+                    lambda event, part=part: on_step(_steps(part, event), event),  # type: ignore[misc]
+                )
             except Conflict:
-                tandem.wait_job(job.id)  # raises JobFailed if it failed before the next one was submitted
+                tandem.wait_job(job.id, math.inf)  # raises JobFailed if it failed before the next one was submitted
                 raise
             except JobFailed:
                 if ahead != job:

@@ -32,7 +32,7 @@ def unpack(archive: Path, target: Path) -> Manifest:
     with tarfile.open(archive) as tar:
         tar.extractall(content, filter="data")
     (root,) = content.iterdir()
-    manifest = Manifest.model_validate_json((root / "manifest.json").read_bytes())
+    manifest = Manifest.model_validate_json((root / "manifest.json").read_bytes(), extra="ignore")
     verify_files(root, manifest)
     root.replace(target)
     return manifest

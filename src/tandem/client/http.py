@@ -20,7 +20,6 @@ from tandem.controller.schemas import CheckpointInfo, ErrorBody, JobStatus, RunS
 from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
 
-_EVENT = TypeAdapter[Event | dict[str, Any]](Event | dict[str, Any])  # a newer controller's may be of another type
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
@@ -75,7 +74,7 @@ def error_of(response: httpx.Response) -> TandemError:
     attempt may help."""
     retriable = response.status_code in _RETRIED_STATUSES
     try:
-        detail = ErrorBody.model_validate_json(response.content).error
+        detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
     except ValidationError:  # a proxy's page, for example
         kind = Unreachable if retriable else TandemError
         return kind(f"HTTP {response.status_code} from {response.url}: {response.text[:500]}")
@@ -212,8 +211,17 @@ def events_of(content: bytes) -> list[Event]:
     Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text may contain.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
-    events = (parsed(_EVENT, line.removeprefix(b"data:")) for line in lines)
-    return [event for event in events if not isinstance(event, dict)]
+    return [event for line in lines if (event := _event(line.removeprefix(b"data:"))) is not None]
+
+
+def _event(line: bytes) -> Event | None:
+    """None for a type that only a newer controller knows."""
+    try:
+        return Event.model_validate_json(line, extra="ignore")
+    except ValidationError as error:
+        if [(reason["loc"], reason["type"]) for reason in error.errors()] == [(("type",), "literal_error")]:
+            return None
+        raise _not_understood(line) from error
 
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
@@ -221,8 +229,12 @@ def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:
-        problem = f"no controller of version {__version__} answers so; check TANDEM_URL, and its version"
-        raise TandemError(f"{problem}: {content[:200].decode(errors='replace')}") from error
+        raise _not_understood(content) from error
+
+
+def _not_understood(content: bytes) -> TandemError:
+    problem = f"version {__version__} does not understand this answer; check TANDEM_URL, and the controller's version"
+    return TandemError(f"{problem}: {content[:200].decode(errors='replace')}")
 
 
 class Requests:

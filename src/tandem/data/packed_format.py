@@ -84,7 +84,9 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     then `out` may hold a part of the file. The caller commits `out` by renaming it."""
     arrays = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
     if (size := sum(arrays[name].nbytes for name in _FIELDS)) > LARGEST_BYTES:
-        raise InvalidInput(f"packed it has {size / 2**30:.1f} GiB, and at most 2 are possible; make several jobs of it")
+        raise InvalidInput(
+            f"packed, the job has {size / 2**30:.1f} GiB, and at most 2 are possible; make several jobs of it"
+        )
     dtype = np.dtype([(name, arrays[name].dtype, arrays[name].shape) for name in _FIELDS])
     with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)

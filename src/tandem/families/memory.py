@@ -21,8 +21,7 @@ CHUNK_ELEMENTS = 2**27
 CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
 COMMUNICATORS = (2053 - 760) * 2**20
-"""NCCL, for the first group of several ranks: what a `resident` rank of DP=2 keeps beside that. A rank of DP=4 has
-1252 MiB (bench/results/topologies-4.json)."""
+"""NCCL, for the first group of several ranks: what a `resident` rank of DP=2 keeps beside that."""
 FURTHER_COMMUNICATOR = GIB // 2
 """For each further group: `_groups`."""
 TIED_TABLE = 3 * FURTHER_COMMUNICATOR
@@ -155,9 +154,11 @@ def _groups(job: Training, sizes: Sizes) -> int:
     groups = [sizes.tensor, sizes.context, sizes.data * sizes.context, sizes.pipeline]
     if job.arch.moe is not None:
         groups.append(sizes.experts)
-        trained = job.lora is None or bool(set(job.lora.targets) & set(EXPERT_TARGETS))
-        if trained and sizes.experts_apart:
+        adapted = job.lora is not None and bool(set(job.lora.targets) & set(EXPERT_TARGETS))
+        if (adapted or job.lora is None) and sizes.experts_apart:
             groups.append(sizes.expert_data)
+        if adapted:
+            groups.append(sizes.expert_tensor)
     return sum(size > 1 for size in groups)
 
 

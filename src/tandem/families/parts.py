@@ -76,8 +76,8 @@ class Turn:
 
 
 def turns(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int) -> list[Turn]:
-    """The `buffers` of all senders, in the order in which they travel: while one's is on its way, the next one fills
-    its own."""
+    """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is on its way, the
+    next sender fills its own."""
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
     return [Turn(sender, parts) for of_all in rounds for sender, parts in enumerate(of_all) if parts]

@@ -7,7 +7,17 @@ from pydantic import Field, model_validator
 from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
-from tandem.spool.schema import LoraShape, OptimizerSettings, Record, RLLoss, RunName, Schedule, Serving, Trainable
+from tandem.spool.schema import (
+    AskedRLLoss,
+    LoraShape,
+    OptimizerSettings,
+    Record,
+    RLLoss,
+    RunName,
+    Schedule,
+    Serving,
+    Trainable,
+)
 
 
 class RunSection(Record):
@@ -53,11 +63,11 @@ class RLSection(Record):
     retries: int = Field(default=2, ge=0)  # of a rollout that raised
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
-    loss: RLLoss = RLLoss()
+    loss: AskedRLLoss = RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0)  # these three: of each job
+    deadline_seconds: float = Field(default=3600.0, gt=0)  # this and the next two: limits of each job
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
     environment: list[EnvironmentSection] = Field(min_length=1)

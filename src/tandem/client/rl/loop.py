@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +275,7 @@ class Loop:
         while self._followed < self.last:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
-            await self._tandem.wait_job(job.id)
+            await self._tandem.wait_job(job.id, inf)
             self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
             await self._evaluation  # until then the job stays in the state: a kill must not lose the evaluation

@@ -43,7 +43,7 @@ class AdminGuard:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         token, file = (os.environ.get(f"TANDEM_ADMIN_TOKEN{kind}", "").strip() for kind in ("", "_FILE"))
-        self._admin_token = token or (Path(file).read_text().strip() if file else "")
+        self._admin_token = token or (Path(file).read_text(encoding="utf-8-sig").strip() if file else "")
         self._api_key = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

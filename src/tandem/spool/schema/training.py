@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem.spool.schema.base import Record
 
@@ -68,8 +68,6 @@ class RLLoss(Record):
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if self.dual_clip is not None and (self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]):
             raise ValueError(f"dual_clip is for PPO and GSPO, and above their upper bound ({self.clip_bounds[1]:g})")
-        if self.dual_clip is not None and self.beyond_bounds == "mask":
-            raise ValueError('dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out')
         if (self.kl_in == "advantage" or self.kl_correction) and not self.kl_coef:
             raise ValueError("kl_in and kl_correction go with kl_coef > 0")
         if self.kl_in == "advantage" and self.kl_correction:
@@ -78,8 +76,6 @@ class RLLoss(Record):
             raise ValueError('normalisation_constant goes with normalisation="constant", and only with it')
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:
             raise ValueError("kl_reference is 'base' or a checkpoint's step >= 0")
-        if self.kl_reference != "base" and not (self.kl_coef or self.kl_metric):
-            raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
         return self
 
     @property
@@ -126,6 +122,18 @@ class SFTLoss(Record):
     @property
     def reference_step(self) -> None:
         return None
+
+
+def _effective(loss: RLLoss) -> RLLoss:
+    if loss.dual_clip is not None and loss.beyond_bounds == "mask":
+        raise ValueError('dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out')
+    if loss.kl_reference != "base" and not (loss.kl_coef or loss.kl_metric):
+        raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
+    return loss
+
+
+AskedRLLoss = Annotated[RLLoss, AfterValidator(_effective)]
+"""Of a new job: settings that do nothing are refused. Jobs on the volume may have them."""
 
 
 class PreferenceLoss(Record):

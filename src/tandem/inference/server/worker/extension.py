@@ -19,8 +19,8 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
 
 SWITCH_SECONDS = 1e-4
-"""When Python goes on with a thread that waits for it. vLLM's own thread keeps it busy, and the one that writes what
-arrives waits for it after each operation: by default 5 ms."""
+"""After how long a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives it up, and the thread
+that writes what arrives needs it after each operation. By default it waits 5 ms each time."""
 
 
 class MergedWorker:
