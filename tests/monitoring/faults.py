@@ -128,7 +128,7 @@ fault("a program is started again three times", idle, {46: NONE},
 fault("the controller crashes every four minutes", idle, {30: NONE, 46: {"TandemProcessFlapping"}},
       setting("controller", "process_start_time_seconds",
               lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0))  # fmt: skip
-fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}},
+fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}, 45: {"TandemCollectorFailing"}},
       setting("trainer", "tandem_collector_success", since(20, 0, before=1), collector="nvml"),
       dropping("trainer", "tandem_gpu_", since=20))  # fmt: skip
 
@@ -164,7 +164,7 @@ fault("a gradient is infinite", training, {20: NONE, 22: {"TandemNonFinite", "Ta
 
 fault("an attempt runs out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
       setting("trainer", FAILED, since(21, 1), error="oom"))  # fmt: skip
-fault("a rank counts an out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
+fault("a rank recovers from an out of memory", training, {59: NONE},
       setting("trainer", "tandem_torch_memory_ooms_total", since(21, 1), **RANK_0))  # fmt: skip
 fault("another program uses the trainer's GPU", idle, {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
       used(GPU_1, since(20, 700.0 * MIB)))  # fmt: skip
@@ -271,7 +271,12 @@ fault("the controller answers 503", training, {24: NONE, 30: {"TandemControllerE
       setting("controller", "tandem_http_requests_total", growing(20, 10), route="/v1/jobs", method="GET",
               status_class="5xx"))  # fmt: skip
 
-fault("one of two GPUs is gone", idle, {28: NONE, 31: {"TandemGPUMissing"}}, dropping("trainer", since=15, uuid=GPU_1))
+fault("one of two GPUs falls off the bus", idle,
+      {28: {"TandemCollectorFailing"}, 31: {"TandemCollectorFailing", "TandemGPUMissing"}},
+      setting("trainer", "tandem_collector_success", since(15, 0, before=1), collector="nvml"),
+      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
+fault("a container gets one of two GPUs", idle, {28: NONE, 31: {"TandemGPUMissing"}},
+      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
 fault("the only GPU is gone", idle, {28: NONE, 35: {"TandemGPUMissing"}},
       dropping("inference", since=15, uuid=INFERENCE_GPU))  # fmt: skip
 fault("ECC", idle, {20: NONE, 22: {"TandemGPUUncorrectableECC"}, 90: NONE},
