@@ -212,6 +212,9 @@ fault("/dev/shm fills", idle, {24: NONE, 25: {"TandemShmNearlyFull"}},
 
 fault("the volume is nearly full", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
       *shared_volume(since(20, 50.0 * GIB, before=150.0 * GIB)))  # fmt: skip
+fault("a model leaves little room for the next", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
+      setting("inference", "tandem_volume_free_bytes", since(20, 5.0 * GIB, before=25.0 * GIB),
+              volume="downloads"))  # fmt: skip
 fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFilling"}},
       *shared_volume(lambda m: 800.0 * GIB - GIB * m))  # fmt: skip
 fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 230: NONE},
@@ -220,10 +223,11 @@ fault("a model is downloaded for an hour, as old containers see", idle,
       {239: NONE, 260: NONE, 310: NONE, 400: NONE, 449: NONE},
       *shared_volume(lambda m: 800.0 * GIB - 6 * GIB * min(max(m - 200, 0), 60)))  # fmt: skip
 fault("a new controller downloads a model", idle, {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
-      dropping("controller", "tandem_volume_", since=200, volume="cache"),
-      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="cache", **NEW_POD),
+      dropping("controller", "tandem_volume_", since=200, volume="downloads"),
+      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="downloads",
+              **NEW_POD),
       setting("controller", "tandem_volume_free_bytes",
-              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="cache",
+              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="downloads",
               **NEW_POD))  # fmt: skip
 fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
       setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip

@@ -21,7 +21,10 @@ def idle(*, gpus: bool = True) -> Stack:
         put(stack, target, "up", 1)
     for target in ("controller", "trainer", "inference"):
         put(stack, target, "tandem_build_info", 1, version="0.1.0", revision="abc")
-        for volume, size in (("shared", 1000 * GIB), ("shm", 16 * GIB), ("cache", 100 * GIB), ("tmp", 8 * GIB)):
+        sizes = {"shared": 1000 * GIB, "downloads": 100 * GIB}
+        if target != "controller":
+            sizes |= {"shm": 16 * GIB, "cache": 100 * GIB, "tmp": 8 * GIB}
+        for volume, size in sizes.items():
             put(stack, target, "tandem_volume_total_bytes", size, volume=volume)
             put(stack, target, "tandem_volume_free_bytes", (0.8 if volume == "shared" else 0.25) * size, volume=volume)
         put(stack, target, "tandem_volume_write_probe_seconds", 0.004, volume="shared")
