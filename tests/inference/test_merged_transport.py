@@ -16,9 +16,11 @@ from tandem.inference.publisher.transports import MergedTransport
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import Manifest, RunSpec
+from tandem.system import liveness
 from tandem.vllm_client.client import InferenceRefused, VllmClient
 from tandem.vllm_client.names import MergedPhase
 from tiny import write_random_model
+from waiting import until
 
 OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
 
@@ -92,6 +94,26 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
     scene.log.clear()
     scene.load()
     assert scene.log == ["verify", "volume"]
+
+
+def test_a_swap_and_hashes_that_take_long_are_no_hang(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """TANDEM_SWAP_SECONDS may be longer than the liveness probe allows a turn of the publisher."""
+    monkeypatch.setenv(liveness.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
+    sign = tmp_path / "publisher.alive"
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sign.unlink(missing_ok=True)
+            until("it beats", sign.exists)
+            return work(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(transports, "verify_files", slow(transports.verify_files))
+    monkeypatch.setattr(FakeVllm, "swap_merged", slow(FakeVllm.swap_merged))
+    scene.load(broken="nccl")
+    assert scene.log == ["nccl", "verify", "volume"]
 
 
 @pytest.mark.parametrize(

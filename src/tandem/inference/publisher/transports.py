@@ -39,6 +39,8 @@ log = Log("publisher")
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
 """How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
+BEAT_SECONDS = 10.0
+"""Between two signs of life during what may take longer than the liveness probe allows a turn of the publisher."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -213,14 +215,15 @@ class MergedTransport:
                        self._settings.swap_seconds, again=own)  # fmt: skip
         for source in sources:
             try:
-                answer = swap(source=source)
+                answer = _alive(partial(swap, source=source))
                 break
             except InferenceRefused as error:
                 log.warning("whole weights did not arrive", model=name, transport=source["way"], reason=error)
         else:
             if own is not None:  # not before: ranks give up sooner than a large checkpoint is hashed
-                verify_files(model, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
-            answer = swap(source=own)
+                files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
+                _alive(partial(verify_files, model, files))
+            answer = _alive(partial(swap, source=own))
         self.listed, self.name = {name: str(path)}, answer["transport"]
         if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
@@ -262,3 +265,8 @@ class MergedTransport:
         """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
+
+
+def _alive[T](action: Callable[[], T]) -> T:
+    """The result of `action`, which takes as long as TANDEM_SWAP_SECONDS or the size of a model: that is no hang."""
+    return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)
