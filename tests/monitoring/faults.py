@@ -271,6 +271,10 @@ fault("half of a few samples are cut off", only_verifying, {70: NONE, 120: NONE}
 fault("vLLM answers 500", training, {24: NONE, 30: {"TandemVLLMErrors"}},
       setting("vllm", "http_requests_total", growing(20, 10), handler="/v1/completions", method="POST",
               status="5xx"))  # fmt: skip
+fault("one of ten requests gets 500 from a vLLM that has little to do", idle, {24: NONE, 30: {"TandemVLLMErrors"}},
+      setting("vllm", "http_requests_total", growing(0, 0.9), handler="/v1/completions", method="POST", status="2xx"),
+      setting("vllm", "http_requests_total", growing(20, 0.1), handler="/v1/completions", method="POST",
+              status="5xx"))  # fmt: skip
 fault("the controller answers 503", training, {24: NONE, 30: {"TandemControllerErrors"}},
       setting("controller", "tandem_http_requests_total", growing(20, 10), route="/v1/jobs", method="GET",
               status_class="5xx"))  # fmt: skip

@@ -93,6 +93,8 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     for status, share in (("2xx", 100), ("5xx", 0)):
         put(stack, "vllm", "http_requests_total", per_minute(share * pace), handler="/v1/completions", method="POST",
             status=status)  # fmt: skip
+    # The publisher's question, at each of its turns.
+    put(stack, "vllm", "http_requests_total", per_minute(120), handler="/v1/models", method="GET", status="2xx")
 
 
 def resident_idle() -> Stack:
