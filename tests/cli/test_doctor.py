@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 
 import pytest
 import tiny_model
@@ -9,6 +10,7 @@ import tiny_model
 import fake_nvml
 from api_server import tree
 from spool.spool_tools import run_spec, write_adapter
+from spool.volume_tools import mounted
 from tandem.spool import Spool
 
 
@@ -169,6 +171,27 @@ def test_what_is_refused_with_its_name(preflight, variables, name, found):
     status, failed = preflight(**variables)
     assert status == 1
     assert found in failed[name]
+
+
+@pytest.mark.parametrize("has_spool", [True, False])
+def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
+    """The programs wait for space, and the controller's deletes make some. Without a spool there are none."""
+    volume = tmp_path / "volume"
+    with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
+        if has_spool:
+            Spool.create(volume)
+        with suppress(OSError), (volume / "filling").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        status, failed = preflight(TANDEM_ROOT=str(volume))
+        assert (status, bool(failed)) == ((0, False) if has_spool else (1, True))
+        checks = {check["name"]: check for check in json.loads(command("preflight", "--json")[1])}
+        assert {name: checks[name]["status"] for name in ("volume", "disk")} == (
+            {"volume": "warn" if has_spool else "fail", "disk": "warn"}
+        )
+        assert "ENOSPC" in checks["volume"]["found"]
+        checks = {check["name"]: check["status"] for check in json.loads(command("doctor", "--json")[1])}
+        assert (checks["volume"], checks["disk"]) == ("fail", "fail")
 
 
 def test_preflight_of_an_unknown_role_is_wrong_usage(command):

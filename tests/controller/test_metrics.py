@@ -38,6 +38,7 @@ def test_the_series_are_those_of_the_catalogue(server):
     assert labels in seen.all("tandem_http_requests_total")
     until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
     assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
+    assert get(server, "tandem_volume_free_bytes", volume="downloads") > 0  # it downloads the tokenizer
 
 
 def test_requests_are_counted_by_template_method_and_status(server, http, run):

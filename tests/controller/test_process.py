@@ -3,6 +3,7 @@
 import errno
 import json
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from tandem.client import Tandem
 from tandem.config import Settings
 from tandem.controller import app
 from tandem.spool import Spool
-from waiting import until
+from waiting import answers, until
 
 CHAT = [{"messages": [{"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "maybe"}]}]
 
@@ -99,6 +100,23 @@ def test_a_second_controller_on_the_port_fails_visibly(process, root):
     assert "address already in use" in second.output()
     second.__exit__()
     assert httpx.get(f"{process.url}/healthz", trust_env=False).status_code == 200
+
+
+def test_a_controller_for_ipv6_answers_ipv4_too(root):
+    """In an IPv6-only cluster, others come by IPv6, and `tandem` in the container by 127.0.0.1."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with Process(root, TANDEM_CONTROLLER_HOST="::") as process:
+        for host in ("127.0.0.1", "[::1]"):
+            assert answers(f"http://{host}:{process.port}/healthz"), host
+        second = Process(root, TANDEM_CONTROLLER_HOST="::", TANDEM_CONTROLLER_PORT=str(process.port))
+        try:
+            assert second.popen.wait(timeout=60) == 3
+            assert "in use" in second.output()
+        finally:
+            second.__exit__()
 
 
 def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, client, root):

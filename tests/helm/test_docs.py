@@ -24,7 +24,8 @@ OTHERS_SAY = {
     "had volume node affinity conflict", "had untolerated taint", "unbound immediate PersistentVolumeClaims",
     "provisioning failed for PVC", "SchedulingGated", "Init:0/1", 'secret "tandem" not found',
     "references non-existent secret key", "Init:CrashLoopBackOff", "Init:Error", "ImagePullBackOff",
-    "Init:ImagePullBackOff", "OOMKilled", "Liveness probe failed", "401",
+    "Init:ImagePullBackOff", "OOMKilled", "Liveness probe failed", "Startup probe failed",
+    "401",
 }  # fmt: skip
 
 

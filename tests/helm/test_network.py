@@ -216,6 +216,16 @@ def test_an_offline_hub_closes_the_way_to_the_internet():
     assert not both.reached("trainer", PROXY_OUTSIDE, 443)
 
 
+@pytest.mark.parametrize("role", ["controller", "inference"])
+@pytest.mark.parametrize("kind", ["ClusterIP", "NodePort", "LoadBalancer"])
+def test_the_notes_warn_of_a_service_for_the_outside_that_the_policies_close(role, kind):
+    warning = f"{role}.service.type={kind}, but networkPolicy.clients is empty"
+    service = {role: {"service": {"type": kind}}}
+    assert (warning in with_values(**service).notes) == (kind != "ClusterIP")
+    for policy in ({"clients": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}, {"enabled": False}):
+        assert warning not in with_values(**service, networkPolicy=policy).notes
+
+
 def test_the_scrapers_are_a_value():
     found = changed(networkPolicy={"prometheus": [{"podSelector": {"matchLabels": {"app": "web"}}}]})
     assert found.reaching("trainer", TRAINER_METRICS) == {"pod", "inference", *SMOKE}

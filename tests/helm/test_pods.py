@@ -157,8 +157,8 @@ def test_probes(name):
         assert seconds["startup"] >= max(300, 60 * minutes)
         if role == "controller":
             paths = {kind: probe["httpGet"] for kind, probe in probes.items()}
-            assert paths["liveness"] == paths["startup"] == {"path": "/healthz", "port": "http"}
-            assert paths["readiness"] == {"path": "/readyz", "port": "http"}
+            # /readyz is 503 on a full volume, where the only endpoint must not go: deletes free space.
+            assert all(path == {"path": "/healthz", "port": "http"} for path in paths.values())
             continue
         commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
         health = ["python", "-m", "tandem.supervise.health"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import pytest
 
@@ -16,10 +16,13 @@ from tandem.inference.publisher.transports import MergedTransport
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import Manifest, RunSpec
-from tandem.vllm_client.client import InferenceRefused, VllmClient
+from tandem.system import liveness
+from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import MergedPhase
 from tiny import write_random_model
+from waiting import until
 
+RUN = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
 OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
 
 
@@ -60,19 +63,22 @@ class Scene:
 
         monkeypatch.setattr(transports, "verify_files", verify)
 
-    def transport(self, broken: str = "", state: dict[str, str] | None = None) -> MergedTransport:
+    def transport(
+        self, broken: str = "", state: dict[str, str] | None = None, requests: Literal["keep", "wait"] = "keep"
+    ) -> MergedTransport:
         spool = SimpleNamespace(
             checkpoints=SimpleNamespace(path=lambda _run, _step: self.model),
             events=SimpleNamespace(read=lambda _job: self.offers),
             jobs=SimpleNamespace(get=lambda _job: ("running", None)),
         )
         client = cast(VllmClient, FakeVllm(self.model, self.log, broken, state))
-        settings = Settings(weights="merged", transport="nccl", device="cpu", base_model=str(self.model))
+        settings = Settings(
+            weights="merged", transport="nccl", device="cpu", base_model=str(self.model), swap_requests=requests
+        )
         return MergedTransport(client, cast(Any, None), settings, cast(Spool, spool))
 
     def load(self, broken: str = "") -> dict[str, float]:
-        run = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
-        return self.transport(broken).load("r@1", self.model, run, self.manifest)
+        return self.transport(broken).load("r@1", self.model, RUN, self.manifest)
 
 
 @pytest.fixture
@@ -94,6 +100,26 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
     assert scene.log == ["verify", "volume"]
 
 
+def test_a_swap_and_hashes_that_take_long_are_no_hang(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """TANDEM_SWAP_SECONDS may be longer than the liveness probe allows a turn of the publisher."""
+    monkeypatch.setenv(liveness.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
+    sign = tmp_path / "publisher.alive"
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sign.unlink(missing_ok=True)
+            until("it beats", sign.exists)
+            return work(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(transports, "verify_files", slow(transports.verify_files))
+    monkeypatch.setattr(FakeVllm, "swap_merged", slow(FakeVllm.swap_merged))
+    scene.load(broken="nccl")
+    assert scene.log == ["nccl", "verify", "volume"]
+
+
 @pytest.mark.parametrize(
     "damage", [lambda whole: b"", lambda whole: b"\xff" * 64, lambda whole: whole[: len(whole) // 3]]
 )
@@ -103,6 +129,37 @@ def test_files_that_are_none_are_damage(scene: Scene, damage: Callable[[bytes], 
     with pytest.raises(CheckpointDamaged, match=str(scene.model)):
         scene.load()
     assert scene.log == []
+
+
+@pytest.mark.parametrize(("requests", "pauses"), [("wait", True), ("keep", False)])
+def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, requests: Literal["keep", "wait"], pauses: bool
+) -> None:
+    clock = [1000.0]
+
+    def busy(self: FakeVllm, *_: Any, **__: Any) -> dict[str, Any]:
+        scene.log.append("swap")
+        clock[0] += 120
+        raise InferenceUnavailable("5 requests still run")
+
+    monkeypatch.setattr(transports.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(transports, "_alive", lambda action: action())
+    monkeypatch.setattr(FakeVllm, "swap_merged", busy)
+    scene.offers = []
+    transport = scene.transport(requests=requests)
+    ordered = []
+    for later in (0, 0.5, 119, 1):
+        clock[0] += later
+        scene.log.clear()
+        with pytest.raises(InferenceUnavailable, match="5 requests still run"):
+            transport.load("r@1", scene.model, RUN, scene.manifest)
+        ordered.append("swap" in scene.log)
+    assert ordered == ([True, False, False, True] if pauses else [True] * 4)
+    transport.server_lost()  # the next one has no requests
+    scene.log.clear()
+    with pytest.raises(InferenceUnavailable):
+        transport.load("r@1", scene.model, RUN, scene.manifest)
+    assert "swap" in scene.log
 
 
 @pytest.mark.parametrize("phase", get_args(MergedPhase))

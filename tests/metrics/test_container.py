@@ -8,7 +8,7 @@ import pytest
 from metrics.metric_tools import Exported, opener
 from spool.volume_tools import full_disk
 from tandem.config import Settings
-from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector
+from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector, downloads, local_directories
 from tandem.metrics.exporter import make_collectors
 from tandem.spool import Spool
 from tandem.supervise.supervisord import Status
@@ -29,6 +29,19 @@ def test_a_missing_volume_is_a_failure_and_the_others_are_exported(volume: Spool
     assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp"}
     (tmp_path / "gone").rename(volume.root)
     assert exported.works("volumes")
+
+
+def test_the_volume_of_downloaded_models_has_its_own_series(tmp_path: Path, monkeypatch) -> None:
+    """It is another one than the private cache of kernels, also before the first download."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "private"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache" / "huggingface"))
+    (tmp_path / "cache").mkdir()
+    assert local_directories()["downloads"] == tmp_path / "cache"
+    (tmp_path / "cache" / "huggingface").mkdir()
+    assert downloads() == {"downloads": tmp_path / "cache" / "huggingface"}
+    assert local_directories()["cache"] == tmp_path / "private"
+    monkeypatch.delenv("HF_HOME")
+    assert downloads() == {"downloads": tmp_path}
 
 
 def test_a_full_volume_can_be_read_and_has_no_probe(volume: Spool, monkeypatch) -> None:

@@ -128,7 +128,7 @@ fault("a program is started again three times", idle, {46: NONE},
 fault("the controller crashes every four minutes", idle, {30: NONE, 46: {"TandemProcessFlapping"}},
       setting("controller", "process_start_time_seconds",
               lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0))  # fmt: skip
-fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}},
+fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}, 45: {"TandemCollectorFailing"}},
       setting("trainer", "tandem_collector_success", since(20, 0, before=1), collector="nvml"),
       dropping("trainer", "tandem_gpu_", since=20))  # fmt: skip
 
@@ -164,7 +164,7 @@ fault("a gradient is infinite", training, {20: NONE, 22: {"TandemNonFinite", "Ta
 
 fault("an attempt runs out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
       setting("trainer", FAILED, since(21, 1), error="oom"))  # fmt: skip
-fault("a rank counts an out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
+fault("a rank recovers from an out of memory", training, {59: NONE},
       setting("trainer", "tandem_torch_memory_ooms_total", since(21, 1), **RANK_0))  # fmt: skip
 fault("another program uses the trainer's GPU", idle, {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
       used(GPU_1, since(20, 700.0 * MIB)))  # fmt: skip
@@ -212,6 +212,9 @@ fault("/dev/shm fills", idle, {24: NONE, 25: {"TandemShmNearlyFull"}},
 
 fault("the volume is nearly full", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
       *shared_volume(since(20, 50.0 * GIB, before=150.0 * GIB)))  # fmt: skip
+fault("a model leaves little room for the next", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
+      setting("inference", "tandem_volume_free_bytes", since(20, 5.0 * GIB, before=25.0 * GIB),
+              volume="downloads"))  # fmt: skip
 fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFilling"}},
       *shared_volume(lambda m: 800.0 * GIB - GIB * m))  # fmt: skip
 fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 230: NONE},
@@ -220,10 +223,11 @@ fault("a model is downloaded for an hour, as old containers see", idle,
       {239: NONE, 260: NONE, 310: NONE, 400: NONE, 449: NONE},
       *shared_volume(lambda m: 800.0 * GIB - 6 * GIB * min(max(m - 200, 0), 60)))  # fmt: skip
 fault("a new controller downloads a model", idle, {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
-      dropping("controller", "tandem_volume_", since=200, volume="cache"),
-      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="cache", **NEW_POD),
+      dropping("controller", "tandem_volume_", since=200, volume="downloads"),
+      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="downloads",
+              **NEW_POD),
       setting("controller", "tandem_volume_free_bytes",
-              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="cache",
+              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="downloads",
               **NEW_POD))  # fmt: skip
 fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
       setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip
@@ -267,11 +271,20 @@ fault("half of a few samples are cut off", only_verifying, {70: NONE, 120: NONE}
 fault("vLLM answers 500", training, {24: NONE, 30: {"TandemVLLMErrors"}},
       setting("vllm", "http_requests_total", growing(20, 10), handler="/v1/completions", method="POST",
               status="5xx"))  # fmt: skip
+fault("one of ten requests gets 500 from a vLLM that has little to do", idle, {24: NONE, 30: {"TandemVLLMErrors"}},
+      setting("vllm", "http_requests_total", growing(0, 0.9), handler="/v1/completions", method="POST", status="2xx"),
+      setting("vllm", "http_requests_total", growing(20, 0.1), handler="/v1/completions", method="POST",
+              status="5xx"))  # fmt: skip
 fault("the controller answers 503", training, {24: NONE, 30: {"TandemControllerErrors"}},
       setting("controller", "tandem_http_requests_total", growing(20, 10), route="/v1/jobs", method="GET",
               status_class="5xx"))  # fmt: skip
 
-fault("one of two GPUs is gone", idle, {28: NONE, 31: {"TandemGPUMissing"}}, dropping("trainer", since=15, uuid=GPU_1))
+fault("one of two GPUs falls off the bus", idle,
+      {28: {"TandemCollectorFailing"}, 31: {"TandemCollectorFailing", "TandemGPUMissing"}},
+      setting("trainer", "tandem_collector_success", since(15, 0, before=1), collector="nvml"),
+      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
+fault("a container gets one of two GPUs", idle, {28: NONE, 31: {"TandemGPUMissing"}},
+      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
 fault("the only GPU is gone", idle, {28: NONE, 35: {"TandemGPUMissing"}},
       dropping("inference", since=15, uuid=INFERENCE_GPU))  # fmt: skip
 fault("ECC", idle, {20: NONE, 22: {"TandemGPUUncorrectableECC"}, 90: NONE},

@@ -21,7 +21,10 @@ def idle(*, gpus: bool = True) -> Stack:
         put(stack, target, "up", 1)
     for target in ("controller", "trainer", "inference"):
         put(stack, target, "tandem_build_info", 1, version="0.1.0", revision="abc")
-        for volume, size in (("shared", 1000 * GIB), ("shm", 16 * GIB), ("cache", 100 * GIB), ("tmp", 8 * GIB)):
+        sizes = {"shared": 1000 * GIB, "downloads": 100 * GIB}
+        if target != "controller":
+            sizes |= {"shm": 16 * GIB, "cache": 100 * GIB, "tmp": 8 * GIB}
+        for volume, size in sizes.items():
             put(stack, target, "tandem_volume_total_bytes", size, volume=volume)
             put(stack, target, "tandem_volume_free_bytes", (0.8 if volume == "shared" else 0.25) * size, volume=volume)
         put(stack, target, "tandem_volume_write_probe_seconds", 0.004, volume="shared")
@@ -90,6 +93,8 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     for status, share in (("2xx", 100), ("5xx", 0)):
         put(stack, "vllm", "http_requests_total", per_minute(share * pace), handler="/v1/completions", method="POST",
             status=status)  # fmt: skip
+    # The publisher's question, at each of its turns.
+    put(stack, "vllm", "http_requests_total", per_minute(120), handler="/v1/models", method="GET", status="2xx")
 
 
 def resident_idle() -> Stack:

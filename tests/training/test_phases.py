@@ -85,6 +85,16 @@ def test_a_phase_that_ends_before_the_device_has_started_has_no_memory(allocator
     assert list(watch.report().phases) == ["build"]
 
 
+def test_a_rank_that_stays_counts_from_0_in_each_job(allocator: Allocator, monkeypatch) -> None:
+    """The exporter adds up what ranks count, job by job."""
+    counts = {"ooms": 0, "alloc_retries": 2}
+    monkeypatch.setattr(memory, "stats", lambda: allocator.stats() | counts)
+    for failures in (1, 3):  # the second job begins with the 1 of the first
+        watch = MemoryWatch()
+        counts["ooms"] += failures
+        assert {name: watch.beat()["memory"][name] for name in counts} == {"ooms": failures, "alloc_retries": 0}
+
+
 def test_a_phase_that_fails_is_reported_as_well(allocator: Allocator, monkeypatch) -> None:
     watch = MemoryWatch()
     monkeypatch.setattr(device, "synchronize", lambda: None)

@@ -277,8 +277,10 @@ volumeMounts:
     httpGet: {path: /healthz, port: http}
     periodSeconds: 2
     failureThreshold: 150
+  # Not /readyz: on a full, read-only or hanging volume the only endpoint has to stay, because reads and deletes go on,
+  # and answers say what is wrong.
   readinessProbe:
-    httpGet: {path: /readyz, port: http}
+    httpGet: {path: /healthz, port: http}
     periodSeconds: 10
     timeoutSeconds: 5
   livenessProbe:

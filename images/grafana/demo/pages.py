@@ -88,9 +88,9 @@ def _set_container(samples: Samples, world: World, exporter: Exporter) -> None:
         samples.set("tandem_collector_success", 1, collector=collector)
         samples.set("tandem_collector_duration_seconds", world.random.uniform(0.001, 0.02), collector=collector)
         samples.set("tandem_collector_last_success_timestamp_seconds", world.began + world.now, collector=collector)
-    volumes = {"shared": (2000, 1400 - 0.02 * world.newest)}
+    volumes = {"shared": (2000, 1400 - 0.02 * world.newest), "downloads": (500, 312)}
     if exporter != "controller":
-        volumes |= {"shm": (64, 61), "cache": (500, 312), "tmp": (8, 7.8)}
+        volumes |= {"shm": (64, 61), "cache": (100, 88), "tmp": (8, 7.8)}
     for volume, (total, free) in volumes.items():
         samples.set("tandem_volume_total_bytes", total * GIB, volume=volume)
         samples.set("tandem_volume_free_bytes", free * GIB, volume=volume)

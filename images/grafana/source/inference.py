@@ -43,9 +43,9 @@ def _now() -> list[Json]:
              limits=[(YELLOW, LIMITS["TandemVLLMQueueBackedUp"])]),
         stat("Generated per second", "5-minute rate of `vllm:generation_tokens_total`.", "short",
              query(f"sum(rate(vllm:generation_tokens_total{{{VLLM}}}[5m]))", "tokens/s", kind="instant")),
-        stat("Errors", "Share of vLLM's answers that are 5xx: `tandem:vllm_5xx:ratio5m`, from `http_requests_total`. "
-             "Red as TandemVLLMErrors.", "percentunit", query("max(tandem:vllm_5xx:ratio5m{@pod})", "5xx",
-                                                              kind="instant"),
+        stat("Errors", "Share of vLLM's answers that are 5xx: `tandem:vllm_5xx:ratio5m`, from `http_requests_total` "
+             "without Tandem's own questions. Red as TandemVLLMErrors.", "percentunit",
+             query("max(tandem:vllm_5xx:ratio5m{@pod})", "5xx", kind="instant"),
              limits=[(RED, LIMITS["TandemVLLMErrors"])], none="no requests"),
     ]  # fmt: skip
 

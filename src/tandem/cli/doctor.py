@@ -19,9 +19,9 @@ from rich.markup import escape
 from tandem.cli import checks_deployment as deployment
 from tandem.cli.common import Check, Json, out, show, size
 from tandem.config import Settings, load_settings
-from tandem.errors import TandemError
+from tandem.errors import TandemError, VolumeFull
 from tandem.spool import Spool
-from tandem.spool.fs import rename_dir, write_atomic
+from tandem.spool.fs import rename_dir, volume_error, write_atomic
 from tandem.spool.locks import file_lock
 from tandem.system.environment import installed_version
 from tandem.system.nvml import Driver, DriverFailed
@@ -56,15 +56,42 @@ def preflight(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail."""
+    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail.
+
+    A full volume that has a spool is only a warning: the programs start, and wait for space.
+    """
 
     def secrets_checks(settings: Settings) -> Iterator[Check]:
         has_token = role in (Container.ALL, Container.INFERENCE) or settings.gpu_mode == "shared"
         return deployment.required_secrets(settings, admin=has_token)
 
     parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
-    parts += [secrets_checks, volume_checks, spool_checks, disk_checks, deployment.model_checks]
+    parts += [secrets_checks, _or_full(volume_checks), _or_full(spool_checks), _low_disk, deployment.model_checks]
     _report(list(_settings_checks(parts)), json)
+
+
+def _or_full(part: Part) -> Part:
+    """`part`, which warns of a full volume that has a spool instead of failing."""
+
+    def checks(settings: Settings) -> Iterator[Check]:
+        try:
+            yield from part(settings)
+        except VolumeFull as error:
+            if not (settings.root / "spool.json").exists():
+                raise
+            yield Check("warn", _name(part), error.message, "the programs start, and wait until there is space")
+
+    checks.__name__ = part.__name__
+    return checks
+
+
+def _low_disk(settings: Settings) -> Iterator[Check]:
+    """`disk_checks` before the start of programs that wait for space."""
+    return (check._replace(status="warn") if check.status == "fail" else check for check in disk_checks(settings))
+
+
+def _name(part: Part) -> str:
+    return part.__name__.removesuffix("_checks")
 
 
 def _settings_checks(parts: list[Part]) -> Iterator[Check]:
@@ -79,7 +106,7 @@ def _settings_checks(parts: list[Part]) -> Iterator[Check]:
         try:
             yield from part(settings)
         except (OSError, TandemError, ValueError) as error:
-            yield Check("fail", part.__name__.removesuffix("_checks"), f"{type(error).__name__}: {error}")
+            yield Check("fail", _name(part), f"{type(error).__name__}: {error}")
 
 
 def _report(checks: list[Check], json: bool) -> None:
@@ -113,7 +140,7 @@ def installation_checks() -> Iterator[Check]:
 
 
 def volume_checks(settings: Settings) -> Iterator[Check]:
-    """Writes, fsyncs, renames and locks files in a temporary directory."""
+    """Writes, fsyncs, renames and locks files in a temporary directory. VolumeFull where there is no space for them."""
     root = settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():
@@ -129,7 +156,9 @@ def volume_checks(settings: Settings) -> Iterator[Check]:
             seconds = time.perf_counter() - start
             locks_work = _locks_work(scratch / "lock")
     except OSError as error:
-        remedy = f"give uid {os.getuid()} write permission, free space, or mount it read-write"
+        if isinstance(full := volume_error(error, parent), VolumeFull):
+            raise full from error
+        remedy = f"give uid {os.getuid()} write permission, or mount it read-write"
         yield Check("fail", "volume", f"can't write to {parent}: {error.strerror}", remedy)
         return
     found = f"{root}: write, fsync ({seconds * 1000:.1f} ms) and rename work"

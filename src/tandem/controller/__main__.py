@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -61,8 +62,21 @@ def main() -> int:
         log_config=None,  # the root logger prints uvicorn's lines
     )
     server = uvicorn.Server(config)
-    server.run()
+    try:
+        server.run(_sockets_for_both(settings))
+    except OSError as error:
+        address = f"[::]:{settings.controller_port}"
+        print(f"tandem controller: can't listen on {address}: {error}; set TANDEM_CONTROLLER_PORT", file=sys.stderr)
     return 0 if server.started else 3
+
+
+def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
+    """What listens on `::`, for IPv6 and IPv4; None for another host. asyncio's would take IPv6 only, but clients in
+    the container ask 127.0.0.1."""
+    if settings.controller_host != "::":
+        return None
+    address = "::", settings.controller_port
+    return [socket.create_server(address, family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)]
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -21,7 +21,7 @@ from tandem.controller.http_errors import install_handlers
 from tandem.controller.middleware import Authentication, BodyLimit, CountRequests
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
 from tandem.metrics.collector import Page
-from tandem.metrics.container import BuildCollector, VolumesCollector
+from tandem.metrics.container import BuildCollector, VolumesCollector, downloads
 from tandem.metrics.controller import QueueCollector
 from tandem.spool import Spool
 from tandem.spool.recovery import sweep
@@ -90,7 +90,7 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
     def spool() -> Spool:
         return deployment.spool
 
-    app.state.collectors = BuildCollector(), QueueCollector(spool), VolumesCollector(spool, {})
+    app.state.collectors = BuildCollector(), QueueCollector(spool), VolumesCollector(spool, downloads())
     page = Page(app.state.collectors, deployment.counts)
 
     @app.get("/metrics", include_in_schema=False)

@@ -17,7 +17,7 @@ from tandem.system.environment import installed_version
 STATES = ("stopped", "starting", "running", "backoff", "stopping", "exited", "fatal", "unknown")
 _PROGRAM = {"program": OPEN}
 _of_program = partial(Metric, exporters=BOTH, labels=_PROGRAM, perishable=True)
-_VOLUMES = ("shared", "shm", "cache", "tmp")
+_VOLUMES = ("shared", "downloads", "shm", "cache", "tmp")
 _of_volume = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
 PROBE_SECONDS = 60.0  # between two writes to the shared volume
 
@@ -85,7 +85,8 @@ class VolumesCollector(SpoolCollector):
 
     name = "volumes"
     metrics = (
-        _of_volume("tandem_volume_total_bytes", "Size of the file system.", "statvfs"),
+        _of_volume("tandem_volume_total_bytes", "Size of the file system: of `shared` (the spool), `downloads` "
+                   "(of models, HF_HOME), and the container's own.", "statvfs"),
         _of_volume("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
         _of_volume("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
                    "minute, on the shared volume.", "write probe"),
@@ -120,6 +121,15 @@ def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:
 
 
 def local_directories() -> dict[str, Path]:
-    """The volumes that belong to this container alone."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return {"shm": Path("/dev/shm"), "cache": Path(cache), "tmp": Path(tempfile.gettempdir())}
+    """The volume of downloaded models, and those that belong to this container alone."""
+    return downloads() | {"shm": Path("/dev/shm"), "cache": _cache(), "tmp": Path(tempfile.gettempdir())}
+
+
+def downloads() -> dict[str, Path]:
+    """Where models are downloaded to. Before the first download only directories above may exist."""
+    home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
+    return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -135,7 +135,7 @@ class RanksCollector(SpoolCollector):
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """A rank's process counts from 0 in each attempt; our counters continue from attempt to attempt."""
+        """A rank counts from 0 in each attempt, also a resident one; our counters continue from attempt to attempt."""
         for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
                 earlier = 0 if before is None else before.memory.get(key, 0)

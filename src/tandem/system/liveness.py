@@ -16,7 +16,9 @@ VARIABLE = "TANDEM_ALIVE_DIR"
 LONGEST_SECONDS = {
     "up": 60.0,  # it waits for nothing
     "runner": 600.0,  # ending ranks takes half a minute, removing a job's data from a slow volume longer
-    "publisher": 1800.0,  # it hashes and copies one step's files, has vLLM load them, and has vLLM score the probe
+    # It hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During a swap of merged weights
+    # and the hashes of a whole model it beats.
+    "publisher": 1800.0,
 }
 """How long one turn of a program's loop may take."""
 

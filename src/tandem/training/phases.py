@@ -28,9 +28,12 @@ _OF_PAIRS = {"accuracy": "pair_accuracy", "margin": "reward_margin", "chosen_rew
 
 class MemoryWatch:
     """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt. Nothing else resets
-    the allocator's peaks. Before the device has started it reports nothing."""
+    the allocator's peaks. Before the device has started it reports nothing. The allocator's counts begin at 0, also in
+    a rank that stays over several jobs."""
 
     def __init__(self) -> None:
+        stats = memory.stats() if device.started() else {}
+        self._counts_before = {name: stats[name] for name in memory.COUNTS if name in stats}
         self._attempt_peaks: dict[str, int] = {}
         self._phases: dict[str, dict[str, int]] = {}
         self._highest: dict[str, dict[str, int]] = {}
@@ -82,7 +85,7 @@ class MemoryWatch:
         for name, size in stats.items():
             if name.endswith("_peak"):
                 self._attempt_peaks[name] = max(self._attempt_peaks.get(name, 0), size)
-        return stats
+        return stats | {name: stats[name] - before for name, before in self._counts_before.items()}
 
     def _device_used(self) -> int:
         self._used_peak = max(self._used_peak, used := memory.used())

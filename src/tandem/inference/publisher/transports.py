@@ -39,6 +39,8 @@ log = Log("publisher")
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
 """How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
+BEAT_SECONDS = 10.0
+"""Between two signs of life during what may take longer than the liveness probe allows a turn of the publisher."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -188,6 +190,7 @@ class MergedTransport:
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
         self._refreshed: dict[str, str] = {}  # what the last `refresh` listed; `load` replaces it
+        self._waits = 0.0, ""  # until when (monotonic) no swap is ordered, because requests would not end, and why
 
     def refresh(self) -> bool:
         """Weights that were not announced, or that are torn, count as none: `load` writes and checks them again."""
@@ -199,10 +202,14 @@ class MergedTransport:
 
     def server_lost(self) -> None:
         self.listed = self._refreshed = {}
+        self._waits = 0.0, ""
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
         `announce`. InferenceRefused where vLLM has other weights then."""
+        until, why = self._waits
+        if time.monotonic() < until:
+            raise InferenceUnavailable(why)
         sources = self._offered(run, checkpoint)
         if run.lora is not None:
             expected, scale, own = self._check.adapter_rows(path, run.lora), run.lora.alpha / run.lora.rank, None
@@ -213,18 +220,30 @@ class MergedTransport:
                        self._settings.swap_seconds, again=own)  # fmt: skip
         for source in sources:
             try:
-                answer = swap(source=source)
+                answer = self._order(partial(swap, source=source))
                 break
             except InferenceRefused as error:
                 log.warning("whole weights did not arrive", model=name, transport=source["way"], reason=error)
         else:
             if own is not None:  # not before: ranks give up sooner than a large checkpoint is hashed
-                verify_files(model, checkpoint.model_copy(update={"files": checkpoint.weights_files}))
-            answer = swap(source=own)
+                files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
+                _alive(partial(verify_files, model, files))
+            answer = self._order(partial(swap, source=own))
         self.listed, self.name = {name: str(path)}, answer["transport"]
         if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
         return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
+
+    def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """vLLM's answer to `swap`. With `wait` new requests wait for running ones to end. Where these did not end in
+        time, requests are let in for as long before the next swap."""
+        begin = time.monotonic()
+        try:
+            return _alive(swap)
+        except InferenceUnavailable as error:
+            if self._settings.swap_requests == "wait":
+                self._waits = 2 * time.monotonic() - begin, error.message
+            raise
 
     def _model(self, run: RunSpec, checkpoint: Manifest) -> Path:
         if not checkpoint.weights_files:  # step 0
@@ -262,3 +281,8 @@ class MergedTransport:
         """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
+
+
+def _alive[T](action: Callable[[], T]) -> T:
+    """The result of `action`, which takes as long as TANDEM_SWAP_SECONDS or the size of a model: that is no hang."""
+    return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

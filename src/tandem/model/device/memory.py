@@ -12,6 +12,11 @@ import torch
 from tandem.model.device import wait_until_started
 
 ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
+COUNTS = {
+    "alloc_retries": "num_alloc_retries", "ooms": "num_ooms", "device_allocs": "num_device_alloc",
+    "device_frees": "num_device_free",
+}  # fmt: skip
+"""Count in `stats` -> its name in torch.cuda.memory_stats."""
 
 
 def allocate(
@@ -35,9 +40,8 @@ def stats() -> dict[str, int]:
     """Counters of this process's allocator. Doesn't wait for queued work.
 
     `allocated`, `reserved`, `active`, `inactive_split`, `requested` (see torch.cuda.memory_stats) in bytes now, and as
-    `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory; and the counts `alloc_retries`,
-    `ooms`, `device_allocs`, `device_frees` since the process began. On the CPU only `allocated` and `reserved`, which
-    both are the resident set.
+    `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory; and COUNTS since the process began. On
+    the CPU only `allocated` and `reserved`, which both are the resident set.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -50,10 +54,7 @@ def stats() -> dict[str, int]:
         values[name] = torch_stats.get(f"{name}_bytes.all.current", 0)
         values[f"{name}_peak"] = torch_stats.get(f"{name}_bytes.all.peak", 0)
     values["host_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-    counts = ("alloc_retries", "num_alloc_retries"), ("ooms", "num_ooms"), ("device_allocs", "num_device_alloc")
-    for name, key in (*counts, ("device_frees", "num_device_free")):
-        values[name] = torch_stats.get(key, 0)
-    return values
+    return values | {name: torch_stats.get(key, 0) for name, key in COUNTS.items()}
 
 
 def reset_peaks() -> None:

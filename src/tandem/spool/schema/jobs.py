@@ -158,7 +158,7 @@ class RankMemory(BaseModel):
 class Beat(RankMemory):
     """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes. `memory` holds the
     counters of torch's allocator by the metrics catalogue's names; on the CPU only `allocated` and `reserved`, both the
-    resident set. `*_peak` is since the attempt began."""
+    resident set. `*_peak` and counts are since the attempt began."""
 
     time: float  # Unix seconds
     phase: str

@@ -155,10 +155,10 @@ class _Session:
         self._spool, self._settings, self._job_id, self._attempt, self._state = spool, settings, job_id, attempt, state
         self._rank = int(os.environ.get("RANK", "0"))
         self._work = spool.paths.work_dir(job_id, attempt)
+        self._device = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
         watch = MemoryWatch()
         self.heartbeat = Heartbeat(beat_file(self._work, self._rank), watch)
         self.phases = Phases(self.heartbeat, watch)
-        self._device = device.activate(device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0")))
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
