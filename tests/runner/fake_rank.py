@@ -98,6 +98,11 @@ def obey(order, work, rank, beat):
                 time.sleep(1)
                 print(f"dies at {time.time()}", flush=True)
             obey("die" if rank == 1 else "stubborn", work, rank, beat)
+        case "fill":  # the volume, with a part of the checkpoint
+            (work / "checkpoint").mkdir()
+            with (work / "checkpoint" / "part").open("wb", buffering=0) as file:
+                while file.write(b"\0" * 4096):
+                    pass
         case "leak" | "leak_and_wait":  # a process in a session of its own that ignores SIGTERM
             program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
             subprocess.Popen([sys.executable, "-c", program], start_new_session=True)

@@ -9,6 +9,7 @@ import pytest
 
 from runner.runner_stack import Stack
 from spool.volume_tools import mounted
+from tandem.spool.paths import staged_checkpoint
 from tandem.supervise.supervisord import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
@@ -66,6 +67,19 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2)
     assert "attempt 2 (1 of 1 that count)" in stack.job_log(job_id)
+
+
+@pytest.mark.parametrize("launch", ["fork", "resident"])
+def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
+    """As systemd's KillMode=control-group and batch systems stop a unit: the ranks are gone before the runner looks."""
+    stack = make(launch)
+    job_id = stack.submit(stack.run(), do="wait", until=1, attempts=1)
+    stack.until_beating(job_id)
+    for process in (stack.runner.pid, *(child.pid for child in stack.children())):
+        os.kill(process, signal.SIGTERM)
+    assert stack.runner.wait(loop.STOP_SECONDS) == 0
+    state, job = stack.spool.jobs.get(job_id)
+    assert (state, job.stopped, job.last_error.type) == ("queued", 1, "runner_stopped")
 
 
 def test_supervisord_gives_the_runner_enough_time_to_stop():
@@ -187,5 +201,33 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
             assert stack.runner.poll() is None
             filler.unlink()
             assert stack.wait(job_id)[0] == "succeeded"
+        finally:
+            stack.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(tmp_path, killed):
+    """`killed`: the runner dies too, and the next one finds the volume full."""
+    root = tmp_path / "volume"
+    with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):
+        stack = Stack(root, "fork")
+        stack.log = tmp_path / "runner.log"
+        try:
+            run = stack.run()
+            if killed:
+                stack.start()
+                stack.until_logged("runner is up")
+                assert stack.stop() == 0
+            job_id = stack.submit(run, do="fill", until=1)
+            if killed:
+                job = stack.spool.queue.claim("dead")
+                part = staged_checkpoint(stack.spool.paths.work_dir(job_id, job.attempt))
+                part.mkdir()
+                with suppress(OSError), (part / "part").open("wb", buffering=0) as file:
+                    while file.write(b"\0" * 4096):
+                        pass
+            stack.start()
+            state, job = stack.wait(job_id, 60)
+            assert (state, job.attempt) == ("succeeded", 2)
         finally:
             stack.close()

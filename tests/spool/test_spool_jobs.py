@@ -473,3 +473,33 @@ def test_a_decided_job_that_is_gone_does_not_end_the_runner(spool, monkeypatch):
     monkeypatch.setattr(spool.queue, "finish", gone)
     assert spool.queue.claim("runner") is None
     assert asked == [job.spec.id]
+
+
+def test_a_job_that_is_put_back_while_it_is_listed_is_not_missed(spool, monkeypatch):
+    job = start(spool, "moving")
+    read_record, moved = fs.read_record, []
+
+    def requeue_between(path, *args, **more):
+        found = read_record(path, *args, **more)
+        if not moved and "queued" in path.parts and found is None:
+            moved.append(path)
+            spool.queue.requeue(job, LOST)
+        return found
+
+    monkeypatch.setattr(fs, "read_record", requeue_between)
+    with refused(Conflict, "step"):
+        spool.checkpoints.rollback("r", 0)
+    assert moved
+
+
+def test_a_job_of_a_newer_version_waits_for_it(spool):
+    submit(spool, "newer")
+    path = job_path(spool, "queued", "newer")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"since_then": None}))
+    assert spool.queue.claim("old runner") is None
+    assert spool.jobs.list() == []
+    assert path.exists()
+    assert not spool.events.ended("newer")
+    path.write_text(json.dumps(content))
+    assert spool.queue.claim("new runner").spec.id == "newer"

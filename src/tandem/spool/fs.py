@@ -208,11 +208,11 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped). Renames it to a
-    temporary name first, so that nobody finds half of it."""
-    doomed = temporary_beside(directory)
+    temporary name first, unless it has one, so that nobody finds half of it."""
     with suppress(OSError):
-        directory.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        if not directory.name.startswith(TEMPORARY):
+            directory = directory.rename(temporary_beside(directory))
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def exists(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 A job is one file below `jobs/<state>/`, and the directory is its state. A crash can leave a job in two directories:
 then the strongest counts (terminal over running over queued). A job with a result is decided, whatever its directory,
-and has ended once its terminal event is written. A damaged file is moved to `jobs/damaged/`, and its job is gone.
+and has ended once its terminal event is written. A damaged file is moved to `jobs/damaged/`, and its job is gone. A
+file with keys of a newer version stays, and its job waits for a program of that version.
 """
 
 import heapq
@@ -10,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import groupby, islice
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
@@ -116,6 +119,7 @@ class Jobs:
         self._paths = paths
         self._events = events
         self.index = Index(paths)
+        self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
         """The job and its state; NotFound (field `id`) if there is none."""
@@ -137,7 +141,9 @@ class Jobs:
             raise NotFound(f"there is no job {before!r}", field="before")
         found: JobList = []
         for key in self._candidates(run, wanted):
-            if (bound is not None and key >= bound) or (located := self.locate(key, sure=False)) is None:
+            if bound is not None and key >= bound:
+                continue
+            if (located := self.locate(key, sure=False)) is None and (located := self._locate_moving(key)) is None:
                 continue
             state = self._state(*located)
             if state in wanted:
@@ -145,6 +151,12 @@ class Jobs:
             if len(found) == limit:
                 break
         return found[::-1]
+
+    def _locate_moving(self, key: JobKey) -> tuple[JobState, Job] | None:
+        """As `locate`, for a job that moved back into the queue between two reads, or is gone."""
+        with suppress(TandemError), file_lock(self._paths.job_lock(key.id)):
+            return self.locate(key)
+        return None
 
     def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobKey]:
         """The jobs that may be in the states `wanted`, newest first, each once."""
@@ -207,8 +219,17 @@ class Jobs:
                         raise ValueError(f"it is the file of {read.key.name}")
                     located = directory, read
             except ValueError as error:
-                self._set_aside(directory, key, path, error)
+                if not self._is_newer(path, error):
+                    self._set_aside(directory, key, path, error)
         return located
+
+    def _is_newer(self, path: Path, error: Exception) -> bool:
+        """Whether a newer version of Tandem wrote the file, for its own trainer: it has keys that this one does not."""
+        newer = isinstance(error, ValidationError) and {one["type"] for one in error.errors()} == {"extra_forbidden"}
+        if newer and path not in self._newer:
+            self._newer.add(path)
+            log.error("left a job's file to a newer version; upgrade this program", path=path, error=str(error))
+        return newer
 
     def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
         """Ends the job of a damaged file, unless a stronger directory has the job, and moves the file to where it

@@ -56,6 +56,11 @@ def staged_checkpoint(work: Path) -> Path:
     return work / "checkpoint"
 
 
+def staged_model(work: Path) -> Path:
+    """The directory that the ranks fill with the whole merged model before it is committed."""
+    return work / "merged"
+
+
 class Paths:
     """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead elsewhere."""
 
@@ -173,8 +178,9 @@ def listing(directory: Path) -> Names:
         os.close(fd)
     if known.names == names:
         names = known.names
-    for gone in set(known.names).difference(names):
-        _listings.pop(f"{directory}/{gone}", None)
+    if gone := tuple(f"{directory}/{name}/" for name in set(known.names).difference(names)):
+        for path in [path for path in _listings if f"{path}/".startswith(gone)]:
+            del _listings[path]
     since = known.since if known.directory == identity else now
     _listings[str(directory)] = _Listing(identity, since, now, names)
     return names

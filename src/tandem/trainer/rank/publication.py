@@ -35,6 +35,7 @@ from tandem.model.transfer.channel import (
 )
 from tandem.model.transfer.merge import merge
 from tandem.spool import Spool
+from tandem.spool.paths import staged_model
 from tandem.spool.schema import Manifest
 from tandem.system import liveness
 from tandem.trainer.rank.model_files import ModelFiles, Weights
@@ -112,7 +113,7 @@ class Publication:
 
     def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
         weights, arch = TrainedWeights(self.policy), self.policy.arch
-        files = ModelFiles(self.work / "merged", arch, weights.dtype)
+        files = ModelFiles(staged_model(self.work), arch, weights.dtype)
 
         def create() -> None:
             if self._rank == 0:
@@ -120,7 +121,7 @@ class Publication:
 
         self._together(create)
         self._together(lambda: files.write(weights, arch, self._sizes, self._rank, beat=self.beat))
-        return {} if checkpoint is None else {"bytes": self.spool.merged.commit(self.work / "merged", checkpoint)}
+        return {} if checkpoint is None else {"bytes": self.spool.merged.commit(staged_model(self.work), checkpoint)}
 
     def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:

@@ -10,7 +10,7 @@ from functools import partial
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.recovery import made_checkpoint
+from tandem.spool.recovery import made_checkpoint, remove_unfinished
 from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
 from tandem.system import liveness
 from tandem.system.logs import Log
@@ -175,7 +175,10 @@ class JobRun:
         self._log.collect(final=True)
         if reason is None:
             assert status is not None
-            reason = failure(status, self._work)
+            # A signal to all processes ends the ranks before the loop above looks.
+            reason = STOPPED if self.stop.requested else failure(status, self._work)
+        if not survivors:
+            remove_unfinished(self._work)
         return reason, survivors
 
     def _interrupted(self) -> JobError | None:
