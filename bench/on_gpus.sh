@@ -6,7 +6,7 @@
 #   on_gpus.sh run [PART...]    the same in this shell
 # Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
 # Parts only where they are named, of merged weights: swap throughput swap30 faults-merged learn faults-whole publications.
-# Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 plan4 (plan4-large: the models of 60 GB).
+# Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
 set -uo pipefail
 # As in the images, where everything is compiled: otherwise each process compiles torch and Megatron again.
@@ -125,6 +125,7 @@ four() {
     named ranks4 && into ranks4-tp2 200 python3 -m bench.many_ranks --device "$device" --tensor-parallel 2 --out "$work/ranks4-tp2"
     named groups4 && into groups4 400 python3 -m bench.topologies --jobs 1 --name topologies-groups --out "$work/models" \
         --cases groups-{dp2,tp2,cp2,tp2-sp,pp2,tp2-dp2,cp2-dp2,tp2-sp-cp2,tp2-pp2,ep2,ep4,ep2-dp2}
+    named small && into small 150 python3 -m bench.train --model qwen3-0.6b --rows 8192 1024 --ways auto --profile --name train-small
     local plan="python3 -m bench.topologies --recommended 4 --jobs 1 --out $work/models"
     named plan4 && into plan4 590 $plan --name topologies-4 --cases plan-0.6b-8k plan-0.6b-full-8k plan-8b-8k plan-8b-full-8k \
         plan-8b-32k plan-8b-full-32k plan-8b-tree plan-8b-full-tree

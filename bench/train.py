@@ -233,7 +233,7 @@ def main() -> None:
             command += ["--profile"] if arguments.profile else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             sys.stderr.write(
-                done.stderr[-200:] if done.returncode == 0 and not arguments.profile else done.stderr[-12000:]
+                done.stderr[-200:] if done.returncode == 0 and not arguments.profile else done.stderr[-24000:]
             )
             if done.returncode == 0:
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
