@@ -49,7 +49,7 @@ BAD_VALUES = {
     "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
     "advantage that vanishes in float32": (f"{T}.advantage", 1e-50),
     "unknown policy": ("loss.policy", "reinforce"),
-    "reference step yet to come": ("loss.kl_reference", 1),
+    "reference step yet to come": ("loss", {"kl_coef": 0.1, "kl_reference": 1}, "loss.kl_reference"),
     "learning rate 0": ("optimizer.learning_rate", 0),
     "row longer than the model": ("packing.sequence_length", 8192),
     "trajectory longer than a row": ("packing.sequence_length", 3, "groups.0.trajectories.0"),

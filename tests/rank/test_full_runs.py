@@ -129,7 +129,7 @@ def test_ranks_that_lost_the_state_go_on_with_an_older_one(spool: Spool) -> None
     steps = [jobs.steps_of(spool, f"first-{number}")[-1]["optimizer_step"] for number in range(4)]
     with pytest.raises(InvalidInput, match="fork r@3 or a later one"):
         spool.checkpoints.fork("r", 4, spool.runs.get("r").model_copy(update={"name": "fork"}))
-    for step, why in ((3, "the newest step needs it"), (4, "is the newest")):
+    for step, why in ((3, "step 4 needs its optimizer state"), (4, "is the newest")):
         with pytest.raises(Conflict, match=why):
             delete_checkpoint(spool, "r", step)
     state = spool.checkpoints.path("r", 3) / f"optimizer/exp_avg/{WEIGHTS}"
