@@ -10,6 +10,10 @@ from functools import partial
 import pytest
 
 from supervise.tandem_up import AB, Up
+from tandem.config import Settings
+from tandem.supervise import supervisord
+from tandem.supervise import up as up_module
+from tandem.supervise.supervisord import Program, Status
 from tandem.system import ports, processes
 from tandem.system.environment import runtime_dir
 from waiting import alive, until
@@ -57,6 +61,23 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
     assert stack.wait() == code
     assert [line for line in lines if line not in stack.text()] == []
     assert stack.left() == []
+
+
+def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkeypatch):
+    """It has no process for a moment, and another one, which can't be started, ends nothing then."""
+    monkeypatch.setattr(supervisord, "start_again", lambda *_: None)
+    programs = [Program("a", "a", 1, costly=True), Program("b", "b", 1)]
+    for name in "ab":
+        supervisord.log_path(tmp_path, name).touch()
+    stack = up_module.Stack(
+        Settings(root=tmp_path), "all", tmp_path, programs, supervisord.Console(tmp_path, "ab", as_json=False)
+    )
+    stack._ready = True
+    a, b = programs
+    assert stack._check(a, Status("RUNNING", 7, 0.0)) == 0
+    assert stack._check(a, Status("BACKOFF", 0, 0.0)) == 0
+    assert stack._check(b, Status("FATAL", 0, 0.0)) == 0
+    assert stack._check(a, Status("FATAL", 0, 0.0)) == up_module.EXIT_FATAL
 
 
 @pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])

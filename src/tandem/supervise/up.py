@@ -220,9 +220,9 @@ class Stack:
         """Whether the trouble of a program that does not stay up is the stack's end."""
         others = [other for other in self._programs.values() if other.costly and other is not program]
         lives = [self._lives[other.name] for other in others]
-        return program.essential and not (
-            self._ready and any(life.pid and life.crashes <= MOST_CRASHES for life in lives)
-        )
+        # One that has just crashed, and has no process until supervisord starts it again, stays up too.
+        stays_up = any(life.tried is None and life.crashes <= MOST_CRASHES for life in lives)
+        return program.essential and not (self._ready and stays_up)
 
     def _count_crash(self, program: Program, life: _Life) -> bool:
         """Whether a program that ends the stack has crashed once too often."""
