@@ -28,6 +28,7 @@ def requests(server: Server, route: str, method: str = "GET", status: str = "2xx
 
 
 def test_the_series_are_those_of_the_catalogue(server):
+    until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
     known = {metric.name for metric in CATALOGUE if "controller" in metric.exporters}
     seen = scrape(server)
     names = seen.names
@@ -36,7 +37,6 @@ def test_the_series_are_those_of_the_catalogue(server):
     assert known - names <= {"tandem_http_request_duration_seconds"}
     labels = {"route": "/v1/runs/{run}/train", "method": "POST", "status_class": "5xx"}
     assert labels in seen.all("tandem_http_requests_total")
-    until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
     assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
     assert get(server, "tandem_volume_free_bytes", volume="downloads") > 0  # it downloads the tokenizer
 
