@@ -12,6 +12,7 @@ from pathlib import Path
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
+from tandem.families.topology import Sizes
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 
 CONFIG_FILE = "adapter_config.json"
@@ -35,6 +36,16 @@ def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in sources.items() if chosen(name, lora.targets)
     }  # fmt: skip
+
+
+def adapts_experts(lora: LoraShape) -> bool:
+    """Whether linear layers of a mixture's experts have an adapter."""
+    return not set(lora.targets).isdisjoint(EXPERT_TARGETS)
+
+
+def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
+    """Whether gradients of experts are summed over a group of ranks of their own. `lora`: None trains all weights."""
+    return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:

@@ -6,8 +6,8 @@ from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from tandem.families.adapter import check_targets, chosen
-from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.adapter import adapts_experts, check_targets, chosen, sums_experts_apart
+from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, on_stage
 from tandem.families.weight_rules import WeightRule
@@ -154,10 +154,9 @@ def _groups(job: Training, sizes: Sizes) -> int:
     groups = [sizes.tensor, sizes.context, sizes.data * sizes.context, sizes.pipeline]
     if job.arch.moe is not None:
         groups.append(sizes.experts)
-        adapted = job.lora is not None and bool(set(job.lora.targets) & set(EXPERT_TARGETS))
-        if (adapted or job.lora is None) and sizes.experts_apart:
+        if sums_experts_apart(job.arch, job.lora, sizes):
             groups.append(sizes.expert_data)
-        if adapted:
+        if job.lora is not None and adapts_experts(job.lora):
             groups.append(sizes.expert_tensor)
     return sum(size > 1 for size in groups)
 
@@ -214,7 +213,7 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     working += (CLAMPED_SWIGLU if clamped else GEGLU if arch.activation == "gelu_tanh" else 0) * rows * features
     if moe is not None:
         working += 2 * rows * hidden
-        if job.lora is not None and set(job.lora.targets) & set(EXPERT_TARGETS):
+        if job.lora is not None and adapts_experts(job.lora):
             # `Experts._b` of gate and up: all experts' B, in fp32 and then cast.
             working += moe.num_experts // sizes.expert * 2 * features * adapted("gate_proj", "up_proj") * 3
     again = working + 2 * rows * features + 2 * slots * hidden  # gate and up, and the MLP's input

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.families.adapter import default_targets
+from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.memory import GIB, Memory, Training, memory
 from tandem.families.registry import read_arch
@@ -142,8 +142,7 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
-        targets = EXPERT_TARGETS if job.lora is None else job.lora.targets
-        rate = ADAPTED_EXPERTS_RATE if set(targets) & set(EXPERT_TARGETS) else EXPERTS_RATE
+        rate = ADAPTED_EXPERTS_RATE if job.lora is None or adapts_experts(job.lora) else EXPERTS_RATE
     everything, some = levels
     least = needs.layers - everything - some
     # What layers compute again, as a part of a forward pass: of those that keep their input all but down.

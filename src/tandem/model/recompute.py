@@ -5,7 +5,7 @@ Levels change neither results nor their bits, only memory and time.
 
 import torch
 
-from tandem.families.arch import EXPERT_TARGETS
+from tandem.families.adapter import sums_experts_apart
 from tandem.families.memory import HEADROOM, Kept, choose_levels
 from tandem.model import device, parallel
 from tandem.model.device import memory
@@ -44,9 +44,7 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
 
 def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     """The levels that this rank's device has room for."""
-    trained = policy.lora is None or bool(set(policy.lora.targets) & set(EXPERT_TARGETS))
-    apart = policy.arch.moe is not None and policy.topology.sizes.experts_apart
-    parallel.connect_gradients(experts=trained and apart)
+    parallel.connect_gradients(experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes))
     kept, working = _measure(policy, row)
     total = torch.cuda.get_device_properties(device.device()).total_memory
     most = min(

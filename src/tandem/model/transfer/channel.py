@@ -67,7 +67,7 @@ def connect(
     """Meet the others. `way`: nccl or ipc; `rank`: in the group; `address`: this process's own."""
     if way == "ipc":
         return IpcChannel(store, rank, senders, workers, where)
-    return _Group(store, rank, senders + workers, where, address)
+    return _Group(PrefixStore("group", store), rank, senders + workers, where, address)
 
 
 def finish(pending: Pending) -> None:
@@ -87,14 +87,14 @@ class _Group:
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(days=1)  # `finish` has a limit of its own, and NCCL's would end the process
             with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
-                self._group = dist.ProcessGroupNCCL(PrefixStore("group", store), rank, size, options)
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
             finish(self.broadcast(torch.zeros(1, device=where), 0))  # connects; the group alone does not
         else:
             gloo: Any = ProcessGroupGloo
             options = gloo._Options()
             options._timeout = timedelta(seconds=STALL_SECONDS)
             options._devices = [gloo.create_device(hostname=address)]
-            self._group = gloo(PrefixStore("group", store), rank, size, options)
+            self._group = gloo(store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
         options = dist.BroadcastOptions()
