@@ -97,6 +97,8 @@ CASES = {
     "8b-cp2-tree": Case("8b", {"CONTEXT_PARALLEL": 2}, row=131072, tree=True, steps=2),
     "8b-1-tree-64k": Case("8b", ranks=1, row=65536, tree=True, steps=2),
     "8b-cp2-tree-64k": Case("8b", {"CONTEXT_PARALLEL": 2}, row=65536, tree=True, steps=2),
+    "0.6b-1": Case("0.6b", ranks=1, steps=9),
+    "0.6b-1-2k": Case("0.6b", ranks=1, row=2048, steps=9),
     "0.6b-full-1": Case("0.6b", ranks=1, full=True),
     "0.6b-full-pp2": Case("0.6b", {"PIPELINE_PARALLEL": 2}, full=True),  # both stages hold the tied table
     "8b-6l-full-1": Case("8b-6l", ranks=1, full=True),

@@ -80,10 +80,13 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     from tandem.training.optimizer import AdapterOptimizer
     from tandem.training.sharded_adam import ShardedAdam
 
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     device.activate("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     parallel.init_parallel()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.mm(*torch.ones(2, 16, 16, dtype=torch.bfloat16, device="cuda"))
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG")  # as `ModelLoader` does
     arch = arch_from_config(config)
     base = BaseWeights(arch, torch.bfloat16, parallel.current().sizes)
     policy = build_policy(
@@ -119,7 +122,8 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
 
     def step() -> None:
         optimizer.zero_grad()
-        policy(tensors).logprobs.mean().backward()
+        with policy.adapter_fixed():
+            policy(tensors).logprobs.mean().backward()
         optimizer.reduce_gradients()
         optimizer.step(optimizer.gradient_norm(), settings.learning_rate)
 

@@ -106,8 +106,9 @@ def _ring(tensor, group):
     return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
 
 
-GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, ExpertLinear.parameter_gradients, LoraLinear._product,
+GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, ADDED, PRODUCT = (
+    parallel.gather, parallel.all_reduce, MoeBlock._sum, ExpertLinear.add_gradients, ExpertLinear._add_gradients,
+    LoraLinear._product,
 )  # fmt: skip
 
 
@@ -139,10 +140,14 @@ def _scaled(self, *arguments):
 
 
 def _summed_twice(self, *arguments):
-    gradients = ADAPTER_GRADIENTS(self, *arguments)
-    for gradient in gradients:
+    with mock.patch.object(ExpertLinear, "_add_gradients", _of_all_ranks):
+        ADAPTER_GRADIENTS(self, *arguments)
+
+
+def _of_all_ranks(self, *of_both):
+    for gradient in of_both:
         SUM(gradient, group=self.topology.expert_tensor)
-    return gradients
+    ADDED(self, *of_both)
 
 
 def _counted_on_every_rank(self, _topology):
@@ -157,8 +162,7 @@ def _biased_before_the_sum(self, x):
 
 
 def _no_gradient_of_tokens(self, *arguments):
-    of_x, of_parameters = SHARED_BACKWARD(self, *arguments)
-    return torch.zeros_like(of_x), of_parameters
+    return torch.zeros_like(SHARED_BACKWARD(self, *arguments))
 
 
 def _of_shared_expert(original, attribute, mistake):
@@ -239,14 +243,14 @@ BREAKS = {
     "pp: the stage before gets no gradient": (_Received, "backward", staticmethod(_no_gradient_back)),
     "pp: the norm is of one stage": (AdapterOptimizer, "gradient_norm", _norm_of_one_stage),
     "sp: no sum of the adapters' gradients": (
-        LoraLinear, "parameter_gradients", _without_sum(LoraLinear.parameter_gradients),
+        LoraLinear, "add_gradients", _without_sum(LoraLinear.add_gradients),
     ),
     "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
     "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
     "tokens are gathered in another order": (parallel, "gather", _ring),
-    "etp: no sum of the adapters' gradients": (ExpertLinear, "parameter_gradients", _without_sum(ADAPTER_GRADIENTS)),
-    "etp: cut gradients are summed too": (ExpertLinear, "parameter_gradients", _summed_twice),
-    "etp: the adapters' scale": (ExpertLinear, "parameter_gradients", _scaled),
+    "etp: no sum of the adapters' gradients": (ExpertLinear, "add_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: cut gradients are summed too": (ExpertLinear, "add_gradients", _summed_twice),
+    "etp: the adapters' scale": (ExpertLinear, "add_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
     "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),

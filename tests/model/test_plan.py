@@ -27,6 +27,7 @@ MEASURED = json.loads((RESULTS / "train.json").read_text())["rows"]
 TOPOLOGIES = json.loads((RESULTS / "topologies.json").read_text())["rows"]
 FULL = json.loads((RESULTS / "train-full.json").read_text())["rows"]
 FOUR = json.loads((RESULTS / "topologies-4.json").read_text())["rows"]
+GROUPS = json.loads((RESULTS / "topologies-groups.json").read_text())["rows"]
 TIED = json.loads((RESULTS / "topologies-tied.json").read_text())["rows"]
 H200 = 143771 * 2**20
 SLOTS = {"8192": 8192, "16384": 16384, "4x1024": 4096, "tree": 10240}
@@ -41,6 +42,10 @@ CONFIGS = {  # `bench/train.py`, which needs a GPU's packages
         "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+}  # fmt: skip
+SMALL = QWEN3 | {  # Qwen3-0.6B
+    "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True,
 }  # fmt: skip
 ARCHS = {name: arch_from_config(config) for name, config in CONFIGS.items()}
 
@@ -119,9 +124,9 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
 
 
 def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
-    """Speeds of 8 B's rows of one sequence. The estimate of smaller models is too high."""
-    small = {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072}
-    configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": CONFIGS["qwen3-8b"] | small | {"tie_word_embeddings": True}}
+    """Speeds of 8 B's rows of one sequence. The estimate of smaller models is too high. When this was measured, NCCL
+    also connected the ranks that sum gradients of experts, of which these models have none."""
+    configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": SMALL}
     for row in FOUR:
         _, model, *kind = row["case"].split("-")
         arch = arch_from_config(configs[model])
@@ -130,16 +135,26 @@ def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
         one = made.recommended
         assert describe(one.sizes) == row["topology"]
         ratio = one.tokens_per_second / 4 / row["tokens/s per GPU"]
-        print(f"{row['case']}: {ratio:.3f} of the speed, {one.total / GIB / row['peak GiB']:.3f} of the memory")
-        assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.02, row
+        of_peak = (one.total + formulas.FURTHER_CHANNEL) / GIB / row["peak GiB"]
+        print(f"{row['case']}: {ratio:.3f} of the speed, {of_peak:.3f} of the memory")
+        assert abs(of_peak - 1) < 0.02, row
         assert model != "8b" or "tree" in kind or abs(ratio - 1) < 0.1, row
 
 
+def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
+    arch = arch_from_config(SMALL)
+    rows = [row for row in GROUPS if "EP" not in row["topology"]]
+    assert len(rows) == 5
+    for row in rows:
+        candidates = plan(Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4), 2, 80 * GIB)
+        [one] = [one for one in candidates.candidates if describe(one.sizes) == row["topology"]]
+        print(f"{row['case']}: {one.total / GIB / row['peak GiB']:.3f}")
+        assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.03, row
+        assert abs(one.memory.context / GIB - row["CUDA and NCCL GiB"]) < 0.05, row
+
+
 def test_a_tied_table_that_two_stages_train_was_measured_too():
-    arch = arch_from_config(QWEN3 | {
-        "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True,
-    })  # fmt: skip
+    arch = arch_from_config(SMALL)
     for row, sizes in zip(TIED, (Sizes(), Sizes(pipeline=2)), strict=True):
         needs = memory(Training(arch, None, row["row"], rows=2), sizes)
         assert abs(needs.total((needs.layers, 0)) / GIB / row["peak GiB"] - 1) < 0.05, row

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from tandem.families.adapter import adapts_experts, check_targets, chosen, sums_experts_apart
@@ -20,11 +20,11 @@ CHUNK_ELEMENTS = 2**27
 """Of one chunk's logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the CPU."""
 CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
-COMMUNICATORS = (2053 - 760) * 2**20
-"""NCCL, for the first group of several ranks: what a `resident` rank of DP=2 keeps beside that."""
-FURTHER_COMMUNICATOR = GIB // 2
-"""For each further group: `_groups`."""
-TIED_TABLE = 3 * FURTHER_COMMUNICATOR
+FIRST_CHANNEL = 832 * 2**20
+"""NCCL, for the first of `_channels`: what a rank of DP=2 has beside that (bench/results/topologies-groups.json)."""
+FURTHER_CHANNEL = GIB // 2
+"""For each further one."""
+TIED_TABLE = 3 * FURTHER_CHANNEL
 """NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table that is trained:
 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
@@ -109,12 +109,17 @@ class Memory:
         return choose_levels(Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget)
 
 
-def memory(job: Training, sizes: Sizes) -> Memory:
-    """Of the pipeline stage that needs the most when its layers keep their inputs. Raises as `check_targets`."""
+def memory(job: Training, sizes: Sizes, gpu: float | None = None) -> Memory:
+    """Of the pipeline stage that needs the most where layers keep what `levels` says for a GPU of `gpu` bytes; None:
+    their inputs. Raises as `check_targets`."""
     if job.lora is not None:
         check_targets(job.arch, job.lora)
-    stages = [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
-    return max(stages, key=lambda stage: stage.total((0, 0)))
+
+    def need(stage: Memory) -> float:
+        levels = (0, 0) if gpu is None else stage.levels(gpu)
+        return inf if levels is None else stage.total(levels)
+
+    return max((_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)), key=need)
 
 
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
@@ -133,13 +138,14 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
         adapter = _adapter(rules, job.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
+        adapter += _cast(rules, job.lora, sizes) * _BF16
     kept, working, again = _layer(job, sizes)
     in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
     slots = -(-job.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
     logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
-    groups = _groups(job, sizes)
-    communicators = COMMUNICATORS + (groups - 1) * FURTHER_COMMUNICATOR if groups else 0
+    channels = _channels(job, sizes)
+    communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
     if job.lora is None and arch.tie_embeddings and sizes.pipeline > 1 and (last or stage == 0):
         communicators += TIED_TABLE
     return Memory(
@@ -149,16 +155,20 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     )  # fmt: skip
 
 
-def _groups(job: Training, sizes: Sizes) -> int:
-    """Groups of several ranks that a rank computes in, each with a communicator of its own (`parallel.Topology`)."""
-    groups = [sizes.tensor, sizes.context, sizes.data * sizes.context, sizes.pipeline]
+def _channels(job: Training, sizes: Sizes) -> int:
+    """What NCCL has memory for: the groups of several ranks that a rank computes in (`parallel.Topology`), each once,
+    and once more where it exchanges parts and not only sums. The pipeline's is two groups of two ranks."""
+    data = sizes.data * sizes.context
+    channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
+    if sizes.sequence:
+        channels.append(sizes.tensor)
     if job.arch.moe is not None:
-        groups.append(sizes.experts)
+        channels += 2 * [sizes.experts]
         if sums_experts_apart(job.arch, job.lora, sizes):
-            groups.append(sizes.expert_data)
+            channels.append(sizes.expert_data)
         if job.lora is not None and adapts_experts(job.lora):
-            groups.append(sizes.expert_tensor)
-    return sum(size > 1 for size in groups)
+            channels.append(sizes.expert_tensor)
+    return sum(size > 1 for size in channels)
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
@@ -172,6 +182,15 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
             if chosen(name, lora.targets):
                 elements = lora.rank * (shape[1] // a + shape[0] // b)
                 total += elements if rule.experts is None else experts * (elements // sizes.expert)
+    return total
+
+
+def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
+    """Elements of this rank's adapters as layers multiply them (`Adapters.cast`), without the experts'."""
+    total = 0
+    for rule in rules:
+        if rule.experts is None and (targets := sum(chosen(name, lora.targets) for name in rule.sources)):
+            total += targets * lora.rank * sum(rule.shape(sizes))
     return total
 
 
@@ -214,7 +233,8 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     if moe is not None:
         working += 2 * rows * hidden
         if job.lora is not None and adapts_experts(job.lora):
-            # `Experts._b` of gate and up: all experts' B, in fp32 and then cast.
-            working += moe.num_experts // sizes.expert * 2 * features * adapted("gate_proj", "up_proj") * 3
+            # `Adapters.cast` of gate and up of all experts.
+            adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
+            working += moe.num_experts // sizes.expert * adapters
     again = working + 2 * rows * features + 2 * slots * hidden  # gate and up, and the MLP's input
     return kept, working * _BF16, again * _BF16

@@ -38,6 +38,9 @@ MIXTURES_SEQUENCE_SHARE = 0.60
 ADAM_RATE = 200e9
 """Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights are trained, with
 the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two (bench/results/train-full.json, topologies.json)."""
+LAUNCH_SECONDS = 3.5e-3
+"""Of a layer's forward and backward pass, however short the row: Python and the launches of its kernels. Measured with
+Qwen3-0.6B's shape and rows of 2048 on an H100's host (bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
 ROW = 8192
@@ -109,7 +112,7 @@ def describe(sizes: Sizes) -> str:
 
 
 def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
-    needs = memory(job, sizes)
+    needs = memory(job, sizes, gpu_memory)
     levels, speed = needs.levels(gpu_memory), 0.0
     if levels is not None:
         speed = _share(job, sizes) * job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
@@ -149,6 +152,7 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     again = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
+    seconds = max(seconds, LAUNCH_SECONDS * needs.layers)
     rows = -(-job.rows // sizes.data)
     step = seconds * (rows + sizes.pipeline - 1)  # the pipeline is not full at a step's begin and end
     if job.lora is None:

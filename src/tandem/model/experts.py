@@ -88,28 +88,29 @@ class ExpertLinear(Adapters):
         output = grouped_product(rows, self.weight.transpose(1, 2), ends)
         if not self.adapted:
             return output, None
-        inner = grouped_product(rows, self._a(rows.dtype).transpose(1, 2), ends)
-        return output.add_(grouped_product(inner, self._b(rows.dtype).transpose(1, 2), ends)), inner
+        of_a, of_b = self.cast(rows.dtype)
+        inner = grouped_product(rows, of_a.transpose(1, 2), ends)
+        return output.add_(grouped_product(inner, of_b.transpose(1, 2), ends)), inner
 
     def input_gradient(self, gradient: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output, those of the rows and of A x."""
         of_rows = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
             return of_rows, None
-        of_inner = grouped_product(gradient, self._b(gradient.dtype), ends)
-        return of_rows.add_(grouped_product(of_inner, self._a(gradient.dtype), ends)), of_inner
+        of_a, of_b = self.cast(gradient.dtype)
+        of_inner = grouped_product(gradient, of_b, ends)
+        return of_rows.add_(grouped_product(of_inner, of_a, ends)), of_inner
 
-    def parameter_gradients(
+    def add_gradients(
         self, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor, inner: torch.Tensor | None,
         ends: torch.Tensor,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """The gradients of `adapter()`, fp32. Adds the weight's to its buffer, where it is trained."""
+    ) -> None:  # fmt: skip
+        """Add the gradients of the adapters, and of the weight where it is trained, to theirs."""
         if gradients.wanted(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, rows, ends))
         if of_inner is None or inner is None:
-            return [torch.zeros_like(parameter) for parameter in self.adapter()]
+            return
         of_a, of_b = grouped_outer(of_inner, rows, ends).float(), grouped_outer(gradient, inner, ends).float()
-        of_b.mul_(self.scale)
         # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this rank's summands.
         parallel.all_reduce(of_a if self.column else of_b, group=self.topology.expert_tensor)
-        return self._split(of_a, of_b)
+        self._add_gradients(of_a, of_b)

@@ -1,6 +1,7 @@
-"""Gradients of base weights, where a run trains all weights. Layers add them to fp32 buffers.
+"""Where layers add the gradients that they compute: those of adapters, and where a run trains all weights, of these.
 
-Only the last norm's comes from autograd, which would give each in the weight's dtype, as a new tensor for every row.
+Gradients of base weights have fp32 buffers. Only the last norm's comes from autograd, which would give each in the
+weight's dtype, as a new tensor for every row.
 """
 
 from typing import Any
@@ -34,6 +35,13 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
         buffer.add_(product(part, right))
+
+
+def own(parameter: Tensor) -> Tensor:
+    """The parameter's own gradient, which is zero at first."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from tandem.families.weight_rules import Cut
 from tandem.model import gradients, parallel
@@ -58,7 +58,7 @@ class Adapters(nn.Module):
     """
 
     aligned = 1
-    """The rows of `_a`, and the columns of `_b`, are padded with zeros to a multiple of it."""
+    """The rows of A of all targets, and the columns of B, are padded with zeros to a multiple of it."""
 
     def __init__(
         self, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None, switch: AdapterSwitch, *,
@@ -77,6 +77,10 @@ class Adapters(nn.Module):
         for target in self.targets:
             self.lora_a[target] = nn.Parameter(torch.empty(*stack, self.rank, in_features))
             self.lora_b[target] = nn.Parameter(torch.empty(*stack, rows[target], self.rank))
+        self._a, self._b = list(self.lora_a.values()), list(self.lora_b.values())
+        self._columns = -(-len(self.targets) * self.rank // self.aligned) * self.aligned
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._written = False
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B."""
@@ -87,36 +91,51 @@ class Adapters(nn.Module):
             for (target, a), b in zip(self.lora_a.items(), self.lora_b.values(), strict=True)
         }
 
-    def adapter(self) -> list[nn.Parameter]:
-        """A of each adapted target, then B of each."""
-        return [*self.lora_a.values(), *self.lora_b.values()]
-
     @property
     def adapted(self) -> bool:
         return bool(self.targets) and self.switch.on
 
-    def _a(self, dtype: torch.dtype) -> torch.Tensor:
-        """A of all adapted targets: [targets * rank, in], of experts [experts, targets * rank, in]; padded."""
-        parts = list(self.lora_a.values())
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        if padding := -whole.shape[-2] % self.aligned:
-            whole = pad(whole, (0, 0, 0, padding))
-        return whole.to(dtype)
+    def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A of all adapted targets [targets * rank, in], of experts [experts, targets * rank, in]; and alpha / rank * B
+        of them [out, targets * rank] in the order of the weight's rows, of experts [experts, out, targets * rank]. Both
+        are padded. B is zero where a row is of one target and a column of another."""
+        if self._held is None:
+            of_a, of_b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
+            return self._write_cast(of_a, of_b)
+        if not self._written:
+            self._write_cast(*self._held)
+            self._written = True
+        return self._held
 
-    def _b(self, dtype: torch.dtype) -> torch.Tensor:
-        """alpha / rank * B of all targets: [out, targets * rank] in the order of the weight's rows, of experts
-        [experts, out, targets * rank]; padded. Zero where a row is of one target and a column of another."""
-        columns, first = len(self.targets) * self.rank, self.lora_b[self.targets[0]]
-        whole = first.new_zeros(self.blocks, sum(self.block_rows.values()), columns + -columns % self.aligned)
-        for target, block in zip(self.targets, self._target_blocks(whole), strict=True):
-            torch.mul(self.lora_b[target].view(block.shape), self.scale, out=block)
-        return (whole if self.stacked else whole.flatten(0, 1)).to(dtype)
+    def hold(self, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with None. Meanwhile the
+        parameters may not change."""
+        self._held, self._written = memory, False
 
-    def _split(self, of_a: torch.Tensor, of_b: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients of `adapter()` in those of `_a`, and of `_b` before it is scaled."""
-        parts = of_a[..., : len(self.targets) * self.rank, :].split(self.rank, -2)
+    def cast_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of what `cast` returns."""
+        stack = (self.blocks,) if self.stacked else ()
+        rows = sum(self.block_rows.values()) * (1 if self.stacked else self.blocks)
+        return (*stack, self._columns, self._a[0].shape[-1]), (*stack, rows, self._columns)
+
+    @torch.no_grad()
+    def _write_cast(self, of_a: torch.Tensor, of_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._foreach_copy_(self._target_rows(of_a), self._a)
+        blocks = self._target_blocks(of_b.view(self.blocks, -1, self._columns))
+        for b, block in zip(self._b, blocks, strict=True):
+            torch.mul(b.view(block.shape), self.scale, out=block)
+        return of_a, of_b
+
+    def _add_gradients(self, of_a: torch.Tensor, of_b: torch.Tensor) -> None:
+        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `of_b` before it is scaled."""
         blocks = self._target_blocks(of_b.view(self.blocks, -1, of_b.shape[-1]))
-        return [*parts, *(block.reshape(b.shape) for block, b in zip(blocks, self.lora_b.values(), strict=True))]
+        own_b = [gradients.own(b).view(block.shape) for b, block in zip(self._b, blocks, strict=True)]
+        torch._foreach_add_([gradients.own(a) for a in self._a], self._target_rows(of_a))
+        torch._foreach_add_(own_b, blocks, alpha=self.scale)
+
+    def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Of A of all targets each one's own."""
+        return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Of [blocks, sum of rows, columns] each adapted target's own rows, and `rank` columns after those of the
@@ -147,7 +166,7 @@ class LoraLinear(Adapters):
         else:
             in_features //= parts
         super().__init__(in_features, rows, cut, lora, switch, groups=groups)
-        self.group, self.sequence = topology.tensor, topology.sizes.sequence
+        self.group, self.sequence, self._alone = topology.tensor, topology.sizes.sequence, parts == 1
         self.weight = nn.Parameter(torch.empty(sum(rows.values()), in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
@@ -162,7 +181,7 @@ class LoraLinear(Adapters):
             x = parallel.gather(x, self.group)
         # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
         bias = None if self.column else self.bias
-        if residual is not None and self.group.size() == 1 and self.fp8 is None and bias is None:
+        if residual is not None and self._alone and self.fp8 is None and bias is None:
             output = torch.addmm(residual, x, self.weight.t())  # one pass less than the product and a sum
         else:
             output = self._product(x)
@@ -174,39 +193,41 @@ class LoraLinear(Adapters):
                 output += residual
         if not self.adapted:
             return output, None
-        inner = linear(x, self._a(x.dtype))
+        of_a, of_b = self.cast(x.dtype)
+        inner = linear(x, of_a)
         if not self.column:
             inner = self._summed(inner)
-        return output.addmm_(inner, self._b(x.dtype).t()), inner
+        return output.addmm_(inner, of_b.t()), inner
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""
-        of_inner = gradient @ self._b(gradient.dtype) if self.adapted else None
+        of_a, of_b = self.cast(gradient.dtype) if self.adapted else (None, None)
+        of_inner = None if of_b is None else gradient @ of_b
         if self.sequence and not self.column:
             gradient = parallel.gather(gradient, self.group)
             of_inner = None if of_inner is None else parallel.gather(of_inner, self.group)
         of_x = gradient @ self.weight if self.fp8 is None else self.fp8.backward(gradient)
         if self.column:
             of_x = self._summed(of_x)
-        if of_inner is None:
+        if of_inner is None or of_a is None:
             return of_x, None
         if self.column:
             of_inner = self._summed(of_inner)
-        return of_x.addmm_(of_inner, self._a(gradient.dtype)), of_inner
+        return of_x.addmm_(of_inner, of_a), of_inner
 
-    def parameter_gradients(
+    def add_gradients(
         self, gradient: torch.Tensor, of_inner: torch.Tensor | None, x: torch.Tensor, inner: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """The gradients of `adapter()`, fp32. `of_inner`: from `input_gradient`; `inner`: from the forward. Adds those
-        of the layer's own weight and bias to their buffers, where these are trained."""
+    ) -> None:
+        """Add the gradients of the adapters, and of the layer's own weight and bias where these are trained, to theirs.
+        `of_inner`: from `input_gradient`; `inner`: from the forward."""
         if gradients.wanted(self.weight):
             self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:
-            return [torch.zeros_like(parameter) for parameter in self.adapter()]
-        of_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner).mul_(self.scale)
+            return
+        of_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner)
         if self.sequence:  # each rank has that of its own tokens
             parallel.all_reduce(of_a if self.column else of_b, group=self.group)
-        return self._split(of_a, of_b)
+        self._add_gradients(of_a, of_b)
 
     def _add_base_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
         if gradients.wanted(self.bias):
@@ -219,6 +240,8 @@ class LoraLinear(Adapters):
 
     def _summed(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""
+        if self._alone:
+            return partial
         if self.sequence:
             return parallel.scatter_sum(partial, self.group)
         parallel.all_reduce(partial, group=self.group)

@@ -164,6 +164,26 @@ class Policy(nn.Module):
         return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
 
     @contextlib.contextmanager
+    def adapter_fixed(self) -> Iterator[None]:
+        """Within the block nobody may change the adapter, so layers cast it once and not in each pass. The experts'
+        adapters are too large to be kept twice."""
+        layers = {str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets}
+        shapes = {
+            name + part: shape
+            for name, layer in layers.items()
+            for part, shape in zip("ab", layer.cast_shapes(), strict=True)
+        }
+        whole, parts = allocate(shapes, self.config.params_dtype, device.device())
+        whole.zero_()
+        for name, layer in layers.items():
+            layer.hold((parts[name + "a"], parts[name + "b"]))
+        try:
+            yield
+        finally:
+            for layer in layers.values():
+                layer.hold(None)
+
+    @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Within the block the policy is the base model, and no gradients are computed."""
         before, self._switch.on = self._switch.on, False

@@ -3,6 +3,8 @@
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -83,10 +85,7 @@ class AdapterOptimizer:
         topology = self._topology
         if self._experts_apart:
             return self._norm_with_experts(topology)
-        square = torch.zeros((), dtype=torch.float64, device=self._gradients[0][0].device)
-        for tensor in self._trained:
-            if tensor.cut != "whole" or topology.place.tensor == 0:
-                square += _square(tensor)
+        square = _square(tensor for tensor in self._trained if tensor.cut != "whole" or topology.place.tensor == 0)
         parallel.all_reduce(square, group=topology.tensor)
         square = square.cpu()
         parallel.all_reduce(square, group=topology.pipeline)
@@ -94,14 +93,14 @@ class AdapterOptimizer:
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
         """`gradient_norm` where experts are apart: the first of the ranks that hold a tensor counts it."""
-        place, squares = topology.place, []
+        place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
             if tensor.experts:
                 copy = place.expert_data, place.expert_tensor
             if copy[0] == 0 and (tensor.cut != "whole" or copy[1] == 0):
-                squares.append(_square(tensor))
-        return norm_over_ranks(squares)
+                counted.append(tensor)
+        return norm_over_ranks([_square(counted)] if counted else [])
 
     def non_finite(self) -> list[str]:
         """Names of this rank's parameters whose gradients hold NaN or infinity."""
@@ -155,7 +154,7 @@ def _gradient_memory(parameters: list[Parameter]) -> Tensor:
     return memory
 
 
-def _square(tensor: LoraTensor) -> Tensor:
-    """Squared norm of its gradient, a float64 scalar."""
-    assert tensor.parameter.grad is not None
-    return torch.linalg.vector_norm(tensor.parameter.grad, dtype=torch.float64).square()
+def _square(tensors: Iterable[LoraTensor]) -> Tensor:
+    """Squared norm of their gradients together, a float64 scalar."""
+    gradients = [tensor.parameter.grad for tensor in tensors if tensor.parameter.grad is not None]
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()

@@ -124,7 +124,7 @@ class Training:
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
         """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
-        with self.phases.phase(phase), policy, torch.no_grad():
+        with self.phases.phase(phase), policy, torch.no_grad(), self.policy.adapter_fixed():
             for row, _ in self._passes(self.plan.visited_rows):
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
@@ -220,7 +220,8 @@ class Training:
                     maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
                 yield output.loss
 
-        self.policy.stage.backward(losses())
+        with self.policy.adapter_fixed():
+            self.policy.stage.backward(losses())
         return sums, maxima
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:

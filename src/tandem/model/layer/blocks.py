@@ -20,7 +20,7 @@ from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.kernels import Heads, HeadShape
 from tandem.model.layer.norm import multiplier
-from tandem.model.lora import Adapters, LoraLinear
+from tandem.model.lora import LoraLinear
 
 
 class Keep(IntEnum):
@@ -43,13 +43,9 @@ class Kept:
 class Block:
     """What all blocks do: they normalise their input, and add it to their output."""
 
-    def __init__(self, norm: Any, linears: list[Adapters], post_norm: Any = None) -> None:
+    def __init__(self, norm: Any, post_norm: Any = None) -> None:
         """`post_norm`: of the output before it is added; or None."""
-        self._norm, self.linears, self._post_norm = norm, linears, post_norm
-
-    def parameters(self) -> list[Parameter]:
-        """In the order of `backward`'s gradients."""
-        return [parameter for linear in self.linears for parameter in linear.adapter()]
+        self._norm, self._post_norm = norm, post_norm
 
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
@@ -85,7 +81,7 @@ class AttentionBlock(Block):
     ) -> None:  # fmt: skip
         """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`.
         `sinks`: frozen [heads], see `Arch.sinks`."""
-        super().__init__(norm, [qkv, proj], post_norm)
+        super().__init__(norm, post_norm)
         self._windowed, self._sinks = windowed, sinks
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
@@ -113,15 +109,15 @@ class AttentionBlock(Block):
         assert kept.x is not None
         return self._added(self._proj, _flat(kept.tensors["output"].detach(), self._slots(kept.x)), kept.x)[0]
 
-    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
         x, graph, output, row = kept.x, kept.graph, kept.tensors.pop("output"), self._seen(row)
         assert x is not None
         assert graph is not None
         of_added = self._unnormalised(gradient, self._proj, _flat(output.detach(), self._slots(x)))
         of_output, of_inner = self._proj.input_gradient(of_added)
         inner = kept.tensors.pop("proj_inner", None)
-        of_proj = self._proj.parameter_gradients(of_added, of_inner, _flat(output.detach(), self._slots(x)), inner)
+        self._proj.add_gradients(of_added, of_inner, _flat(output.detach(), self._slots(x)), inner)
         normalised = self._normalised(x)
         if "qkv" in kept.tensors:
             qkv, inner = kept.tensors.pop("qkv"), kept.tensors.pop("qkv_inner", None)
@@ -142,9 +138,9 @@ class AttentionBlock(Block):
                 gradients.add(weight, of_weight)
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *row.rotation)
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
-        of_parameters = [*self._qkv.parameter_gradients(of_qkv, of_inner, normalised, inner), *of_proj]
+        self._qkv.add_gradients(of_qkv, of_inner, normalised, inner)
         del of_qkv, normalised
-        return self._input_gradient(of_normalised, x, gradient), of_parameters
+        return self._input_gradient(of_normalised, x, gradient)
 
     def _seen(self, row: TreeParams) -> TreeParams:
         """What this layer needs to know of the row."""
@@ -179,7 +175,7 @@ class MlpBlock(Block):
         self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu",
         post_norm: Any = None,
     ) -> None:  # fmt: skip
-        super().__init__(norm, [gate_up, down], post_norm)
+        super().__init__(norm, post_norm)
         self._gate_up, self._down = gate_up, down
         self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
         self._activate_backward = kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
@@ -200,17 +196,17 @@ class MlpBlock(Block):
             tensors |= {"gate_up": gate_up} | named("inner", inner)
         return y, tensors
 
-    def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+    def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
         assert kept.x is not None
-        of_normalised, of_parameters = self.input_gradient(gradient, self._normalised(kept.x), kept.tensors)
-        return self._input_gradient(of_normalised, kept.x, gradient), of_parameters
+        of_normalised = self.input_gradient(gradient, self._normalised(kept.x), kept.tensors)
+        return self._input_gradient(of_normalised, kept.x, gradient)
 
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, kept: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """From the gradient of what `added_to` returned, those of `normalised` and of `parameters()`. Uses up `kept`,
-        what that forward kept."""
+    ) -> torch.Tensor:
+        """From the gradient of what `added_to` returned that of `normalised`; adds those of parameters to theirs. Uses
+        up `kept`, what that forward kept."""
         if "gate_up" in kept:
             gate_up, inner = kept.pop("gate_up"), kept.pop("inner", None)
         else:
@@ -220,10 +216,11 @@ class MlpBlock(Block):
             of_added = self._unnormalised(gradient, self._down, self._activate(gate_up))
         of_activated, of_inner = self._down.input_gradient(of_added)
         of_gate_up, activated = self._activate_backward(of_activated, gate_up)
-        of_down = self._down.parameter_gradients(of_added, of_inner, activated, kept.pop("down_inner", None))
+        self._down.add_gradients(of_added, of_inner, activated, kept.pop("down_inner", None))
         del of_activated, activated, gate_up
         of_normalised, of_inner = self._gate_up.input_gradient(of_gate_up)
-        return of_normalised, [*self._gate_up.parameter_gradients(of_gate_up, of_inner, normalised, inner), *of_down]
+        self._gate_up.add_gradients(of_gate_up, of_inner, normalised, inner)
+        return of_normalised
 
 
 class _HeadsGraph:

@@ -46,8 +46,8 @@ class DecoderLayer(MegatronModule):
         """hidden_states [S, 1, hidden] -> the same, and for Megatron no context."""
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
-            parameters = [parameter for block in self.blocks for parameter in block.parameters()]
-            x = _Blocks.apply(x, self.blocks, packed_seq_params, self.keep, *parameters)
+            # A leaf, so that autograd comes back here.
+            x = _Blocks.apply(torch.empty((), requires_grad=True), x, self.blocks, packed_seq_params, self.keep)
         else:
             for block in self.blocks:
                 x, _kept = block.forward(x, packed_seq_params, None)
@@ -114,11 +114,11 @@ class DecoderLayer(MegatronModule):
 
 
 class _Blocks(torch.autograd.Function):
-    """Blocks one after the other, with their own backward."""
+    """Blocks one after the other, with their own backward, which adds the parameters' gradients itself."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, blocks: list[Any], row: TreeParams, keep: Keep, *_parameters: Parameter
+        ctx: Any, _leaf: torch.Tensor, x: torch.Tensor, blocks: list[Any], row: TreeParams, keep: Keep
     ) -> torch.Tensor:
         ctx.blocks, ctx.row, ctx.kept = blocks, row, []
         x = x.detach()
@@ -131,10 +131,8 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         kept: list[Kept] = ctx.kept
         gradient = gradient.contiguous()
-        of_parameters: list[torch.Tensor] = []
         for index in reversed(range(len(kept))):
             if kept[index].x is None:
                 kept[index].x = ctx.blocks[index - 1].output_again(kept[index - 1])
-            gradient, more = ctx.blocks[index].backward(gradient, kept.pop(), ctx.row)
-            of_parameters = [*more, *of_parameters]
-        return gradient, None, None, None, *of_parameters
+            gradient = ctx.blocks[index].backward(gradient, kept.pop(), ctx.row)
+        return None, gradient, None, None, None

@@ -33,16 +33,20 @@ class HeadShape:
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """`function`, or for tensors on a GPU the function of that name in `triton_kernels.py`."""
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        partial = any(isinstance(argument, HeadShape) and argument.partial_rope for argument in args)
-        on_cuda = any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in args)
-        if partial or not on_cuda:
-            return function(*args, **kwargs)
+    @functools.cache
+    def on_cuda() -> Callable[P, T]:
         from tandem.model.layer import triton_kernels  # the CPU's torch comes without Triton
 
-        result: T = getattr(triton_kernels, function.__name__)(*args, **kwargs)
-        return result
+        kernel: Callable[P, T] = getattr(triton_kernels, function.__name__)
+        return kernel
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        tensor = next(argument for argument in args if isinstance(argument, torch.Tensor))
+        shape = next((argument for argument in args if isinstance(argument, HeadShape)), None)
+        if not tensor.is_cuda or (shape is not None and shape.partial_rope):
+            return function(*args, **kwargs)
+        return on_cuda()(*args, **kwargs)
 
     return call
 

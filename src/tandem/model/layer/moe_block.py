@@ -48,7 +48,7 @@ class MoeBlock(Block):
         """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
         softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
         `layer`: 0, 1, ..."""
-        super().__init__(norm, [gate_up, down, *(shared.linears if shared else [])])
+        super().__init__(norm)
         self._module, self._gate_up, self._down, self._shape, self._layer = router, gate_up, down, shape, layer
         self._shared, self._activate = shared, kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu
         self._activate_backward = kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
@@ -80,8 +80,8 @@ class MoeBlock(Block):
             kept.tensors |= named("shared_inner", of_shared.get("down_inner"))
         return y, kept
 
-    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """From the gradient of the output, those of x and of `parameters()`. Uses up `kept`."""
+    def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
         x = kept.x
         assert x is not None
         normalised = self._normalised(x)
@@ -97,10 +97,10 @@ class MoeBlock(Block):
         if (bias := self._down.row_biases(ends, len(of_output))) is not None:
             of_probs += (of_output.float() * bias).sum(-1)
         down_inner = kept.tensors.pop("down_inner", None)
-        of_down = self._down.parameter_gradients(of_output, of_inner, scaled, down_inner, ends)
+        self._down.add_gradients(of_output, of_inner, scaled, down_inner, ends)
         del of_output, of_scaled, scaled, gate_up
         of_rows, of_inner = self._gate_up.input_gradient(of_gate_up, ends)
-        of_parameters = [*self._gate_up.parameter_gradients(of_gate_up, of_inner, rows, inner, ends), *of_down]
+        self._gate_up.add_gradients(of_gate_up, of_inner, rows, inner, ends)
         del of_gate_up, rows
         if self._group.size() > 1:
             of_probs = pad(of_probs, (0, 1))
@@ -111,10 +111,9 @@ class MoeBlock(Block):
         of_router = of_logits.to(x.dtype) @ self._router
         if self._shared is not None:
             shared_inner = named("down_inner", kept.tensors.pop("shared_inner", None))
-            of_shared, of_shared_parameters = self._shared.input_gradient(gradient, normalised, shared_inner)
-            of_router, of_parameters = of_router + of_shared, [*of_parameters, *of_shared_parameters]
+            of_router = of_router + self._shared.input_gradient(gradient, normalised, shared_inner)
         of_normalised = self._sum(of_rows, routing, of_router)
-        return self._input_gradient(of_normalised, x, gradient), of_parameters
+        return self._input_gradient(of_normalised, x, gradient)
 
     def _gates_and_ups(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, inner = self._gate_up(rows, ends)

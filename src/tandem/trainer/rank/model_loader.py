@@ -12,6 +12,7 @@ For a new model on a GPU:
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,6 +97,8 @@ class ModelLoader:
             with phases.phase("state"):
                 _wait([state_loaded], lambda: phases.announce("state"))
                 memory.release_cached()  # reading and rehearsing leave unused memory
+        # The first product has read it. torch 2.11 parses it in each product, which takes longer than launching that.
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         return model
 
     def _build(self) -> LoadedModel:
