@@ -14,7 +14,7 @@ from tandem.errors import InvalidInput
 from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
 from tandem.families.memory import CLAMPED_SWIGLU, GEGLU, GIB, Kept, Memory, Training, memory
-from tandem.families.plan import _step_seconds, describe, plan
+from tandem.families.plan import _share, _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
 from tandem.families.topology import Sizes, problem
 from tandem.model.layer import kernels
@@ -215,6 +215,17 @@ def test_the_fullest_stage_of_a_pipeline_counts():
     assert whole.weights / 3 < needs.weights < whole.weights / 3 * 1.05
     assert needs.layers == 16
     assert needs.layers * needs.in_flight in (48, 32, 16)
+
+
+def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
+    """Here the fullest one is the last: it has fewer rows in flight, and more of its layers keep everything."""
+    job, sizes = training("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
+    [one] = [one for one in plan(job, 2, 40 * GIB).candidates if one.sizes == sizes]
+    levels = [stage.levels(40 * GIB) for stage in formulas.stages(job, sizes)]
+    seconds = [_step_seconds(job, sizes, *of) for of in zip(formulas.stages(job, sizes), levels, strict=True)]
+    assert one.levels == levels[1]
+    assert seconds[0] > 1.05 * seconds[1]
+    assert one.tokens_per_second == pytest.approx(_share(job, sizes) * 16 * 16384 / seconds[0])
 
 
 def test_all_weights_need_a_gradient_and_an_optimizer():

@@ -89,3 +89,25 @@ def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
         assert not is_bias or torch.equal(parameter, whole.base()[name])
     (half(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
     assert all(torch.isfinite(gradient).all() for gradient in gradients(half).values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_adapter_that_stays_fixed_for_several_passes_has_the_same_gradients(tmp_path, family, alone):
+    model = write_random_model(tmp_path / "model", family=family)
+    write_random_adapter(tmp_path / "adapter", model)
+    policy, row = make_policy(model, adapter=tmp_path / "adapter"), packed_row()
+
+    def passes() -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            policy(row).logprobs.sum().backward()
+        return gradients(policy)
+
+    expected = passes()
+    with policy.adapter_fixed():
+        found = passes()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    with torch.no_grad():
+        for parameter in policy.lora_parameters().values():
+            parameter.add_(0.1)
+    changed = passes()
+    assert not any(torch.equal(changed[name], gradient) for name, gradient in expected.items())

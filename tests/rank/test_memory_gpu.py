@@ -125,7 +125,7 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(measured:
     assert measured.lora <= size_of(built, "gradients") <= measured.lora + SCALARS
     assert size_of(built, "other") <= SCALARS  # RoPE's frequencies
     assert built["sizes"] | {"moments": loaded["sizes"]["moments"]} == loaded["sizes"]
-    assert size_of(loaded, "moments") == (0 if job == "fresh" else 2 * measured.lora)
+    assert size_of(loaded, "moments") == 2 * measured.lora
     for row in (built, loaded):  # in between, weights are read, through memory of their own
         check_nothing_else_is_allocated(measured, row)
     assert loaded["reported"]["host_pinned"] <= SCALARS  # no buffers of the readers
@@ -133,14 +133,13 @@ def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(measured:
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])
 def test_steps_begin_from_the_same_floor(measured: Measured, job: str) -> None:
-    """The first one may leave what is made once: moments in a fresh run, constants of compiled kernels."""
+    """The first one may leave what is made once: constants of compiled kernels."""
     first, second, *later = [row for row in measured.rows[job] if row["at"] == "step"]
     assert len(later) == EPOCHS - 2
     for row in later:
         assert measured.requested(row) == measured.requested(second)
         assert row["sizes"] == second["sizes"]
-    assert size_of(first, "moments") == (0 if job == "fresh" else 2 * measured.lora)
-    assert size_of(second, "moments") == 2 * measured.lora
+    assert size_of(first, "moments") == size_of(second, "moments") == 2 * measured.lora
     if measured.device == "cuda":
         assert 0 <= second["stats"]["requested"] - sum(map(sum, second["sizes"].values())) <= SCALARS
     ends = [row for row in measured.rows[job] if row["phase"] == "optimizer"]

@@ -1,6 +1,8 @@
 """Offloading changes no result: sizes and contents come back exactly, gradients as zeros."""
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,3 +91,14 @@ def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, 
         assert straight.step(number) == interrupted.step(number)
     assert same(straight.trained(), interrupted.trained())
     assert not same(interrupted.trained(), before)
+
+
+def test_offloading_lets_go_of_what_a_stage_has_sent(tmp_path: Path, alone) -> None:
+    interrupted, waited = Training(write_random_model(tmp_path / "model"), tmp_path / "adapter"), []
+    sent = [torch.zeros(4), torch.zeros(4)]
+    living = [weakref.ref(tensor) for tensor in sent]
+    for lane in (interrupted.policy.stage._forward, interrupted.policy.stage._backward):
+        lane._sending = SimpleNamespace(wait=lambda: waited.append(1)), sent.pop()
+    interrupted.offload("parameters")
+    assert len(waited) == 2
+    assert [reference() for reference in living] == [None, None]

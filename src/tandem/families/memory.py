@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from math import inf, prod
+from math import prod
 from typing import NamedTuple
 
 from tandem.families.adapter import adapts_experts, check_targets, chosen, sums_experts_apart
@@ -109,17 +109,16 @@ class Memory:
         return choose_levels(Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget)
 
 
-def memory(job: Training, sizes: Sizes, gpu: float | None = None) -> Memory:
-    """Of the pipeline stage that needs the most where layers keep what `levels` says for a GPU of `gpu` bytes; None:
-    their inputs. Raises as `check_targets`."""
+def stages(job: Training, sizes: Sizes) -> list[Memory]:
+    """Of each pipeline stage. Raises as `check_targets`."""
     if job.lora is not None:
         check_targets(job.arch, job.lora)
+    return [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
 
-    def need(stage: Memory) -> float:
-        levels = (0, 0) if gpu is None else stage.levels(gpu)
-        return inf if levels is None else stage.total(levels)
 
-    return max((_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)), key=need)
+def memory(job: Training, sizes: Sizes) -> Memory:
+    """Of the pipeline stage that needs the most where layers keep their inputs. Raises as `check_targets`."""
+    return max(stages(job, sizes), key=lambda stage: stage.total((0, 0)))
 
 
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:

@@ -10,7 +10,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.memory import GIB, Memory, Training, memory
+from tandem.families.memory import GIB, Memory, Training, stages
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
 from tandem.spool.schema import LoraShape
@@ -53,7 +53,7 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    memory: Memory
+    memory: Memory  # of the fullest pipeline stage, as are `levels`; the speed is the slowest one's
     levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
     tokens_per_second: float  # of all GPUs; 0 where it does not fit
     measured: bool  # no rate or bandwidth was assumed
@@ -112,10 +112,14 @@ def describe(sizes: Sizes) -> str:
 
 
 def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
-    needs = memory(job, sizes, gpu_memory)
-    levels, speed = needs.levels(gpu_memory), 0.0
-    if levels is not None:
-        speed = _share(job, sizes) * job.sequence_length * job.rows / _step_seconds(job, sizes, needs, levels)
+    found = [(stage, stage.levels(gpu_memory)) for stage in stages(job, sizes)]
+    fitting = [(stage, levels) for stage, levels in found if levels is not None]
+    if len(fitting) < len(found):
+        needs, levels, speed = max((stage for stage, _ in found), key=lambda stage: stage.total((0, 0))), None, 0.0
+    else:
+        needs, levels = max(fitting, key=lambda stage: stage[0].total(stage[1]))
+        slowest = max(_step_seconds(job, sizes, *stage) for stage in fitting)
+        speed = _share(job, sizes) * job.sequence_length * job.rows / slowest
     alone = sizes == Sizes(data=sizes.data) and job.lora is not None
     return Candidate(sizes, needs, levels, speed, measured=alone)
 

@@ -26,11 +26,16 @@ class _Lane:
         self._sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until it is done
 
     def send(self, tensor: torch.Tensor) -> None:
-        if self._sending is not None:
-            self._sending[0].wait()
+        self.finish()
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=self._group.rank() + self._step)
         self._sending = work, tensor
+
+    def finish(self) -> None:
+        """Wait until everything is sent, and let go of it."""
+        if self._sending is not None:
+            self._sending[0].wait()
+            self._sending = None
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=where)
@@ -48,8 +53,7 @@ class Pipeline:
         self.ahead = stages - 1 - stage
         """How many rows the stage computes before the one after which it first goes back."""
         self._group = topology.pipeline
-        if stages > 1:
-            self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
+        self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
         """Go back from each loss, in the order in which `losses` computes them. `losses` computes `ahead` rows before
@@ -61,6 +65,11 @@ class Pipeline:
                 waiting.popleft().backward()
         while waiting:
             waiting.popleft().backward()
+
+    def finish(self) -> None:
+        """Let go of what was sent, when the other stages have received it."""
+        self._forward.finish()
+        self._backward.finish()
 
     def received(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         """The hidden states that the stage before sends. Going back, it gets their gradient."""

@@ -139,6 +139,7 @@ class Policy(nn.Module):
         What is trained goes to host memory. Frozen base weights are dropped, because they are in files. Nothing may be
         computed until `restore`, and until the base weights that were dropped are read again.
         """
+        self.stage.finish()
         for layer in self._linear_layers():
             layer.fp8 = None
         own = [*self.lora_parameters().values(), self._inv_freq]

@@ -106,7 +106,7 @@ class Training:
         [denominator] = denominators(self.batch, [self.plan.held_out], self.job.loss)
         names = ["loss", "items", "pairs", "accuracy", "margin"]
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
-        with self.phases.phase("evaluate"):
+        with self.phases.phase("evaluate"), self.policy.adapter_fixed():
             for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
                 if not counts:  # for the collectives alone: this rank may have no reference log-probs of it

@@ -73,6 +73,10 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
+        # Now and not in the first step, because `recompute.fit` gives away what is free before that.
+        for tensors in optimizer.new_state(0).values():
+            for tensor in tensors.values():
+                tensor.zero_()
         return
     count = torch.zeros(1, dtype=torch.int64)
     read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
