@@ -228,6 +228,17 @@ def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
     assert wait == (stateful if strategy == "OnDelete" else set())
 
 
+@pytest.mark.parametrize("mode", [{}, SHARED], ids=["dedicated", "shared"])
+def test_preflight_sees_what_a_role_mounts(mode):
+    """Variables like SSL_CERT_FILE and HF_HOME, and a base model, may name something below such a mount."""
+    mounts = {role: [{"name": f"of-{role}", "mountPath": f"/{role}", "readOnly": True}] for role in ROLES}
+    more = {role: {"extraVolumes": [{"name": f"of-{role}"}], "extraVolumeMounts": mounts[role]} for role in ROLES}
+    rendered = with_values(**merged(mode, more))
+    for role in ROLES:
+        for container in (container_of(rendered, role), preflight_of(rendered, role)):
+            assert [m for m in container["volumeMounts"] if m["name"].startswith("of-")] == mounts[role]
+
+
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])
 def test_another_chart_version_changes_no_pod(name, tmp_path):
     new = charts.render(VALUES[name], release="a", chart=charts.other_version(tmp_path, "0.2.0"))

@@ -239,6 +239,10 @@ projected:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- include "tandem.initRest" . | nindent 2 }}
+    {{- /* What these variables and the base model name may be below a mount. */}}
+    {{- with (index .root.Values .role).extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- with (index .root.Values .role).extraInitContainers }}
 {{ toYaml . }}
 {{- end }}
