@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from helm.charts import CHART, Object, Rendered
-from helm.matrix import CASES, COMPONENT, INSTANCE
+from helm import charts
+from helm.charts import CHART, Object, Rendered, merged
+from helm.matrix import BASE, CASES, COMPONENT, INSTANCE
 from helm.pods import selects
 from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
 
@@ -179,7 +180,7 @@ def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
         files |= config["data"]
         assert len(str(config)) < 2**20, "too large for a ConfigMap"
     assert {file: text.encode() for file, text in files.items()} == {
-        f"tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
+        f"{NAMESPACE}.a-tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
     }
 
 
@@ -188,3 +189,11 @@ def test_namespace_and_labels_of_dashboards():
     for config in with_values(monitoring={"dashboards": dashboards}).all("ConfigMap"):
         assert config["metadata"]["namespace"] == "grafana"
         assert config["metadata"]["labels"]["mine"] == "yes"
+
+
+def test_releases_of_one_name_have_dashboards_of_their_own_in_one_namespace():
+    """Both are called t: their objects, and the files that Grafana's sidecar writes into one directory."""
+    values = merged(BASE, {"monitoring": {"dashboards": {"enabled": True, "namespace": "grafana"}}})
+    made = [config for team in ("a", "b") for config in charts.render(values, namespace=team).all("ConfigMap")]
+    assert len({config["metadata"]["name"] for config in made}) == 2 * len(DASHBOARDS)
+    assert len({key for config in made for key in config["data"]}) == 2 * len(DASHBOARDS)
