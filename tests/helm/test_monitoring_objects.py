@@ -11,12 +11,20 @@ from helm.charts import CHART, Object, Rendered, merged
 from helm.matrix import BASE, CASES, COMPONENT, INSTANCE
 from helm.pods import selects
 from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
+from monitoring.dashboards import metrics
 
 ROOT = CHART.parents[1]
 PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
 JOBS = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
 OF_THE_RELEASE = {'namespace=~".+"': f'namespace="{NAMESPACE}"', 'pod=~".+-(': 'pod=~"a-tandem-('}
 """What the chart replaces in the rules on kube-state-metrics."""
+
+
+def in_namespace(rule: Object) -> Object:
+    """A rule whose every metric is of the release's namespace."""
+    names, matcher = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
+    expr = re.sub(rf"(?<![\w:])({names})(?![\w:])", rf"\1{{{matcher}}}", rule["expr"])
+    return rule | {"expr": expr.replace(f"{matcher}}}{{", f"{matcher},")}
 
 
 def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
@@ -28,7 +36,8 @@ def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
     return yaml.safe_load(text)["groups"]
 
 
-TANDEM, KUBERNETES = groups_of("tandem.yml", {}), groups_of("kubernetes.yml", OF_THE_RELEASE)
+TANDEM = [group | {"rules": [*map(in_namespace, group["rules"])]} for group in groups_of("tandem.yml", {})]
+KUBERNETES = groups_of("kubernetes.yml", OF_THE_RELEASE)
 DASHBOARDS = sorted((ROOT / "images" / "grafana" / "dashboards").glob("*.json"))
 MONITORED = [name for name in CASES if value(name, "monitoring.monitors.kind") != "none"]
 
@@ -111,7 +120,7 @@ def alerts(groups: list[Object]) -> dict[str, Object]:
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
-def test_the_rules_are_those_of_compose():
+def test_the_rules_are_those_of_compose_in_the_releases_namespace():
     assert rules() == TANDEM + KUBERNETES
     assert rules(kubernetes=False) == TANDEM
     assert len(alerts(TANDEM)) > 20
