@@ -34,6 +34,11 @@ def closed(**properties: Schema) -> Schema:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
+def removable(schema: Schema) -> Schema:
+    """`schema`, or "": none. null can't say that: the templates put the default in its place."""
+    return schema | {"pattern": f"^({schema['pattern'].removeprefix('^').removesuffix('$')})?$"}
+
+
 def optional(schema: Schema) -> Schema:
     """`schema`, or null: the program's own default."""
     if "enum" in schema:
@@ -42,7 +47,7 @@ def optional(schema: Schema) -> Schema:
     return schema | {"type": [*types, "null"]}
 
 
-_QUANTITIES = closed(**{"cpu": CPU, "memory": MEMORY, "ephemeral-storage": MEMORY})
+_QUANTITIES = closed(**{"cpu": removable(CPU), "memory": removable(MEMORY), "ephemeral-storage": removable(MEMORY)})
 _ACCESS = enum("ReadWriteMany", "ReadWriteOnce")
 _POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 

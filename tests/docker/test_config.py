@@ -192,7 +192,11 @@ def test_only_public_ports_are_published_on_loopback_and_the_internal_network_ha
         "grafana": [("127.0.0.1", "3000", 3000)],
     }
     opened = Compose(*files).config("*", TANDEM_BIND="0.0.0.0")
-    assert {port["host_ip"] for s in opened["services"].values() for port in s.get("ports", [])} == {"0.0.0.0"}
+    assert {name: port["host_ip"] for name, s in opened["services"].items() for port in s.get("ports", [])} == {
+        name: "127.0.0.1" if name == "prometheus" else "0.0.0.0" for name in published
+    }, "Prometheus asks for no login"
+    opened = Compose(*files).config("*", PROMETHEUS_BIND="0.0.0.0")
+    assert opened["services"]["prometheus"]["ports"][0]["host_ip"] == "0.0.0.0"
     assert config["networks"]["internal"]["internal"]
     for name in (*SERVICES, *UPSTREAM):
         assert "internal" in config["services"][name]["networks"], name

@@ -25,7 +25,7 @@ OTHERS_SAY = {
     "provisioning failed for PVC", "SchedulingGated", "Init:0/1", 'secret "tandem" not found',
     "references non-existent secret key", "Init:CrashLoopBackOff", "Init:Error", "ImagePullBackOff",
     "Init:ImagePullBackOff", "OOMKilled", "Liveness probe failed", "Startup probe failed",
-    "401",
+    "401", "Terminating", "NotReady",
 }  # fmt: skip
 
 

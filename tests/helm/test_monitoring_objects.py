@@ -6,16 +6,25 @@ from typing import Any
 import pytest
 import yaml
 
-from helm.charts import CHART, Object, Rendered
-from helm.matrix import CASES, COMPONENT, INSTANCE
+from helm import charts
+from helm.charts import CHART, Object, Rendered, merged
+from helm.matrix import BASE, CASES, COMPONENT, INSTANCE
 from helm.pods import selects
 from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
+from monitoring.dashboards import metrics
 
 ROOT = CHART.parents[1]
 PROMETHEUS = yaml.safe_load((ROOT / "images" / "prometheus" / "prometheus.yml").read_text())
 JOBS = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
 OF_THE_RELEASE = {'namespace=~".+"': f'namespace="{NAMESPACE}"', 'pod=~".+-(': 'pod=~"a-tandem-('}
 """What the chart replaces in the rules on kube-state-metrics."""
+
+
+def in_namespace(rule: Object) -> Object:
+    """A rule whose every metric is of the release's namespace."""
+    names, matcher = "|".join(metrics(rule["expr"])), f'namespace="{NAMESPACE}"'
+    expr = re.sub(rf"(?<![\w:])({names})(?![\w:])", rf"\1{{{matcher}}}", rule["expr"])
+    return rule | {"expr": expr.replace(f"{matcher}}}{{", f"{matcher},")}
 
 
 def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
@@ -27,7 +36,8 @@ def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
     return yaml.safe_load(text)["groups"]
 
 
-TANDEM, KUBERNETES = groups_of("tandem.yml", {}), groups_of("kubernetes.yml", OF_THE_RELEASE)
+TANDEM = [group | {"rules": [*map(in_namespace, group["rules"])]} for group in groups_of("tandem.yml", {})]
+KUBERNETES = groups_of("kubernetes.yml", OF_THE_RELEASE)
 DASHBOARDS = sorted((ROOT / "images" / "grafana" / "dashboards").glob("*.json"))
 MONITORED = [name for name in CASES if value(name, "monitoring.monitors.kind") != "none"]
 
@@ -110,7 +120,7 @@ def alerts(groups: list[Object]) -> dict[str, Object]:
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
-def test_the_rules_are_those_of_compose():
+def test_the_rules_are_those_of_compose_in_the_releases_namespace():
     assert rules() == TANDEM + KUBERNETES
     assert rules(kubernetes=False) == TANDEM
     assert len(alerts(TANDEM)) > 20
@@ -179,7 +189,7 @@ def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
         files |= config["data"]
         assert len(str(config)) < 2**20, "too large for a ConfigMap"
     assert {file: text.encode() for file, text in files.items()} == {
-        f"tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
+        f"{NAMESPACE}.a-tandem-{path.name}": path.read_bytes() for path in DASHBOARDS
     }
 
 
@@ -188,3 +198,11 @@ def test_namespace_and_labels_of_dashboards():
     for config in with_values(monitoring={"dashboards": dashboards}).all("ConfigMap"):
         assert config["metadata"]["namespace"] == "grafana"
         assert config["metadata"]["labels"]["mine"] == "yes"
+
+
+def test_releases_of_one_name_have_dashboards_of_their_own_in_one_namespace():
+    """Both are called t: their objects, and the files that Grafana's sidecar writes into one directory."""
+    values = merged(BASE, {"monitoring": {"dashboards": {"enabled": True, "namespace": "grafana"}}})
+    made = [config for team in ("a", "b") for config in charts.render(values, namespace=team).all("ConfigMap")]
+    assert len({config["metadata"]["name"] for config in made}) == 2 * len(DASHBOARDS)
+    assert len({key for config in made for key in config["data"]}) == 2 * len(DASHBOARDS)

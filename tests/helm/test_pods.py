@@ -123,6 +123,17 @@ def test_every_container_can_meet_a_quota_and_a_limit_range():
             assert resources["requests"] == resources["limits"], where
 
 
+def test_an_empty_request_or_limit_is_none():
+    """null would be replaced by the default, like a key that values of an older chart lack."""
+    none = {"resources": {"requests": {"cpu": ""}, "limits": {"memory": "", "ephemeral-storage": ""}}}
+    rendered = with_values(**matrix.roles(**none), initContainers=none, tests=none)
+    found = [container["resources"] for _, pod in rendered.pods() for container in containers(pod)]
+    amounts = [part for resources in found for part in (resources["requests"], resources.get("limits", {}))]
+    assert {name for part in amounts for name in part} == {"memory", "nvidia.com/gpu"}
+    assert all(resources["requests"]["memory"] for resources in found)
+    assert all("memory" not in resources.get("limits", {}) for resources in found)
+
+
 @pytest.mark.parametrize(
     ("memory", "shm", "total"),
     [("64Gi", "512Mi", "66048Mi"), ("1Ti", "1Gi", "1049600Mi"), ("100Mi", "3Mi", "103Mi"), ("1500Gi", "2Ti", "3548Gi")],
@@ -226,6 +237,17 @@ def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
     stateful = {f"statefulset/a-tandem-{component_of(name, 'inference')}"}
     assert rollout == {"deployment/a-tandem-controller"} | (stateful if strategy == "RollingUpdate" else set())
     assert wait == (stateful if strategy == "OnDelete" else set())
+
+
+@pytest.mark.parametrize("mode", [{}, SHARED], ids=["dedicated", "shared"])
+def test_preflight_sees_what_a_role_mounts(mode):
+    """Variables like SSL_CERT_FILE and HF_HOME, and a base model, may name something below such a mount."""
+    mounts = {role: [{"name": f"of-{role}", "mountPath": f"/{role}", "readOnly": True}] for role in ROLES}
+    more = {role: {"extraVolumes": [{"name": f"of-{role}"}], "extraVolumeMounts": mounts[role]} for role in ROLES}
+    rendered = with_values(**merged(mode, more))
+    for role in ROLES:
+        for container in (container_of(rendered, role), preflight_of(rendered, role)):
+            assert [m for m in container["volumeMounts"] if m["name"].startswith("of-")] == mounts[role]
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])

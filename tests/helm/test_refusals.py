@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (merged(SHARED, at("inference.extraVolumes", [{"name": "data"}])), "engine: the volume data .*extraVolumes"),
     (
         at("trainer.extraVolumeMounts", [{"name": "x", "mountPath": "/tmp"}]),
-        "trainer: the mount /tmp .*extraVolumeMounts",
+        "trainer: .* preflight: the mount /tmp .*extraVolumeMounts",
     ),
     (
         at("controller.extraContainers", [{"name": "preflight"}]),

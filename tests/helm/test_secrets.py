@@ -2,14 +2,17 @@
 
 import base64
 import json
+import os
 
 import pytest
+from typer.testing import CliRunner
 
 from helm import charts
 from helm.charts import merged
 from helm.matrix import CASES, ROLES, VALUES
 from helm.pods import containers
 from helm.renders import NAMESPACE, case, container_of, environment, is_shared, pod_of, preflight_of, with_values
+from tandem.cli import app
 
 SECRETS = {"api_key": "k-9f2b7c41", "admin_token": "t-51d0aa87", "hf_token": "h-77e3c209"}
 MOUNT = "/etc/tandem/secrets"
@@ -72,6 +75,28 @@ def test_only_inference_and_a_trainer_that_shares_its_gpus_get_the_admin_token(n
         expected = {f"{MOUNT}/{key}": key for key in SECRETS if key != "admin_token" or role in admins}
         assert files(pod, main) == files(pod, preflight_of(rendered, role)) == expected
         assert (environment(main).get("TANDEM_ADMIN_TOKEN_FILE") is not None) == (role in admins)
+
+
+@pytest.mark.parametrize("name", ["defaults", "shared by claim", "shared by resource"])
+@pytest.mark.parametrize("role", ROLES)
+def test_preflight_finds_the_secrets_that_the_chart_gives_a_role(monkeypatch, tmp_path, name, role):
+    """`tandem preflight` with the arguments, variables and secret files of the role's init container."""
+    rendered = case(name)
+    container = preflight_of(rendered, role)
+    for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
+        monkeypatch.delenv(variable)
+    for variable, value in environment(container).items():
+        monkeypatch.setenv(variable, value.replace(MOUNT, str(tmp_path)))
+    monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "data"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for path, key in files(pod_of(rendered, role), container).items():
+        (tmp_path / path.removeprefix(f"{MOUNT}/")).write_text(f"{SECRETS[key]:-<32}")
+    printed = CliRunner().invoke(app, [*container["args"][1:], "--json"]).stdout
+    found = {check["name"]: check["status"] for check in json.loads(printed)}
+    secrets = {check: status for check, status in found.items() if check in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN")}
+    admin = role == "inference" or (role == "trainer" and is_shared(name))
+    assert found["settings"] == "ok"
+    assert secrets == {"TANDEM_API_KEY": "ok"} | ({"TANDEM_ADMIN_TOKEN": "ok"} if admin else {})
 
 
 def test_a_secret_of_another_name_with_other_keys():

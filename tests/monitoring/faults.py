@@ -299,7 +299,7 @@ fault("a container is killed for its memory", idle, {20: NONE, 22: {"TandemConta
            reason="OOMKilled"))  # fmt: skip
 fault("a container restarts", idle, {20: NONE, 29: {"TandemContainerRestarting"}},
       kube(RESTARTS, lambda m: max(min(m, 40) - 20, 0) // 2, container="controller"))  # fmt: skip
-fault("a pod has no node", idle, {34: NONE, 35: {"TandemPodPending"}},
+fault("a pod does not start", idle, {34: NONE, 35: {"TandemPodPending"}},
       kube("kube_pod_status_phase", since(20, 1), phase="Pending"))  # fmt: skip
-fault("the pod of trainer and inference has no node", idle, {34: NONE, 35: {"TandemPodPending"}},
+fault("the pod of trainer and inference does not start", idle, {34: NONE, 35: {"TandemPodPending"}},
       kube("kube_pod_status_phase", since(20, 1), phase="Pending", pod="tandem-engine-0"))  # fmt: skip

@@ -96,14 +96,28 @@ pod of all can be placed. Without a trainer's pod the choice is inference's, and
 {{- toYaml $affinity -}}
 {{- end -}}
 
+{{/* Requests and limits without the empty ones. */}}
+{{- define "tandem.amounts" -}}
+{{- $result := dict -}}
+{{- range $kind, $amounts := . -}}
+{{- $part := dict -}}
+{{- range $name, $value := $amounts -}}
+{{- if ne (toString $value) "" -}}{{- $_ := set $part $name $value -}}{{- end -}}
+{{- end -}}
+{{- if $part -}}{{- $_ := set $result $kind $part -}}{{- end -}}
+{{- end -}}
+{{- toYaml $result -}}
+{{- end -}}
+
 {{/* (dict "root" $ "role" "trainer"): requests and limits. /dev/shm is memory of the container, so it is added. */}}
 {{- define "tandem.resources" -}}
 {{- $role := index .root.Values .role -}}
 {{- $shm := include "tandem.mebibytes" (default "" $role.shmSize) | int64 -}}
+{{- $amounts := include "tandem.amounts" $role.resources | fromYaml -}}
 {{- $result := dict -}}
 {{- range $kind := list "requests" "limits" -}}
 {{- $part := dict -}}
-{{- range $name, $value := default dict (get $role.resources $kind) -}}
+{{- range $name, $value := default dict (get $amounts $kind) -}}
 {{- if eq $name "memory" -}}
 {{- $_ := set $part $name (printf "%dMi" (add (include "tandem.mebibytes" $value | int64) $shm)) -}}
 {{- else -}}
@@ -239,6 +253,10 @@ projected:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- include "tandem.initRest" . | nindent 2 }}
+    {{- /* What these variables and the base model name may be below a mount. */}}
+    {{- with (index .root.Values .role).extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- with (index .root.Values .role).extraInitContainers }}
 {{ toYaml . }}
 {{- end }}
@@ -248,7 +266,7 @@ projected:
 securityContext:
   {{- include "tandem.securityContext" . | nindent 2 }}
 resources:
-  {{- toYaml .root.Values.initContainers.resources | nindent 2 }}
+  {{- include "tandem.amounts" .root.Values.initContainers.resources | nindent 2 }}
 volumeMounts:
   {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}

@@ -37,7 +37,7 @@ spec:
       securityContext:
         {{- include "tandem.securityContext" $root | nindent 8 }}
       resources:
-        {{- toYaml $root.Values.tests.resources | nindent 8 }}
+        {{- include "tandem.amounts" $root.Values.tests.resources | nindent 8 }}
       volumeMounts:
         {{- if .data }}
         - {name: data, mountPath: /data}

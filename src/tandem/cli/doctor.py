@@ -49,7 +49,9 @@ def doctor(json: Json = False) -> None:
 
 
 def preflight(
-    role: Annotated[Container, typer.Option(help="What starts; inference has the admin token.")] = Container.ALL,
+    role: Annotated[
+        Container, typer.Option(help="What starts. Inference and a trainer on shared GPUs need the admin token.")
+    ] = Container.ALL,
     devices_granted: Annotated[
         bool,
         typer.Option("--devices-granted", help="A scheduler assigns the GPUs, so the settings need not name them."),
@@ -62,8 +64,10 @@ def preflight(
     """
 
     def secrets_checks(settings: Settings) -> Iterator[Check]:
-        has_token = role in (Container.ALL, Container.INFERENCE) or settings.gpu_mode == "shared"
-        return deployment.required_secrets(settings, admin=has_token)
+        has_token = {Container.ALL, Container.INFERENCE}
+        if settings.gpu_mode == "shared":
+            has_token.add(Container.TRAINER)  # it puts vLLM to sleep and wakes it
+        return deployment.required_secrets(settings, admin=role in has_token)
 
     parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
     parts += [secrets_checks, _or_full(volume_checks), _or_full(spool_checks), _low_disk, deployment.model_checks]
