@@ -160,6 +160,8 @@ class FakeStack:
     # ---- vLLM
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": f"{RUN}@{self.served}"}]})
         body = json.loads(request.content)
         step = int(body["model"].partition("@")[2])
         if not self.serving(step):

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
-from tandem.client.rl.environment import Environment, Sampler, Tasks, open_vllm
+from tandem.client.rl.environment import Environment, Sampler, Tasks
 from tandem.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -87,12 +87,6 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     assert error["field"] == "rl.environment.0.use"
     assert "in a module beside the config file" in error["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
-
-
-def test_an_address_of_vllm_that_is_none_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", "here")
-    with pytest.raises(InvalidInput, match="OPENAI_BASE_URL: 'here' is no URL"):
-        open_vllm()
 
 
 def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -161,6 +162,16 @@ def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
     for steps in (2, 5):
         run(config(steps=steps), stack, tmp_path)
     check(stack, 5, 0)
+
+
+def test_a_vllm_that_is_not_the_stacks_ends_the_loop_before_anything_is_sampled(tmp_path: Path) -> None:
+    async def stranger(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401)
+
+    stack = FakeStack()
+    stack.answer = stranger  # type: ignore[method-assign]
+    with pytest.raises(TandemError, match="http://vllm/v1/models refuses the key"):
+        run(config(), stack, tmp_path)
 
 
 def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from rich.text import Text
 from tandem.cli.common import Json, err, out, read_toml, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import PATIENCE, Environment, open_vllm
+from tandem.client.rl.environment import PATIENCE, Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, Record
+from tandem.client.vllm import open_vllm
 
 
 def rl(
@@ -28,7 +29,7 @@ def rl(
 ) -> None:
     """Train a run by RL: roll out an environment's groups, train on them, sample from the new step, and again.
 
-    The same command goes on after Ctrl-C or a kill. OPENAI_BASE_URL is vLLM's address (http://127.0.0.1:8000/v1).
+    The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address (http://127.0.0.1:8000).
     """
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))

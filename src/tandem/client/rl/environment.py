@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import inspect
-import os
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,21 +17,13 @@ import httpx
 
 import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
-from tandem.client.http import Backoff, connection
+from tandem.client.http import Backoff
 from tandem.client.rl.config import EnvironmentSection, RLSection
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
 """Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
-
-
-def open_vllm() -> httpx.AsyncClient:
-    """vLLM at OPENAI_BASE_URL, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
-    name = "OPENAI_BASE_URL"
-    arguments = connection(os.environ.get(name) or "http://127.0.0.1:8000/v1", None, name)
-    arguments |= {"timeout": httpx.Timeout(3600.0, connect=5.0), "limits": httpx.Limits(max_connections=None)}
-    return httpx.AsyncClient(**arguments)
 
 
 class Sampler:
