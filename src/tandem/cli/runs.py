@@ -36,8 +36,8 @@ def create(
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full and (rank is not None or alpha is not None or target):
         raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
-    rank = 16 if rank is None else rank
-    lora = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha} | ({"targets": target} if target else {})
+    lora = {"rank": 16 if rank is None else rank, "alpha": alpha, "targets": target or None}
+    lora = {name: value for name, value in lora.items() if value is not None}
     trained: dict[str, Any] = {"trainable": "full"} if full else {"lora": lora}
     show(connect().create_run(name, base_model=base_model, seed=seed, **trained), json, run_details)
 
