@@ -363,6 +363,31 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
     assert beside == []
 
 
+def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
+    """Where jobs refuse them, the whole request is lost, and the loop ends."""
+    stack = FakeStack()
+    settings = config(steps=2, packing={"sequence_length": 3})
+    run(settings, stack, tmp_path)
+    assert all(job.request["packing"] == {"sequence_length": 3, "too_long": "truncate"} for job in stack.trained)
+    assert [line["too_long"] for line in lines(tmp_path)] == [0, 0]
+
+    longer = FakeStack()
+    longer.answer_ids = [5, 6]
+    (tmp_path / "longer").mkdir()
+    loop = make_loop(settings, longer, Environment(longer), tmp_path / "longer")
+    asyncio.run(loop.run())
+    assert [line["too_long"] for line in lines(tmp_path / "longer")] == [9, 9]
+    assert "9 rollouts longer than a row" in text_line(loop.record.lines[0])
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel(loop))
+    assert "18 rollouts longer than a row (truncate)" in console.export_text()
+
+
+def test_a_prompt_that_leaves_no_token_to_train_is_a_failed_rollout(tmp_path: Path) -> None:
+    with pytest.raises(TandemError, match=r"a prompt of 2 tokens fills a row of 2; raise packing\.sequence_length"):
+        run(config(packing={"sequence_length": 2}), FakeStack(), tmp_path)
+
+
 def test_a_new_training_with_an_old_record_is_recorded(tmp_path: Path) -> None:
     for _ in range(2):
         stack = FakeStack()

@@ -78,6 +78,7 @@ def text_line(line: dict[str, Any]) -> str:
     parts = [f"reward {line['reward']:.3f}", f"off policy {behind['mean']:.2f}, at most {behind['max']} steps"]
     parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
+    parts += [f"{line['too_long']} rollouts longer than a row"] if line.get("too_long") else []
     error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
     return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
 
@@ -97,6 +98,8 @@ def panel(loop: Loop) -> RenderableType:
     table.add_row("workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready")
     left_out = {why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT}
     table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
+    if too_long := sum(line.get("too_long", 0) for line in steps):
+        table.add_row("too long", f"{too_long} rollouts longer than a row ({loop.config.rl.packing.too_long})")
     parts: list[RenderableType] = [table]
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))

@@ -72,6 +72,14 @@ class RLSection(Record):
     max_attempts: int = Field(default=3, ge=1, le=100)
     environment: list[EnvironmentSection] = Field(min_length=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_long_rollout_does_not_end_the_loop(cls, given: Any) -> Any:
+        """A job refuses what is longer than a row by default, and with it all groups that were sampled for it."""
+        if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
+            return {**given, "packing": {"too_long": "truncate", **packing}}
+        return given
+
     @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:
         if own := self.sampling.keys() & {"model", "messages", "n", "stream", "logprobs", "return_token_ids"}:

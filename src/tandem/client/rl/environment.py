@@ -166,6 +166,10 @@ class Environment:
                     trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
                 if any(turn.policy_step is None for turn in trajectory.turns):
                     raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+                shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)
+                if shortest >= (row := settings.packing.sequence_length):
+                    remedy = "raise packing.sequence_length, or shorten the prompt"
+                    raise InvalidInput(f"a prompt of {shortest} tokens fills a row of {row}; {remedy}")
                 return trajectory
             except Exception as error:
                 failed(error)

@@ -229,7 +229,7 @@ class Loop:
         tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
         while await self._state_of(name):  # of a job that failed, or whose step was rolled back
             name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
-        numbers = batch_numbers(batch, self.base, self._rewards, self.counts)
+        numbers = batch_numbers(batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts)
         numbers["last_error"] = self.error if self.counts["errors"] else None
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
