@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO, get_args
 
 import typer
 from pydantic import BaseModel, ByteSize, ValidationError
@@ -133,9 +133,29 @@ def read_toml[M: BaseModel](
         change(content)
         return model.model_validate(content)
     except ValidationError as error:
-        refused = from_validation_error(error)
-        where = f"{path}, line {_line(text, error.errors()[0]['loc'])}: " if path else ""
-        raise InvalidInput(f"{where}{refused.message}", field=refused.field) from error
+        first, refused = error.errors()[0], from_validation_error(error)
+        where = f"{path}, line {_line(text, first['loc'])}: " if path else ""
+        known = _keys(model, first["loc"][:-1]) if first["type"] == "extra_forbidden" else []
+        keys = f"; the keys are {', '.join(known)}" if known else ""
+        raise InvalidInput(f"{where}{refused.message}{keys}", field=refused.field) from error
+
+
+def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
+    """The keys of the record at `loc`; none where records of several kinds may be there."""
+    for name in loc:
+        if name in model.model_fields:  # not a number in a list, nor a tag
+            kinds = _records(model.model_fields[str(name)].annotation)
+            if len(kinds) != 1:
+                return []
+            model = kinds[0]
+    return [name for name in model.model_fields if name != "kind"]
+
+
+def _records(annotation: Any) -> list[type[BaseModel]]:
+    """The kinds of records in a type such as `list[Record] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in _records(part)]
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:
