@@ -6,7 +6,8 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TextIO, get_args
 
@@ -92,6 +93,16 @@ def when(seconds: float | None) -> str | None:
 def size(count: int | None) -> str | None:
     """Bytes with a unit: B, KiB, ..."""
     return None if count is None else ByteSize(count).human_readable(separator=" ")
+
+
+@contextmanager
+def data_extra(what: str, field: str | None = None) -> Iterator[None]:
+    """InvalidInput where a package is missing that the extra `data` brings."""
+    try:
+        yield
+    except ImportError as error:
+        problem = f"{what} needs {error.name}: pip install 'tandem-rl[data]'"
+        raise InvalidInput(problem, field=field) from error
 
 
 def print_error(error: Exception, *, json: bool) -> None:

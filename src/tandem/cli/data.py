@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.text import Text
 
-from tandem.cli.common import Json, connect, details, err, out, show, table
+from tandem.cli.common import Json, connect, data_extra, details, err, out, show, table
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
 from tandem.errors import InvalidInput
@@ -121,13 +121,11 @@ def _by_controller() -> _Render:
 
 def _offline(directory: str) -> _Render:
     try:
-        from tandem.data.chat_template import load_tokenizer
-        from tandem.data.render import preview
+        with data_extra("checking with a tokenizer"):
+            from tandem.data.chat_template import load_tokenizer
+            from tandem.data.render import preview
 
-        tokenizer = load_tokenizer(directory)
-    except ImportError as error:
-        problem = f"checking with a tokenizer needs {error.name}: pip install 'tandem-rl[data]'"
-        raise InvalidInput(problem, field="--tokenizer") from error
+            tokenizer = load_tokenizer(directory)
     except InvalidInput as error:
         raise InvalidInput(error.message, field="--tokenizer") from error
     return lambda ones: preview(tokenizer, *_by_kind(ones))
