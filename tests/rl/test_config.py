@@ -57,6 +57,13 @@ weight = 2
         ("[rl.sampling]", "[rl.loss]\nclip = 2\n[rl.sampling]", 8, "rl.loss.clip", "the keys are policy, "),
         ("[rl.sampling]", "[rl.optimizer.schedule]\nwarmup = 2\n[rl.sampling]", 4, "rl", "optimizer.batch_size"),
         ("[run]", "[evaluation]\nevery = 2\n[run]", 1, "evaluation", "the keys are run, rl, eval"),
+        (
+            'name = "r"',
+            'name = "My Run"',
+            2,
+            "run.name",
+            "use lower-case letters, digits, '.', '_' and '-', at most 64",
+        ),
         ("[rl]", "[rl", 4, None, "TOML"),
     ],
 )
@@ -116,11 +123,11 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
         ("envs_of_test:nothing", {}, "nothing"),
         ("envs_of_test:Own", {"length": 4}, "length"),
         ("envs_of_test:Own", {"size": 0}, "gave no task"),
-        ("no_module:x", {}, "no_module"),
+        ("no_module:x", {}, "ModuleNotFoundError: No module named 'no_module'; "),
         ("broken_env_of_test:x", {}, r"SyntaxError: .*\(broken_env_of_test.py, line 1\)"),
         ("raising_env_of_test:one", {}, r"ZeroDivisionError: .* \(raising_env_of_test.py, line 2\)"),
     ):
-        with pytest.raises(InvalidInput, match=f"can't load '{use}': .*{problem}.*; it needs rollout"):
+        with pytest.raises(InvalidInput, match=f"can't load '{use}': .*{problem}.*it needs rollout"):
             Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
 
 

@@ -126,7 +126,8 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 def described(error: Exception) -> str:
     """The error, and the line of a person's own code that it came through last."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", str(Path(tandem.__file__).parent)))]
+    foreign = ("<frozen ", str(Path(tandem.__file__).parent), str(Path(importlib.__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
     at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{at}"
 
