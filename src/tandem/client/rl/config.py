@@ -55,7 +55,7 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    workers: int | None = Field(default=None, ge=1)  # groups in flight at most; None: as many as the bound can use
+    workers: int | None = Field(default=None, ge=1)  # groups in flight; None: for all jobs in the bound
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
