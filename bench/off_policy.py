@@ -48,9 +48,10 @@ async def measure(stack: Any, bound: int, options: argparse.Namespace) -> dict[s
     """`--steps` more steps of the run with this bound."""
     from tandem.client import AsyncTandem
     from tandem.client.rl.config import Config
-    from tandem.client.rl.environment import Environment, open_vllm
+    from tandem.client.rl.environment import Environment
     from tandem.client.rl.loop import Loop
     from tandem.client.rl.record import Record
+    from tandem.client.vllm import open_vllm
 
     rl = {
         "steps": options.steps, "groups_per_step": options.groups, "group_size": options.group_size,
@@ -61,7 +62,7 @@ async def measure(stack: Any, bound: int, options: argparse.Namespace) -> dict[s
     config = Config.model_validate({"run": {"name": RUN, "lora": {"rank": 16, "alpha": 32}}, "rl": rl})
     directory = stack.root / f"bound-{bound}"
     directory.mkdir()
-    os.environ |= {"OPENAI_BASE_URL": f"{stack.inference_url}/v1", "TANDEM_API_KEY": stack.api_key}
+    os.environ |= {"TANDEM_INFERENCE_URL": stack.inference_url, "TANDEM_API_KEY": stack.api_key}
     async with AsyncTandem(stack.controller_url, stack.api_key) as tandem, open_vllm() as vllm:
         record = Record(directory / "metrics.jsonl", lambda line: print(line, flush=True))
         environments = [Environment(section, 0, "bench") for section in config.rl.environment]

@@ -13,6 +13,9 @@ _WORDS = {
 }  # fmt: skip
 """Words for pydantic's types of errors that say what to do."""
 
+PATTERN_WORDS: dict[str, str] = {}
+"""Regular expression -> what to do where a text does not match it."""
+
 
 class TandemError(Exception):
     """Base of every error Tandem raises on purpose.
@@ -112,7 +115,8 @@ def from_validation_error(error: "ValidationError") -> InvalidInput:
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
     """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
     first = errors[0]
-    message = _WORDS.get(first["type"]) or str(first["msg"]).removeprefix("Value error, ")
+    known = _WORDS.get(first["type"]) or PATTERN_WORDS.get(first.get("ctx", {}).get("pattern", ""))
+    message = known or str(first["msg"]).removeprefix("Value error, ")
     value = first.get("input")
     if isinstance(value, str | int | float | bool) and first["type"] not in ("value_error", *_WORDS):
         shown = json.dumps(value) if isinstance(value, float) else repr(value)

@@ -62,7 +62,7 @@ def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
     assert facts["records"] == "301"
     assert facts["broken"] == "2"
     assert facts["duplicates"] == "1: data.jsonl line 10 (as data.jsonl line 9)"
-    assert facts["too long"].startswith("1: data.jsonl line 8 (10031). Training refuses what")
+    assert facts["too long"].startswith("1: data.jsonl line 8 (10031). `tandem train` refuses what")
     assert facts["columns left out"] == "source"
     html = page.read_text()
     text = re.sub(r"<[^>]+>", "", html)
@@ -115,7 +115,7 @@ def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
         packing = PackingSettings(sequence_length=length)
         with refused(InvalidInput, "pairs.0", match=f"takes {slots} tokens") if too_long else nullcontext():
             prepare_dpo([pair], tokenizer_path=str(base), vocab_size=10**6, packing=packing, out=out)
-    assert found["too long"].endswith('raise packing.sequence_length, or set packing.too_long to "drop"')
+    assert found["too long"].endswith("raise its --sequence-length, or give it --too-long drop")
 
 
 def test_route(server):

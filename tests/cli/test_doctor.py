@@ -2,7 +2,9 @@
 
 import json
 import os
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tiny_model
@@ -63,6 +65,23 @@ def test_settings_that_open_the_controller_or_cannot_be_read(doctor, monkeypatch
     status, checks = doctor()
     assert (status, checks["settings"]["status"]) == (1, "fail")
     assert "TANDEM_LAUNCH" in checks["settings"]["found"]
+
+
+def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch):
+    """secrets/create makes 0644 files in a 0700 directory: a container's uid reads them, and no user of the machine."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        directory = Path(name)
+        key = directory / "api_key"
+        key.write_text("a-long-enough-key")
+        key.chmod(0o644)
+        monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+        monkeypatch.setenv("TANDEM_API_KEY_FILE", str(key))
+        found = []
+        for mode in (0o700, 0o755):
+            directory.chmod(mode)
+            found.append(doctor()[1]["TANDEM_API_KEY"])
+        assert [check["status"] for check in found] == ["ok", "warn"]
+        assert f"chmod 600 {key}" in found[1]["remedy"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import peft
 import pytest
@@ -131,3 +132,10 @@ def test_a_run_of_all_weights_has_the_model_already(tandem, server, root, tmp_pa
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in base.iterdir()}
     assert all((tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in base.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_client_alone_is_told_what_it_needs(command, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    monkeypatch.delitem(sys.modules, "tandem.inference.merged_model")
+    status, _, err = command("export", "run", "1", str(tmp_path / "out"))
+    assert (status, "tandem export needs numpy: pip install 'tandem-rl[data]'" in err) == (1, True), err

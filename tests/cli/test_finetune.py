@@ -181,7 +181,7 @@ BROKEN = [
     ("run = 'x'\ndata = 'data.jsonl'\nkind = 'dpo'", "kind"),
     ("run = 'x'\ndata = 'data.jsonl'\nloss = { policy = 'ppo' }", "loss.policy"),
     ("run = 'x'\ndata = 'data.jsonl'\noptimizer = { batch_size = 4 }", "optimizer.batch_size"),
-    ("run = 'x'\ndata = 'data.jsonl'\nsequence_length = 100000", "packing.sequence_length"),
+    ("run = 'x'\ndata = 'data.jsonl'\nsequence_length = 100000", " sequence_length: "),
 ]
 
 
@@ -193,3 +193,10 @@ def test_a_broken_configuration_is_refused_with_its_key(tandem, server, text: st
     assert (status, out) == (1, "")
     assert problem in err.replace("\n", " ")
     assert len(server.spool.jobs.list()) == jobs
+
+
+def test_what_is_too_long_is_refused_with_the_options_of_this_command(tandem, run) -> None:
+    Path("long.jsonl").write_text(json.dumps({"token_ids": [1] * 20, "trainable": [False] + [True] * 19}) + "\n")
+    status, _, err = tandem("train", "sft", run, "long.jsonl", "--sequence-length", "16")
+    advice = 'long.jsonl line 1: 20 tokens don\'t fit a row of 16; raise sequence_length, or set too_long to "truncate"'
+    assert (status, advice in err.replace("\n", " ")) == (1, True), err

@@ -1,4 +1,5 @@
 import json
+import sys
 
 from tiny import SHAPE
 
@@ -39,3 +40,9 @@ def test_what_does_not_fit_is_refused(command, tmp_path):
     longer = str(config["max_position_embeddings"] + 1)
     status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", longer)
     assert (status, f"--sequence-length: {longer} is more than the model's" in err.replace("\n", " ")) == (1, True)
+
+
+def test_a_model_of_the_hub_needs_the_extra_data(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    status, _, err = command("plan", "Qwen/Qwen3-8B", "--gpus", "1")
+    assert (status, "a model of the hub needs huggingface_hub: pip install 'tandem-rl[data]'" in err) == (1, True), err

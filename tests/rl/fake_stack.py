@@ -50,6 +50,7 @@ class FakeStack:
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
         self.shared_gpus = False
+        self.answer_ids = [5]
         self.calls, self.kill_at = 0, -1
         self._background: set[asyncio.Task[None]] = set()
 
@@ -160,6 +161,8 @@ class FakeStack:
     # ---- vLLM
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": f"{RUN}@{self.served}"}]})
         body = json.loads(request.content)
         step = int(body["model"].partition("@")[2])
         if not self.serving(step):
@@ -167,7 +170,8 @@ class FakeStack:
         self.sampled.append((step, self.served))
         await self.pause(2)
         message = {"role": "assistant", "content": self.random.choice(["a", "b"])}
-        choice = {"message": message, "token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
+        choice = {"message": message, "token_ids": self.answer_ids}
+        choice["logprobs"] = {"content": [{"logprob": -0.5}] * len(self.answer_ids)}
         return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1, 2], "choices": [choice]})
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -161,6 +162,16 @@ def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
     for steps in (2, 5):
         run(config(steps=steps), stack, tmp_path)
     check(stack, 5, 0)
+
+
+def test_a_vllm_that_is_not_the_stacks_ends_the_loop_before_anything_is_sampled(tmp_path: Path) -> None:
+    async def stranger(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401)
+
+    stack = FakeStack()
+    stack.answer = stranger  # type: ignore[method-assign]
+    with pytest.raises(TandemError, match="http://vllm/v1/models refuses the key"):
+        run(config(), stack, tmp_path)
 
 
 def test_a_model_that_vllm_does_not_have_yet_is_asked_for_again(tmp_path: Path) -> None:
@@ -350,6 +361,31 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
     check(stack, 3, 0)
     assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3]
     assert beside == []
+
+
+def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
+    """Where jobs refuse them, the whole request is lost, and the loop ends."""
+    stack = FakeStack()
+    settings = config(steps=2, packing={"sequence_length": 3})
+    run(settings, stack, tmp_path)
+    assert all(job.request["packing"] == {"sequence_length": 3, "too_long": "truncate"} for job in stack.trained)
+    assert [line["too_long"] for line in lines(tmp_path)] == [0, 0]
+
+    longer = FakeStack()
+    longer.answer_ids = [5, 6]
+    (tmp_path / "longer").mkdir()
+    loop = make_loop(settings, longer, Environment(longer), tmp_path / "longer")
+    asyncio.run(loop.run())
+    assert [line["too_long"] for line in lines(tmp_path / "longer")] == [9, 9]
+    assert "9 rollouts longer than a row" in text_line(loop.record.lines[0])
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel(loop))
+    assert "18 rollouts longer than a row (truncate)" in console.export_text()
+
+
+def test_a_prompt_that_leaves_no_token_to_train_is_a_failed_rollout(tmp_path: Path) -> None:
+    with pytest.raises(TandemError, match=r"a prompt of 2 tokens fills a row of 2; raise packing\.sequence_length"):
+        run(config(packing={"sequence_length": 2}), FakeStack(), tmp_path)
 
 
 def test_a_new_training_with_an_old_record_is_recorded(tmp_path: Path) -> None:

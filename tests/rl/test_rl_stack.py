@@ -53,7 +53,7 @@ class Rl:
         self.config.write_text(text)
         self.state = self.config.with_suffix(".state.json")
         self.environment = stack.environment | {
-            "TANDEM_URL": stack.controller_url, "OPENAI_BASE_URL": f"{stack.inference_url}/v1",
+            "TANDEM_URL": stack.controller_url, "TANDEM_INFERENCE_URL": stack.inference_url,
         }  # fmt: skip
 
     def start(self) -> subprocess.Popen[str]:

@@ -35,6 +35,17 @@ def test_a_run_is_made_with_its_step_0(tmp_path):
         spool.runs.get("other")
 
 
+def test_an_alpha_that_is_left_out_is_twice_the_rank_and_is_written_out(spool):
+    assert LoraShape().alpha == 32
+    for given, alpha in (({"rank": 4}, 8.0), ({"rank": 64}, 128.0), ({"rank": 4, "alpha": 32}, 32.0)):
+        spec = run_spec(f"rank-{given['rank']}-{alpha:g}", lora=LoraShape.model_validate(given))
+        spool.runs.create(spec, write_adapter)
+        assert spool.runs.get(spec.name).lora.alpha == alpha
+        assert f'"alpha": {alpha}' in (spool.root / "runs" / spec.name / "run.json").read_text()
+    with pytest.raises(ValueError, match="rank"):
+        LoraShape.model_validate({"rank": 0})
+
+
 def test_a_run_that_cannot_be_made_leaves_no_trace(spool):
     before = tree(spool.root)
 

@@ -117,7 +117,7 @@ def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path:
     config = work / "rl_yes_no_maybe.toml"
     config.write_text(re.sub(r"^steps = .*", "steps = 2", config.read_text(), flags=re.MULTILINE))
     environment = {"PATH": os.environ["PATH"], "HOME": str(work), "TANDEM_URL": stack.controller_url,
-                   "TANDEM_API_KEY": stack.api_key, "OPENAI_BASE_URL": f"{stack.inference_url}/v1"}  # fmt: skip
+                   "TANDEM_API_KEY": stack.api_key, "TANDEM_INFERENCE_URL": stack.inference_url}  # fmt: skip
 
     def run(program: str, *arguments: str) -> str:
         done = subprocess.run(

@@ -29,8 +29,9 @@ def keys_checks(settings: Settings) -> Iterator[Check]:
     for name, file in (("api_key", settings.api_key_file), ("admin_token", settings.admin_token_file)):
         variable = f"TANDEM_{name.upper()}"
         secret = settings.secret(name)  # type: ignore[arg-type]
-        if file is not None and file.stat().st_mode & stat.S_IROTH:
-            yield Check("warn", variable, f"every user can read {file}", f"chmod 600 {file}")
+        if file is not None and _open_to_all(file):
+            remedy = f"chmod 600 {file}; or 700 for its directory where a container of another uid reads the file"
+            yield Check("warn", variable, f"every user can read {file}", remedy)
         elif secret:
             yield Check("ok", variable, "set")
         elif name == "admin_token":
@@ -40,6 +41,17 @@ def keys_checks(settings: Settings) -> Iterator[Check]:
         else:
             found = f"not set, and the controller binds to {settings.controller_host}"
             yield Check("fail", variable, found, f"set {variable}, or TANDEM_CONTROLLER_HOST=127.0.0.1")
+
+
+def _open_to_all(file: Path) -> bool:
+    """Whether every user can read the file: the directories above it are open, too. A container's own mount counts as
+    closed: what it shows lies elsewhere."""
+    file = file.resolve()
+    if file.is_relative_to("/run/secrets"):
+        return False
+    return bool(file.stat().st_mode & stat.S_IROTH) and all(
+        parent.stat().st_mode & stat.S_IXOTH for parent in file.parents
+    )
 
 
 def required_secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:

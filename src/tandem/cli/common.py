@@ -6,9 +6,10 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO, get_args
 
 import typer
 from pydantic import BaseModel, ByteSize, ValidationError
@@ -94,6 +95,16 @@ def size(count: int | None) -> str | None:
     return None if count is None else ByteSize(count).human_readable(separator=" ")
 
 
+@contextmanager
+def data_extra(what: str, field: str | None = None) -> Iterator[None]:
+    """InvalidInput where a package is missing that the extra `data` brings."""
+    try:
+        yield
+    except ImportError as error:
+        problem = f"{what} needs {error.name}: pip install 'tandem-rl[data]'"
+        raise InvalidInput(problem, field=field) from error
+
+
 def print_error(error: Exception, *, json: bool) -> None:
     """Print an error on stderr, with the offending field first."""
     code, message, field = "timeout" if isinstance(error, TimeoutError) else "os_error", str(error), None
@@ -133,9 +144,29 @@ def read_toml[M: BaseModel](
         change(content)
         return model.model_validate(content)
     except ValidationError as error:
-        refused = from_validation_error(error)
-        where = f"{path}, line {_line(text, error.errors()[0]['loc'])}: " if path else ""
-        raise InvalidInput(f"{where}{refused.message}", field=refused.field) from error
+        first, refused = error.errors()[0], from_validation_error(error)
+        where = f"{path}, line {_line(text, first['loc'])}: " if path else ""
+        known = _keys(model, first["loc"][:-1]) if first["type"] == "extra_forbidden" else []
+        keys = f"; the keys are {', '.join(known)}" if known else ""
+        raise InvalidInput(f"{where}{refused.message}{keys}", field=refused.field) from error
+
+
+def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
+    """The keys of the record at `loc`; none where records of several kinds may be there."""
+    for name in loc:
+        if name in model.model_fields:  # not a number in a list, nor a tag
+            kinds = _records(model.model_fields[str(name)].annotation)
+            if len(kinds) != 1:
+                return []
+            model = kinds[0]
+    return [name for name in model.model_fields if name != "kind"]
+
+
+def _records(annotation: Any) -> list[type[BaseModel]]:
+    """The kinds of records in a type such as `list[Record] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in _records(part)]
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:

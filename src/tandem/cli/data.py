@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.text import Text
 
-from tandem.cli.common import Json, connect, details, err, out, show, table
+from tandem.cli.common import Json, connect, data_extra, details, err, out, show, table
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
 from tandem.errors import InvalidInput
@@ -35,7 +35,7 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, Parquet, a saved dataset.")],
     format: Annotated[str, typer.Option(help="auto, or the format's name (docs/data.md).")] = "auto",  # noqa: A002
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")] = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Slots of a row, as in packing.sequence_length.")] = 2048,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row, as of `tandem train`.")] = 2048,
     examples: Annotated[int, typer.Option("--show", min=0, help="How many examples to show.")] = 3,
     html: Annotated[Path | None, typer.Option(help=f"Write a page with up to {_ON_PAGE} examples.")] = None,
     json: Json = False,
@@ -121,13 +121,11 @@ def _by_controller() -> _Render:
 
 def _offline(directory: str) -> _Render:
     try:
-        from tandem.data.chat_template import load_tokenizer
-        from tandem.data.render import preview
+        with data_extra("checking with a tokenizer"):
+            from tandem.data.chat_template import load_tokenizer
+            from tandem.data.render import preview
 
-        tokenizer = load_tokenizer(directory)
-    except ImportError as error:
-        problem = f"checking with a tokenizer needs {error.name}: pip install 'tandem-rl[data]'"
-        raise InvalidInput(problem, field="--tokenizer") from error
+            tokenizer = load_tokenizer(directory)
     except InvalidInput as error:
         raise InvalidInput(error.message, field="--tokenizer") from error
     return lambda ones: preview(tokenizer, *_by_kind(ones))
@@ -143,8 +141,10 @@ def _counted(places: list[str], more: str = "") -> str | None:
 
 def _refusal(kind: str, sequence_length: int) -> str:
     """What training does with what is too long, and what helps."""
-    problem = f". Training refuses what doesn't fit a row of {sequence_length} tokens; raise packing.sequence_length"
-    return f'{problem}, or set packing.too_long to "drop"' + (' or "truncate"' if kind == "sft" else "")
+    problem = (
+        f". `tandem train` refuses what doesn't fit a row of {sequence_length} tokens; raise its --sequence-length"
+    )
+    return f"{problem}, or give it --too-long drop" + (" or truncate" if kind == "sft" else "")
 
 
 def _list(console: Console, broken: list[tuple[str, str]]) -> None:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rich.console import Group
 from rich.markup import escape
 
-from tandem.cli.common import Json, Targets, show, table
+from tandem.cli.common import Json, Targets, data_extra, show, table
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
 from tandem.families.memory import GIB, Memory, Training
@@ -41,7 +41,8 @@ def plan(
     json: Json = False,
 ) -> None:
     """Show which topologies fit a model, with the memory of each GPU and the expected speed, and recommend one."""
-    arch = read_arch(model)
+    with data_extra("a model of the hub"):
+        arch = read_arch(model)
     if full and (target or rank is not None):
         raise InvalidInput("--full trains all weights; leave --rank and --target out", field="--full")
     slots = sequence_length or min(ROW, arch.max_positions)

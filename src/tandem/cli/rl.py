@@ -16,9 +16,10 @@ from rich.text import Text
 from tandem.cli.common import Json, err, out, read_toml, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import PATIENCE, Environment, open_vllm
+from tandem.client.rl.environment import PATIENCE, Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, Record
+from tandem.client.vllm import open_vllm
 
 
 def rl(
@@ -28,7 +29,7 @@ def rl(
 ) -> None:
     """Train a run by RL: roll out an environment's groups, train on them, sample from the new step, and again.
 
-    The same command goes on after Ctrl-C or a kill. OPENAI_BASE_URL is vLLM's address (http://127.0.0.1:8000/v1).
+    The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address (http://127.0.0.1:8000).
     """
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
@@ -77,6 +78,7 @@ def text_line(line: dict[str, Any]) -> str:
     parts = [f"reward {line['reward']:.3f}", f"off policy {behind['mean']:.2f}, at most {behind['max']} steps"]
     parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
+    parts += [f"{line['too_long']} rollouts longer than a row"] if line.get("too_long") else []
     error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
     return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
 
@@ -96,6 +98,8 @@ def panel(loop: Loop) -> RenderableType:
     table.add_row("workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready")
     left_out = {why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT}
     table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
+    if too_long := sum(line.get("too_long", 0) for line in steps):
+        table.add_row("too long", f"{too_long} rollouts longer than a row ({loop.config.rl.packing.too_long})")
     parts: list[RenderableType] = [table]
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))

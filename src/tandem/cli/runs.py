@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.common import Json, RunArgument, Targets, connect, details, show, size, table, when
+from tandem.cli.common import Json, RunArgument, Targets, connect, data_extra, details, show, size, table, when
 from tandem.client import CheckpointInfo, RunStatus, Tandem
 from tandem.client.download import staging
 from tandem.errors import InvalidInput
@@ -36,8 +36,8 @@ def create(
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full and (rank is not None or alpha is not None or target):
         raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
-    rank = 16 if rank is None else rank
-    lora = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha} | ({"targets": target} if target else {})
+    lora = {"rank": 16 if rank is None else rank, "alpha": alpha, "targets": target or None}
+    lora = {name: value for name, value in lora.items() if value is not None}
     trained: dict[str, Any] = {"trainable": "full"} if full else {"lora": lora}
     show(connect().create_run(name, base_model=base_model, seed=seed, **trained), json, run_details)
 
@@ -175,14 +175,16 @@ def export(
 
     transformers and vLLM load the directory as they load the base model. It appears only when it is complete.
     """
-    from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
+    with data_extra("tandem export"):
+        from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
 
     with staging(dest) as directory:
         tandem, staged = connect(), Path(directory)
         spec = tandem.get_run(run).spec
         base = base_model or spec.base_model
         if spec.lora is not None:
-            base = str(model_directory(base))
+            with data_extra("a base model of the hub"):
+                base = str(model_directory(base))
         manifest = tandem.download(run, step, staged / "step", weights_only=True)
         if spec.lora is not None:
             total = write_merged_model(staged / "model", Path(base), staged / "step", spec.lora)

@@ -7,7 +7,6 @@ Rollouts go through the rollout door, so that each `Choice` of a trajectory has 
 sampled with. Nothing is tokenised again.
 """
 
-import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from tandem.client import AsyncTandem, turn_from_openai
 from tandem.client.http import connection, raise_if_other
+from tandem.client.vllm import vllm_url
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.schema import LoraShape
 
@@ -72,7 +72,7 @@ class TandemBackend:
     ) -> None:  # fmt: skip
         self._tandem = AsyncTandem(url, api_key)
         self._key = connection(url, api_key)["headers"].get("Authorization", "Bearer none").removeprefix("Bearer ")
-        self._door = (inference_url or os.environ.get("TANDEM_INFERENCE_URL") or "http://127.0.0.1:8000").rstrip("/")
+        self._door = vllm_url(inference_url)
         self._path, self._sequence_length, self._options = path, sequence_length, options
         self._served: dict[str, int] = {}
 

@@ -189,7 +189,7 @@ class Chain:
                 try:
                     return tandem.train(self.config.run, self._request(part, name, start))
                 except InvalidInput as error:
-                    raise self._in_file(error, part) from error
+                    raise self._as_given(error, part) from error
             if job.state not in ("failed", "cancelled") and not self._rolled_back(tandem, job):
                 return job
         raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
@@ -220,9 +220,13 @@ class Chain:
             **config.model_dump(include=_LIMITS),
         }  # fmt: skip
 
-    def _in_file(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """A refusal of `examples.17.messages`, with the place in the file instead."""
+    def _as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
+        """A refusal of `examples.17.messages`, with the place in the file instead, and with the training's names of
+        settings instead of the request's."""
+        error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
+        if name == "packing":
+            return InvalidInput(error.message, field=index)
         if name not in (self._key, "held_out") or not index.isdigit():
             return error
         at = int(index)

@@ -6,12 +6,12 @@ log-probs are the sampler's own in both.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+from tandem.client.vllm import vllm_url
 from tandem.data.inputs import policy_step_of
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import distorting, loop_options
@@ -73,7 +73,7 @@ class Environment:
     `use = "verifiers:<taskset>"`, with the rest under `arguments`.
 
     `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name; `inference_url`:
-    vLLM's, default TANDEM_INFERENCE_URL, OPENAI_BASE_URL, else http://127.0.0.1:8000, with the key in TANDEM_API_KEY;
+    vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the key in TANDEM_API_KEY;
     `harness`: its programs run as processes on this machine; `renderer`: a RendererConfig or its fields, by default the
     model's own; `sampling`: vLLM's options; `agent`: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
@@ -90,10 +90,8 @@ class Environment:
         self._options = dict(sampling or {})
         if refused := distorting(self._options):
             raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
-        named = os.environ.get("TANDEM_INFERENCE_URL") or os.environ.get("OPENAI_BASE_URL")
-        url = (inference_url or named or "http://127.0.0.1:8000").rstrip("/").removesuffix("/v1")
         keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
-        client = vf.TrainClientConfig(base_url=f"{url}/rollout/v1", **keys)
+        client = vf.TrainClientConfig(base_url=f"{vllm_url(inference_url)}/rollout/v1", **keys)
         given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
         config = partial(vf.AgentConfig, client=client, **given)
         self._agent: Callable[..., Any] = lambda model, **options: vf.Agent(

@@ -193,7 +193,12 @@ class TrajectoryBuilder:
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
-        message = {key: sampled[key] for key in ("role", "content", "tool_calls") if sampled.get(key) is not None}
+        message = {
+            "role": sampled.get("role", "assistant"),
+            "content": sampled.get("content"),
+        }  # None beside a tool call
+        if sampled.get("tool_calls") is not None:
+            message["tool_calls"] = sampled["tool_calls"]
         self.messages.append(message)
         return message
 

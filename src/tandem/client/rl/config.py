@@ -55,7 +55,7 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    workers: int | None = Field(default=None, ge=1)  # groups in flight at most; None: as many as the bound can use
+    workers: int | None = Field(default=None, ge=1)  # groups in flight; None: for all jobs in the bound
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
@@ -71,6 +71,14 @@ class RLSection(Record):
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
     environment: list[EnvironmentSection] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_long_rollout_does_not_end_the_loop(cls, given: Any) -> Any:
+        """A job refuses what is longer than a row by default, and with it all groups that were sampled for it."""
+        if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
+            return {**given, "packing": {"too_long": "truncate", **packing}}
+        return given
 
     @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:

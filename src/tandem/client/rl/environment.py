@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import inspect
-import os
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,21 +17,13 @@ import httpx
 
 import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
-from tandem.client.http import Backoff, connection
+from tandem.client.http import Backoff
 from tandem.client.rl.config import EnvironmentSection, RLSection
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
 """Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
-
-
-def open_vllm() -> httpx.AsyncClient:
-    """vLLM at OPENAI_BASE_URL, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
-    name = "OPENAI_BASE_URL"
-    arguments = connection(os.environ.get(name) or "http://127.0.0.1:8000/v1", None, name)
-    arguments |= {"timeout": httpx.Timeout(3600.0, connect=5.0), "limits": httpx.Limits(max_connections=None)}
-    return httpx.AsyncClient(**arguments)
 
 
 class Sampler:
@@ -135,7 +126,8 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 def described(error: Exception) -> str:
     """The error, and the line of a person's own code that it came through last."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", str(Path(tandem.__file__).parent)))]
+    foreign = ("<frozen ", str(Path(tandem.__file__).parent), str(Path(importlib.__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
     at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{at}"
 
@@ -175,6 +167,10 @@ class Environment:
                     trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
                 if any(turn.policy_step is None for turn in trajectory.turns):
                     raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+                shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)
+                if shortest >= (row := settings.packing.sequence_length):
+                    remedy = "raise packing.sequence_length, or shorten the prompt"
+                    raise InvalidInput(f"a prompt of {shortest} tokens fills a row of {row}; {remedy}")
                 return trajectory
             except Exception as error:
                 failed(error)

@@ -1,8 +1,7 @@
 """The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves the served step.
 
-One rule bounds everything: a group trains in a job of base step b only if no turn of it was sampled by a step older
-than b - `max_off_policy_steps`. A worker starts a group only if the jobs that this rule still allows have room for it.
-With 0 that is the synchronous loop: sample from N, train N -> N + 1, wait until N + 1 is served.
+A job of base step b trains a group only if no turn of it was sampled by a step older than b - `max_off_policy_steps`.
+A worker starts a group only if a job within this bound still needs one. With 0 the loop is synchronous.
 """
 
 import asyncio
@@ -21,12 +20,12 @@ from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import OF_JOBS, Config
 from tandem.client.rl.environment import Environment, Group, Sampler, described
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
+from tandem.client.vllm import raise_unless_serving
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
-# After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
-_UNINFORMATIVE = 16
+_UNINFORMATIVE = 16  # times `groups_per_step` groups without a difference in their rewards: nothing is left to learn
 _POLL_SECONDS = 0.01
 
 
@@ -108,6 +107,7 @@ class Loop:
         self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
         self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+        await raise_unless_serving(self._vllm, run.name)
 
     @property
     def _followed(self) -> int:
@@ -229,7 +229,7 @@ class Loop:
         tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
         while await self._state_of(name):  # of a job that failed, or whose step was rolled back
             name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
-        numbers = batch_numbers(batch, self.base, self._rewards, self.counts)
+        numbers = batch_numbers(batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts)
         numbers["last_error"] = self.error if self.counts["errors"] else None
         self._rewards, self.counts = [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))

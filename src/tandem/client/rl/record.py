@@ -57,10 +57,10 @@ def load_state(path: Path, new: State) -> State:
 
 
 def batch_numbers(
-    batch: Sequence[Group], base: int, sampled: Sequence[float], counts: Mapping[str, int]
+    batch: Sequence[Group], base: int, row: int, sampled: Sequence[float], counts: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What is known of a batch when it is submitted. `sampled`: the rewards of all that was sampled for it, the groups
-    that were left out too."""
+    """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards of all that was
+    sampled for it, the groups that were left out too."""
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     behind = [base - (turn.policy_step or 0) for turn in turns]
@@ -72,11 +72,17 @@ def batch_numbers(
         "off_policy_steps": {"max": max(behind), "mean": fmean(behind)},
         "tokens": sum(len(turn.token_ids) for turn in turns),
         "turns": len(turns),
+        "too_long": sum(_length(trajectory) > row for trajectory in trajectories),
         "sampling": max(group.ended for group in batch) - min(group.began for group in batch),
         "left_out": {why: counts[why] for why in LEFT_OUT},
         "errors": counts["errors"],
         "submitted": time.time(),
     }
+
+
+def _length(trajectory: Trajectory) -> int:
+    """Tokens of its longest sequence."""
+    return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in trajectory.turns)
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

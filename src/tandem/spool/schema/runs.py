@@ -22,7 +22,8 @@ class LoraShape(Record):
     """`W' = W + alpha / rank * B A` (Hu et al., 2021, arXiv:2106.09685) on each target of each layer."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    alpha: float = Field(default=32.0, gt=0)
+    # Twice the rank where it is left out, so that the scale does not depend on the rank. Records have it written out.
+    alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(default=LORA_TARGETS, min_length=1)
 
     @model_validator(mode="after")
