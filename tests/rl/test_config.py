@@ -167,6 +167,8 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
         (1.0, "Trajectory"),
         ({"turns": [TURN], "reward": 1.0}, "no policy_step"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
+        ({"turns": [{**TURN, "policy_step": 1}], "reward": 3.5e38}, "does not fit float32"),
+        ({"turns": [{**TURN, "policy_step": 1, "prompt_token_ids": [1] * 2048}], "reward": 1.0}, "lower sampling.max_"),
     ],
 )
 def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: str) -> None:

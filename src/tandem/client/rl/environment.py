@@ -20,6 +20,7 @@ import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff, connection
 from tandem.client.rl.config import EnvironmentSection, RLSection
+from tandem.data.inputs import PackingSettings
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
@@ -173,11 +174,21 @@ class Environment:
             try:
                 async with asyncio.timeout(settings.rollout_seconds):
                     trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
-                if any(turn.policy_step is None for turn in trajectory.turns):
-                    raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+                _check(trajectory, settings.packing)
                 return trajectory
             except Exception as error:
                 failed(error)
                 if not left:
                     raise
         raise AssertionError
+
+
+def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
+    """Raises InvalidInput for what the controller would refuse, with all other groups of the batch."""
+    if any(turn.policy_step is None for turn in trajectory.turns):
+        raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+    longest = max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in trajectory.turns)
+    if packing.too_long == "refuse" and longest > packing.sequence_length:
+        problem = f"the rollout has {longest} tokens, which don't fit a row of {packing.sequence_length}"
+        remedy = "lower sampling.max_tokens, or change sequence_length or too_long in [rl.packing]"
+        raise InvalidInput(f"{problem}; {remedy}", field="rl.packing.sequence_length")
