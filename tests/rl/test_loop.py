@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from rl.fake_stack import RUN, Environment, FakeStack, Killed, check, config, make_loop, run_until_done
 from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
-from tandem.client.rl.record import State
+from tandem.client.rl.record import State, load_state
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
+
+NO_BASELINE = {"baseline": "none", "scale": "none"}
 
 
 def run(settings: Config, stack: FakeStack, directory: Path) -> None:
@@ -125,6 +127,48 @@ def test_where_no_group_teaches_anything_the_loop_ends(tmp_path: Path, dynamic_s
         asyncio.run(make_loop(settings, stack, Environment(stack, equal=range(50)), tmp_path).run())
     assert stack.newest == 0
     assert 48 <= len(stack.sampled) / 6 <= 60  # groups of three rollouts of two turns
+
+
+def refuse(stack: FakeStack, batches: int) -> None:
+    """The controller drops all groups of the first batches."""
+    refusals = itertools.repeat(NothingToLearn("9 trajectories don't fit 8 tokens"), batches)
+
+    async def train(run: str, request: dict[str, Any]) -> None:
+        for refusal in refusals:
+            raise refusal
+        await FakeStack.train(stack, run, request)
+
+    stack.train = train  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("equal", "batches"), [(range(0), 3), (range(50), 16)])
+def test_where_the_controller_trains_no_batch_the_loop_ends(tmp_path: Path, equal: range, batches: int) -> None:
+    stack = FakeStack(delay=0.0005)
+    refuse(stack, 100)
+    loop = make_loop(config(advantage=NO_BASELINE), stack, Environment(stack, equal=equal), tmp_path)
+
+    async def some_time() -> None:
+        async with asyncio.timeout(20):
+            await loop.run()
+
+    with pytest.raises(
+        NothingToLearn, match=rf"of the last {batches} batches, so the run stays at step 0: .* 8 tokens"
+    ):
+        asyncio.run(some_time())
+    assert loop.error.startswith("the controller refused a batch: 9 trajectories don't fit")
+    assert loop.counts["uninformative"] == 3 * batches
+    assert len(loop.state.open) <= loop.workers
+
+
+def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_path: Path) -> None:
+    stack = FakeStack()
+    refuse(stack, 2)
+    run(config(steps=2), stack, tmp_path)
+    check(stack, 2, 0)
+    assert lines(tmp_path)[0]["left_out"]["uninformative"] >= 6
+    assert not load_state(
+        tmp_path / "state.json", State(run=RUN, environments=["fake:fake"], first=0, cursors=[0])
+    ).open
 
 
 def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ import httpx
 
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
-from tandem.client.rl.config import OF_JOBS, Config
+from tandem.client.rl.config import Config
 from tandem.client.rl.environment import Environment, Group, Sampler, described
+from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
-from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
+from tandem.client.rl.requests import job_request
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
-# After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
-_UNINFORMATIVE = 16
 _POLL_SECONDS = 0.01
 
 
@@ -49,7 +49,7 @@ class Loop:
         self.sample: Trajectory | None = None
         self.error = ""
         self._rewards: list[float] = []  # since the last submission
-        self._failing = self._equal = 0  # groups that failed, or were without a difference, in a row
+        self._limits = Limits(config.rl)
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
@@ -95,7 +95,7 @@ class Loop:
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
-            elif self.state.pending and job is self.state.jobs[-1] and not await self._send():
+            elif self.state.pending and job is self.state.jobs[-1] and await self._send():
                 continue  # it is forgotten
             known = await self._state_of(job.id)
             gone = known in ("", "succeeded") and discarded(job.id, job.base, await self._tandem.checkpoints(run.name))
@@ -158,10 +158,8 @@ class Loop:
             if task not in self.running:
                 return  # it was dropped as stale before its other rollouts had ended
             self._leave_out(task, "failed")
-            self._failing, self.error = self._failing + 1, self.error or described(error)
-            if self._failing >= max(3, self._size):
-                problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
-                raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
+            self.error = self.error or described(error)
+            self._limits.failed(self._rl.environment[i].use, self.error)
         else:
             self._keep(group)
         finally:
@@ -169,17 +167,13 @@ class Loop:
 
     def _keep(self, group: Group) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
-        self._failing, self.sample = 0, group.trajectories[0]
+        self.sample = group.trajectories[0]
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
-        self._equal = 0 if group.informative else self._equal + 1
-        teaches = self._rl.advantage.baseline == "none" or self._rl.advantage.keep_zero_variance
-        if group.informative or teaches or not self._rl.dynamic_sampling:
+        if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
             self.ready.append(group)
         else:
             self._leave_out(group.task, "uninformative")
-        if self._equal >= _UNINFORMATIVE * self._size and not teaches:
-            problem = f"in the last {self._equal} groups all rewards were equal (the last: {self.sample.reward:g})"
-            raise NothingToLearn(f"{problem}; the run stays at step {self.base}: use other tasks, or end here")
+        self._limits.sampled(group, self.base)
 
     def _leave_out(self, task: str, why: str) -> None:
         self.counts[why] += 1
@@ -231,37 +225,36 @@ class Loop:
             name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
         numbers = batch_numbers(batch, self.base, self._rewards, self.counts)
         numbers["last_error"] = self.error if self.counts["errors"] else None
-        self._rewards, self.counts = [], Counter()
+        rewards, counts, self._rewards, self.counts = self._rewards, self.counts, [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
-        settings = self._rl.model_dump(include=OF_JOBS, exclude_unset=True)
-        optimizer = self._rl.optimizer
-        if optimizer.batch_size:  # one schedule over all jobs
-            start = max(0, self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
-            settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
-        self._write_down({
-            **settings,
-            "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
-            "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
-                       for group in batch],
-            "labels": {"tasks": " ".join(tasks)},
-        })  # fmt: skip
-        if await self._send():
+        self._write_down(job_request(self._rl, batch, name, self.base, self.state.first))
+        refusal = await self._send()
+        if refusal is None:
             self.base += 1
+            self._limits.accepted()
+            return
+        counts["uninformative"] += len(batch)
+        self._rewards[:0], self.counts = rewards, self.counts + counts
+        self.error = f"the controller refused a batch: {refusal}"
+        self._limits.refused(batch, refusal, self.base)
 
-    async def _send(self) -> bool:
-        """Send the request that is written down; False where its groups teach nothing, and no job was made."""
+    async def _send(self) -> NothingToLearn | None:
+        """Send the request that is written down; the refusal where its groups teach nothing, and no job was made. Then
+        its tasks are left out."""
         assert self.state.pending is not None
-        refused: TandemError | None = None
+        refusal: NothingToLearn | None = None
         try:
             await self._tandem.train(self._run, self.state.pending)
-        except (InvalidInput, Conflict) as error:
-            refused = error
+        except NothingToLearn as error:
+            refusal = error
+            self.state.jobs.pop()
+        except (InvalidInput, Conflict):
             self._forget(self.state.jobs[-1])
+            self._write_down(None)
+            raise
         self._write_down(None)
-        if refused and not isinstance(refused, NothingToLearn):
-            raise refused
-        return refused is None
+        return refusal
 
     def _write_down(self, pending: dict[str, Any] | None) -> None:
         self.state.pending = pending
