@@ -134,11 +134,21 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 def described(error: Exception) -> str:
-    """The error, and the line of a person's own code that it came through last."""
+    """The error, and the line of a person's own code that it came through last. Where that code is installed, it is the
+    first line of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", str(Path(tandem.__file__).parent)))]
-    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{at}"
+    own, installed = ([frame for frame in frames if _whose(frame.filename) == whose] for whose in ("own", "installed"))
+    at = own[-1:] or installed[:1]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({Path(f.filename).name}, line {f.lineno})" for f in at)
+
+
+def _whose(file: str) -> str:
+    """Whose code is in the file: "own", "installed", or "" for this package and the standard library."""
+    if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
+        return ""
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return "installed"
+    return "" if file.startswith(f"{Path(asyncio.__file__).parents[1]}{os.sep}") else "own"
 
 
 class Environment:
@@ -171,16 +181,37 @@ class Environment:
     ) -> Trajectory:
         """One rollout. An error is passed to `failed`, and the rollout tried again, up to `retries` times."""
         for left in reversed(range(settings.retries + 1)):
+            limit = asyncio.timeout(settings.rollout_seconds)
             try:
-                async with asyncio.timeout(settings.rollout_seconds):
+                async with limit:
                     trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
                 _check(trajectory, settings.packing)
                 return trajectory
-            except Exception as error:
-                failed(error)
-                if not left:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _cancelled():
                     raise
+                failure = _failure(error, settings.rollout_seconds if limit.expired() else None)
+                failed(failure)
+                if not left:
+                    raise failure  # noqa: B904
         raise AssertionError
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancels this task, so that a CancelledError is not the rollout's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failure(error: BaseException, expired: float | None) -> Exception:
+    """The error of a rollout; TandemError for what would end more than the rollout, and after the `expired` seconds."""
+    if expired is not None and isinstance(error, TimeoutError):
+        where = error.__cause__ or error  # the cancellation knows where the rollout was
+        late = TandemError(f"the rollout took longer than rl.rollout_seconds ({expired:g} s)")
+        return late.with_traceback(where.__traceback__)
+    if isinstance(error, Exception):
+        return error
+    return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
 
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
