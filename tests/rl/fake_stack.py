@@ -198,10 +198,13 @@ def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
     return Config.model_validate({"run": {"name": RUN}, "rl": settings, "eval": evaluation})
 
 
-def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path) -> Loop:
+def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0) -> Loop:
     vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
     record = Record(directory / "metrics.jsonl", lambda line: None)
-    return Loop(settings, stack, vllm, [environment], directory / "state.json", record)  # type: ignore[arg-type]
+    return Loop(
+        settings, stack, vllm, [environment], directory / "state.json", record,  # type: ignore[arg-type]
+        patience=patience, pauses=(0.001, 0.05),
+    )  # fmt: skip
 
 
 async def run_until_done(settings: Config, stack: FakeStack, directory: Path) -> int:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: 
     packing = {"sequence_length": 63, "too_long": "refuse"}
     settings = SETTINGS | {"packing": packing}
     with pytest.raises((InvalidInput, ValidationError), match=message):
-        asyncio.run(environment.play(None, lambda: None, RLSection.model_validate(settings), errors.append))
+        asyncio.run(environment.play(None, lambda: None, RLSection.model_validate(settings), errors.append, (0, 0)))
     assert len(errors) == 2
 
 
@@ -218,7 +219,7 @@ def test_whatever_ends_a_rollout_is_its_failure_at_a_line_of_its_own(end: Callab
 
     async def group() -> None:
         async with asyncio.TaskGroup() as rollouts:
-            rollouts.create_task(environment.play(None, lambda: None, settings, errors.append))
+            rollouts.create_task(environment.play(None, lambda: None, settings, errors.append, (0, 0)))
 
     with pytest.raises(ExceptionGroup):
         asyncio.run(group())
@@ -246,6 +247,22 @@ def test_a_rollout_that_the_loop_cancels_is_not_tried_again() -> None:
 
     asyncio.run(cancelled())
     assert begun == [1]
+
+
+def test_between_two_tries_of_a_rollout_is_a_pause_that_grows() -> None:
+    environment, begun = object.__new__(Environment), list[float]()
+
+    async def rollout(task: Any, sampler: Any) -> Any:
+        begun.append(time.monotonic())
+        raise OSError("the judge is away")
+
+    environment.rollout = rollout
+    settings = RLSection.model_validate(SETTINGS | {"retries": 3, "rollout_seconds": 0.05})
+    with pytest.raises(OSError, match="judge"):
+        asyncio.run(environment.play(1, lambda: None, settings, lambda error: None, (0.1, 0.2)))
+    pauses = [after - before for before, after in itertools.pairwise(begun)]
+    assert [pause >= least for pause, least in zip(pauses, (0.075, 0.15, 0.15), strict=True)] == [True] * 3
+    assert sum(pauses) < 2
 
 
 class Vllm:

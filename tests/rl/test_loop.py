@@ -103,6 +103,32 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
     assert not stack.jobs
 
 
+class Outage(Environment):
+    """What the rollouts need is away between the first step and the time when so many have failed."""
+
+    failures = 40
+
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
+        if self.stack.newest and self.failures > 0:
+            self.failures -= 1
+            raise OSError("the judge is away")
+        return await super().rollout(task, sampler)
+
+
+def test_an_outage_does_not_end_the_loop_and_costs_few_tasks(tmp_path: Path) -> None:
+    stack = FakeStack()
+    asyncio.run(make_loop(config(retries=0), stack, Outage(stack), tmp_path).run())
+    check(stack, 6, 0)
+    assert 5 <= sum(line["left_out"]["failed"] for line in lines(tmp_path)) <= 40
+
+
+def test_an_outage_that_lasts_ends_the_loop(tmp_path: Path) -> None:
+    stack = FakeStack()
+    with pytest.raises(TandemError, match=r"groups in a row failed; .* OSError: the judge is away"):
+        asyncio.run(make_loop(config(retries=0), stack, Outage(stack), tmp_path, patience=0.01).run())
+    assert stack.newest == 1
+
+
 def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:
     stack = FakeStack()
     asyncio.run(make_loop(config(), stack, Environment(stack, equal=range(0, 50, 2)), tmp_path).run())

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
-"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
+"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away, and for which groups may
+fail."""
+PAUSES = 1.0, 60.0
+"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed by another."""
 
 
 def open_vllm() -> httpx.AsyncClient:
@@ -177,9 +181,12 @@ class Environment:
             raise InvalidInput(f"{problem}; {needs}", field=f"{where}.use") from error
 
     async def play(
-        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object]
-    ) -> Trajectory:
-        """One rollout. An error is passed to `failed`, and the rollout tried again, up to `retries` times."""
+        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object],
+        pauses: tuple[float, float] = PAUSES,
+    ) -> Trajectory:  # fmt: skip
+        """One rollout. An error is passed to `failed`, and the rollout tried again after a pause, up to `retries`
+        times."""
+        backoff = Backoff(inf, *pauses)  # what an environment needs may be away for a moment
         for left in reversed(range(settings.retries + 1)):
             limit = asyncio.timeout(settings.rollout_seconds)
             try:
@@ -192,8 +199,10 @@ class Environment:
                     raise
                 failure = _failure(error, settings.rollout_seconds if limit.expired() else None)
                 failed(failure)
+                pause = backoff.next(failure)
                 if not left:
                     raise failure  # noqa: B904
+            await asyncio.sleep(pause)
         raise AssertionError
 
 

@@ -19,7 +19,7 @@ import httpx
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import Environment, Group, Sampler, described
+from tandem.client.rl.environment import PATIENCE, PAUSES, Environment, Group, Sampler, described
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.client.rl.requests import job_request
@@ -35,7 +35,7 @@ class Loop:
 
     def __init__(
         self, config: Config, tandem: AsyncTandem, vllm: httpx.AsyncClient, environments: list[Environment],
-        state_file: Path, record: Record,
+        state_file: Path, record: Record, *, patience: float = PATIENCE, pauses: tuple[float, float] = PAUSES,
     ) -> None:  # fmt: skip
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
@@ -49,7 +49,7 @@ class Loop:
         self.sample: Trajectory | None = None
         self.error = ""
         self._rewards: list[float] = []  # since the last submission
-        self._limits = Limits(config.rl)
+        self._pauses, self._limits = pauses, Limits(config.rl, patience, pauses)
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
@@ -131,7 +131,7 @@ class Loop:
         again = list(self.state.open)  # handed out before a restart
         async with asyncio.TaskGroup() as groups:
             while True:
-                await _until(lambda: self._room() > 0 and len(self.running) < self.workers)
+                await _until(lambda: self._room() > 0 and len(self.running) < self.workers and not self._limits.paused)
                 task = again.pop(0) if again else self._next_task()
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
@@ -191,7 +191,7 @@ class Loop:
             self.error = described(error)
 
         async with asyncio.TaskGroup() as rollouts:
-            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
+            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed, self._pauses)) for _ in range(size)]
         return [rollout.result() for rollout in made]
 
     # ---- the trainer's side
