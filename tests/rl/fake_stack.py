@@ -147,7 +147,7 @@ class FakeStack:
             raise JobFailed(f"job {job} failed", job_id=job)
         self.mark()
 
-    async def wait_served(self, run: str, step: int) -> SimpleNamespace:
+    async def wait_served(self, run: str, step: int, timeout: float = 600.0) -> SimpleNamespace:
         while self.served < step:
             await asyncio.sleep(0.0005)
         self.mark()

@@ -31,6 +31,13 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def shown(loop: loops.Loop) -> str:
+    """What the panel says."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel(loop))
+    return console.export_text()
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int) -> None:
@@ -266,7 +273,7 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
     """The publisher refused the step of `fake-rl-1`, or the loop was killed before it knew that it had sent the job."""
     stack, settings = FakeStack(), config(steps=3)
 
-    async def refused(run: str, step: int) -> Any:
+    async def refused(run: str, step: int, _timeout: float) -> Any:
         if step == 2:
             raise NotServed("the publisher refused it")
         return await FakeStack.wait_served(stack, run, step)
@@ -386,6 +393,39 @@ def test_evaluation_before_between_and_after_also_where_a_kill_cut_it_off(tmp_pa
     assert {line["samples"] for line in evaluated} == {4}
 
 
+def test_an_evaluation_without_a_sample_is_made_again_by_the_next_start(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = config(steps=1, evaluation={"every": 5, "groups": 2})
+
+    class Broken(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin is not None:
+                raise OSError("the judge is away")
+            return await super().rollout(task, sampler)
+
+    asyncio.run(make_loop(settings, stack, Broken(stack), tmp_path).run())
+    for _ in range(2):
+        run(settings, stack, tmp_path)
+    evaluated = [(line["evaluated"], line["samples"]) for line in lines(tmp_path) if "evaluated" in line]
+    assert evaluated == [(0, 0), (1, 0), (1, 2)]
+
+
+def test_the_loop_waits_for_vllm_as_long_as_it_takes_to_start_and_says_so(tmp_path: Path) -> None:
+    stack, said = FakeStack(), []
+    loop = make_loop(config(steps=2), stack, Environment(stack), tmp_path)
+
+    async def after_half_an_hour(run: str, step: int, timeout: float = 600.0) -> Any:
+        if timeout < 1800:
+            raise NotServed(f"{run}@{step} was not served within {timeout} s")
+        said.append(shown(loop))
+        return await FakeStack.wait_served(stack, run, step)
+
+    stack.wait_served = after_half_an_hour  # type: ignore[method-assign]
+    asyncio.run(loop.run())
+    assert all(f"waits until vLLM serves fake@{step}" in " ".join(said[step].split()) for step in range(3))
+    assert "waits until" not in shown(loop)
+
+
 def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
     stack = FakeStack()
     stack.shared_gpus = True
@@ -435,14 +475,9 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     settings = config(steps=3, evaluation={"groups": 2})
     loop = make_loop(settings, stack, Environment(stack), tmp_path)
 
-    def shown() -> str:
-        console = Console(width=100, record=True, file=io.StringIO())
-        console.print(panel(loop))
-        return console.export_text()
-
-    assert "0 of 3 busy" in shown()  # before the first step
+    assert "0 of 3 busy" in shown(loop)  # before the first step
     asyncio.run(loop.run())
-    text = shown()
+    text = shown(loop)
     assert "fake@3 of 3, served @3" in text
     for part in (
         "reward ",
@@ -457,7 +492,7 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
         assert part in text
     assert loop.sample is not None
     loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
-    assert "None: of an environment's own form" in shown()
+    assert "None: of an environment's own form" in shown(loop)
 
 
 def test_a_rollback_behind_the_loops_first_step_is_trained_from_there(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def panel(loop: Loop) -> RenderableType:
     table.add_row("workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready")
     left_out = {why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT}
     table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
+    if loop.awaited is not None:
+        table.add_row("waits", f"until vLLM serves {loop.config.run.name}@{loop.awaited}")
     parts: list[RenderableType] = [table]
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))

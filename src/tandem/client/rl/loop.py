@@ -48,6 +48,7 @@ class Loop:
         self.counts: Counter[str] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
+        self.awaited: int | None = None  # the step that vLLM is to serve, while the loop waits for it
         self._rewards: list[float] = []  # since the last submission
         self._pauses, self._limits = pauses, Limits(config.rl, patience, pauses)
 
@@ -107,7 +108,7 @@ class Loop:
         self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
         self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
-        self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+        await self._until_served(self._followed)
 
     @property
     def _followed(self) -> int:
@@ -269,12 +270,18 @@ class Loop:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
             await self._tandem.wait_job(job.id, inf)
-            self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
+            await self._until_served(job.base + 1)
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
             await self._evaluation  # until then the job stays in the state: a kill must not lose the evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
             self._evaluation = tasks.create_task(self._evaluate(self._followed))
+
+    async def _until_served(self, step: int) -> None:
+        self.awaited = step
+        # Without a limit: vLLM may take half an hour to start. What the publisher refuses is raised.
+        self.served = (await self._tandem.wait_served(self._run, step, inf)).step
+        self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""

@@ -97,9 +97,11 @@ class Record:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int) -> bool:
-        """Whether the step was evaluated since it was last trained. A rollback has it trained again."""
+        """Whether the step was evaluated, by one sample at least, since it was last trained. A rollback has it trained
+        again."""
         ours = (line for line in reversed(self.lines) if step in (line.get("step"), line.get("evaluated")))
-        return "evaluated" in next(ours, {})
+        newest: Mapping[str, Any] = next(ours, {})
+        return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
         """Record a step; returns when its job ended. The trainer had nothing to do since `idle_since`."""
