@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -90,6 +91,22 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     assert error["field"] == "rl.environment.0.use"
     assert "in a module beside the config file" in error["message"]
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
+def test_the_command_may_open_more_files_than_shells_allow(tmp_path: Path) -> None:
+    """Each rollout that samples holds a connection."""
+    (tmp_path / "c.toml").write_text(GOOD.replace("a:b", "many:files"))
+    (tmp_path / "many.py").write_text(
+        "import resource\ndef tasks(): raise ValueError(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\nfiles = tasks\n"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    allowed = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
+    run = subprocess.run(
+        [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"], check=False, cwd=tmp_path, capture_output=True,
+        text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
+    )  # fmt: skip
+    assert f"ValueError: {allowed} (many.py, line 2)" in json.loads(run.stderr)["error"]["message"]
 
 
 def test_an_address_of_vllm_that_is_none_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

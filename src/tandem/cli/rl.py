@@ -19,6 +19,7 @@ from tandem.client.rl.config import Config
 from tandem.client.rl.environment import PATIENCE, Environment, open_vllm
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, Record
+from tandem.system.open_files import allow_many_open_files
 
 
 def rl(
@@ -30,6 +31,7 @@ def rl(
 
     The same command goes on after Ctrl-C or a kill. OPENAI_BASE_URL is vLLM's address (http://127.0.0.1:8000/v1).
     """
+    allow_many_open_files()  # each rollout that samples holds a connection
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
     except KeyboardInterrupt:
