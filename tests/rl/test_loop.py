@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from rl.fake_stack import RUN, Environment, FakeStack, Killed, check, config, make_loop, run_until_done
@@ -18,7 +19,10 @@ from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
 from tandem.client.rl.record import State, load_state
+from tandem.client.rl.requests import job_names
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
+from tandem.spool.locks import file_lock
+from tandem.spool.schema import JobId
 
 NO_BASELINE = {"baseline": "none", "scale": "none"}
 
@@ -347,6 +351,25 @@ def test_one_loop_per_state_file(tmp_path: Path) -> None:
         first.cancel()
 
     asyncio.run(two())
+
+
+def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_own(tmp_path: Path) -> None:
+    stack = FakeStack()
+    loop = make_loop(config(steps=1), stack, Environment(stack), tmp_path)
+    loop._file = tmp_path / "lr-1e-5.1"
+    with file_lock(tmp_path / "lr-1e-5.lock", blocking=False), file_lock(tmp_path / "lr-1e-5.0.lock", blocking=False):
+        asyncio.run(loop.run())
+    check(stack, 1, 0)
+
+
+def test_jobs_of_runs_that_begin_alike_have_names_of_their_own() -> None:
+    runs = ["r" * 40, "r" * 41, "r" * 40 + "2", "r" * 64]
+    names = [next(job_names(run, 10**9)) for run in runs]
+    assert names[0] == f"{'r' * 40}-rl-1000000000"
+    assert len(set(names)) == 4
+    for name in names:
+        TypeAdapter(JobId).validate_python(name)
+    assert list(itertools.islice(job_names("short", 7), 3)) == ["short-rl-7", "short-rl-7-2", "short-rl-7-3"]
 
 
 def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:

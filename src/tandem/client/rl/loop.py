@@ -22,7 +22,7 @@ from tandem.client.rl.config import Config
 from tandem.client.rl.environment import PATIENCE, PAUSES, Environment, Group, Sampler, described
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
-from tandem.client.rl.requests import job_request
+from tandem.client.rl.requests import job_names, job_request
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
@@ -55,7 +55,7 @@ class Loop:
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
         try:
-            with file_lock(self._file.with_suffix(".lock"), blocking=False):
+            with file_lock(self._file.with_name(f"{self._file.name}.lock"), blocking=False):
                 await self._begin()
                 async with asyncio.TaskGroup() as tasks:
                     workers = tasks.create_task(self._work())
@@ -101,7 +101,7 @@ class Loop:
             known = await self._state_of(job.id)
             gone = known in ("", "succeeded") and discarded(job.id, job.base, await self._tandem.checkpoints(run.name))
             if dead := dead or gone or known in ("failed", "cancelled"):
-                self._forget(job)
+                self.state.forget(job)
             elif not known:  # it made its step, and was removed since
                 self.state.jobs.remove(job)
         jobs = self.state.jobs
@@ -121,33 +121,21 @@ class Loop:
             return (await self._tandem.get_job(job)).state
         return ""
 
-    def _forget(self, job: Submitted) -> None:
-        """The job made no step, and its tasks are handed out again."""
-        self.state.jobs.remove(job)
-        self.state.open += job.tasks
-
     # ---- the workers' side
 
     async def _work(self) -> None:
         again = list(self.state.open)  # handed out before a restart
+        weights = [section.weight for section in self._rl.environment]
         async with asyncio.TaskGroup() as groups:
             while True:
                 await _until(lambda: self._room() > 0 and len(self.running) < self.workers and not self._limits.paused)
-                task = again.pop(0) if again else self._next_task()
+                task = again.pop(0) if again else self.state.next_task(weights)
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
         """How many more groups that begin now the jobs to come can use."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
-
-    def _next_task(self) -> str:
-        """The next task of the environment that is furthest behind its share."""
-        cursors = self.state.cursors
-        i = min(range(len(cursors)), key=lambda i: (cursors[i] + 1) / self._rl.environment[i].weight)
-        cursors[i] += 1
-        self.state.open.append(task := f"{i}:{cursors[i] - 1}")
-        return task
 
     async def _roll_out(self, task: str) -> None:
         i, number = map(int, task.split(":"))
@@ -221,9 +209,10 @@ class Loop:
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
-        tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
-        while await self._state_of(name):  # of a job that failed, or whose step was rolled back
-            name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
+        tasks = [group.task for group in batch]
+        for name in job_names(self._run, self.base):
+            if not await self._state_of(name):
+                break  # the others are of jobs that failed, or whose step was rolled back
         numbers = batch_numbers(batch, self.base, self._rewards, self.counts)
         numbers["last_error"] = self.error if self.counts["errors"] else None
         rewards, counts, self._rewards, self.counts = self._rewards, self.counts, [], Counter()
@@ -251,7 +240,7 @@ class Loop:
             refusal = error
             self.state.jobs.pop()
         except (InvalidInput, Conflict):
-            self._forget(self.state.jobs[-1])
+            self.state.forget(self.state.jobs[-1])
             self._write_down(None)
             raise
         self._write_down(None)

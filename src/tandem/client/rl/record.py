@@ -43,6 +43,18 @@ class State(BaseModel):
     # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is the same job.
     pending: dict[str, Any] | None = None
 
+    def next_task(self, weights: Sequence[float]) -> str:
+        """Hand out the next task of the environment that is furthest behind its share."""
+        i = min(range(len(weights)), key=lambda i: (self.cursors[i] + 1) / weights[i])
+        self.cursors[i] += 1
+        self.open.append(task := f"{i}:{self.cursors[i] - 1}")
+        return task
+
+    def forget(self, job: Submitted) -> None:
+        """The job made no step, and its tasks are handed out again."""
+        self.jobs.remove(job)
+        self.open += job.tasks
+
 
 def load_state(path: Path, new: State) -> State:
     """The state in the file, or `new`; raises InvalidInput where it is another loop's or damaged."""

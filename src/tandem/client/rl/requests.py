@@ -1,11 +1,21 @@
-"""The request of a job, of the groups that it trains."""
+"""The request of a job, of the groups that it trains, and the job's name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from itertools import count
 from math import ceil
 from typing import Any
 
 from tandem.client.rl.config import OF_JOBS, RLSection
 from tandem.client.rl.environment import Group
+
+
+def job_names(run: str, base: int) -> Iterator[str]:
+    """The names of the jobs of a base step, in the order in which they are made."""
+    # A job's id has 64 characters at most. Runs that begin alike have jobs of different names.
+    short = run if len(run) <= 40 else f"{run[:31]}-{sha256(run.encode()).hexdigest()[:8]}"
+    yield f"{short}-rl-{base}"
+    yield from (f"{short}-rl-{base}-{number}" for number in count(2))
 
 
 def job_request(rl: RLSection, batch: Sequence[Group], job: str, base: int, first: int) -> dict[str, Any]:
