@@ -47,7 +47,7 @@ BAD_VALUES = {
     "token outside the vocabulary": (f"{T}.turns.0.token_ids", [20, 320]),
     "NaN log-prob": (f"{T}.turns.0.logprobs", [-1.0, float("nan")], f"{T}.turns.0.logprobs.1"),
     "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
-    "advantage that vanishes in float32": (f"{T}.advantage", 1e-50),
+    "advantage beyond float32": (f"{T}.advantage", 1e39),
     "unknown policy": ("loss.policy", "reinforce"),
     "reference step yet to come": ("loss", {"kl_coef": 0.1, "kl_reference": 1}, "loss.kl_reference"),
     "learning rate 0": ("optimizer.learning_rate", 0),

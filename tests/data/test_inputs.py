@@ -134,6 +134,8 @@ def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
         ({"reward": math.nan}, "reward", "finite"),
         ({"reward": "1"}, "reward", "valid number"),
         ({"reward": True}, "reward", "valid number"),
+        ({"reward": 3.5e38}, "reward", "3.5e.38 does not fit float32"),
+        ({"advantage": -1e39}, "advantage", "float32"),
         ({"advantage": math.nan}, "advantage", "finite"),
         ({"metrics": {"a": math.nan}}, "metrics.a", "finite"),
         ({"turns": []}, "turns", "at least 1"),
@@ -198,3 +200,10 @@ def test_bad_values(model: Any, value: dict[str, Any], field: str | None, messag
     error = from_validation_error(raised.value)
     assert error.field == field
     assert re.search(message, error.message), error.message
+
+
+def test_what_float32_would_lose_digits_of_is_0() -> None:
+    turn = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
+    trajectory = inputs.Trajectory.model_validate({"turns": [turn], "reward": math.exp(-90), "advantage": -1e-40})
+    assert (trajectory.reward, trajectory.advantage) == (0, 0)
+    assert inputs.Trajectory.model_validate({"turns": [turn], "reward": 2e-38}).reward == 2e-38

@@ -276,8 +276,6 @@ def test_turns_may_be_as_old_as_the_bound(tmp_path: Path, step: int | None, says
         ([good, group([one([1], [2, 5], 0)])], "groups.1.trajectories.0.turns.0.token_ids", "id 5 .*of 5"),
         ([group([one([1, 7], [2], 0)])], "groups.0.trajectories.0.turns.0.prompt_token_ids", "id 7 at index 1"),
         ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
-        ([group([one([1], [2], 1e39)])], "groups.0.trajectories.0.reward", "float32"),
-        ([group([one([1], [2], 1, advantage=-1e39)])], "groups.0.trajectories.0.advantage", "float32"),
         ([group([one([1], [2], 3e38), one([1], [3], -3e38)])], "item_advantage", "an advantage is not finite"),
     ],
 )

@@ -148,7 +148,7 @@ class FakeStack:
             raise JobFailed(f"job {job} failed", job_id=job)
         self.mark()
 
-    async def wait_served(self, run: str, step: int) -> SimpleNamespace:
+    async def wait_served(self, run: str, step: int, timeout: float = 600.0) -> SimpleNamespace:
         while self.served < step:
             await asyncio.sleep(0.0005)
         self.mark()
@@ -202,10 +202,13 @@ def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
     return Config.model_validate({"run": {"name": RUN}, "rl": settings, "eval": evaluation})
 
 
-def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path) -> Loop:
+def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0) -> Loop:
     vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
     record = Record(directory / "metrics.jsonl", lambda line: None)
-    return Loop(settings, stack, vllm, [environment], directory / "state.json", record)  # type: ignore[arg-type]
+    return Loop(
+        settings, stack, vllm, [environment], directory / "state.json", record,  # type: ignore[arg-type]
+        patience=patience, pauses=(0.001, 0.05),
+    )  # fmt: skip
 
 
 async def run_until_done(settings: Config, stack: FakeStack, directory: Path) -> int:

@@ -4,8 +4,12 @@ import asyncio
 import itertools
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from pydantic import ValidationError
 
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
-from tandem.client.rl.environment import Environment, Sampler, Tasks
+from tandem.client.rl.environment import Environment, Sampler, Tasks, described
 from tandem.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -103,6 +107,22 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
+def test_the_command_may_open_more_files_than_shells_allow(tmp_path: Path) -> None:
+    """Each rollout that samples holds a connection."""
+    (tmp_path / "c.toml").write_text(GOOD.replace("a:b", "many:files"))
+    (tmp_path / "many.py").write_text(
+        "import resource\ndef tasks(): raise ValueError(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\nfiles = tasks\n"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    allowed = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
+    run = subprocess.run(
+        [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"], check=False, cwd=tmp_path, capture_output=True,
+        text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
+    )  # fmt: skip
+    assert f"ValueError: {allowed} (many.py, line 2)" in json.loads(run.stderr)["error"]["message"]
+
+
 def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "envs_of_test.py").write_text(
         "class Own:\n"
@@ -166,6 +186,7 @@ def test_tasks_are_the_same_after_a_restart() -> None:
     assert list(Tasks(range(10), seed=3).first(3)) == [0, 1, 2]
 
 
+SETTINGS: dict[str, Any] = {"steps": 1, "retries": 1, "environment": [{"use": "a:b"}]}
 TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
 
 
@@ -175,6 +196,8 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
         (1.0, "Trajectory"),
         ({"turns": [TURN], "reward": 1.0}, "no policy_step"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
+        ({"turns": [{**TURN, "policy_step": 1}], "reward": 3.5e38}, "does not fit float32"),
+        ({"turns": [{**TURN, "policy_step": 1, "prompt_token_ids": [1] * 63}], "reward": 1.0}, "64 tokens.*63"),
     ],
 )
 def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: str) -> None:
@@ -184,10 +207,87 @@ def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: 
     environment = object.__new__(Environment)
     environment.rollout = rollout
     errors: list[Exception] = []
-    settings = RLSection.model_validate({"steps": 1, "retries": 1, "environment": [{"use": "a:b"}]})
+    packing = {"sequence_length": 63, "too_long": "refuse"}
+    settings = SETTINGS | {"packing": packing}
     with pytest.raises((InvalidInput, ValidationError), match=message):
-        asyncio.run(environment.play(None, lambda: None, settings, errors.append))
+        asyncio.run(environment.play(None, lambda: None, RLSection.model_validate(settings), errors.append, (0, 0)))
     assert len(errors) == 2
+
+
+def exits() -> None:
+    sys.exit("the environment's own end")
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (exits, r"the rollout raised SystemExit\(\"the environment's own end\"\) \(test_config.py, line \d+\)"),
+        (cancels, r"the rollout raised CancelledError\(\) \(test_config.py, line \d+\)"),
+        (lambda: asyncio.sleep(60), r"longer than rl.rollout_seconds \(0.01 s\) \(test_config.py, line \d+\)"),
+        (lambda: json.loads("{"), r"JSONDecodeError: .* \(test_config.py, line \d+\)"),
+        (lambda: RLSection.model_validate_json("{"), r"ValidationError: .* \(test_config.py, line \d+\)"),
+    ],
+)
+def test_whatever_ends_a_rollout_is_its_failure_at_a_line_of_its_own(end: Callable[[], Any], message: str) -> None:
+    async def rollout(task: Any, sampler: Any) -> Any:
+        if waited := end():
+            await waited
+
+    environment = object.__new__(Environment)
+    environment.rollout = rollout
+    errors: list[Exception] = []
+    settings = RLSection.model_validate(SETTINGS | {"rollout_seconds": 0.01})
+
+    async def group() -> None:
+        async with asyncio.TaskGroup() as rollouts:
+            rollouts.create_task(environment.play(None, lambda: None, settings, errors.append, (0, 0)))
+
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(group())
+    told = [described(error) for error in errors]
+    assert len(told) == 2
+    assert all(re.search(message + "$", line, re.DOTALL) for line in told), told
+
+
+def test_a_rollout_that_the_loop_cancels_is_not_tried_again() -> None:
+    environment, begun = object.__new__(Environment), list[Any]()
+
+    async def rollout(task: Any, sampler: Any) -> Any:
+        begun.append(task)
+        await asyncio.sleep(60)
+
+    environment.rollout = rollout
+
+    async def cancelled() -> None:
+        playing = asyncio.create_task(environment.play(1, lambda: None, RLSection.model_validate(SETTINGS), print))
+        while not begun:
+            await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(cancelled())
+    assert begun == [1]
+
+
+def test_between_two_tries_of_a_rollout_is_a_pause_that_grows() -> None:
+    environment, begun = object.__new__(Environment), list[float]()
+
+    async def rollout(task: Any, sampler: Any) -> Any:
+        begun.append(time.monotonic())
+        raise OSError("the judge is away")
+
+    environment.rollout = rollout
+    settings = RLSection.model_validate(SETTINGS | {"retries": 3, "rollout_seconds": 0.05})
+    with pytest.raises(OSError, match="judge"):
+        asyncio.run(environment.play(1, lambda: None, settings, lambda error: None, (0.1, 0.2)))
+    pauses = [after - before for before, after in itertools.pairwise(begun)]
+    assert [pause >= least for pause, least in zip(pauses, (0.075, 0.15, 0.15), strict=True)] == [True] * 3
+    assert sum(pauses) < 2
 
 
 class Vllm:

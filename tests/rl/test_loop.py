@@ -11,15 +11,21 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
-from rl.fake_stack import Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from rl.fake_stack import RUN, Environment, FakeStack, Killed, check, config, make_loop, run_until_done
 from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
-from tandem.client.rl.record import State
+from tandem.client.rl.record import State, load_state
+from tandem.client.rl.requests import job_names
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
+from tandem.spool.locks import file_lock
+from tandem.spool.schema import JobId
+
+NO_BASELINE = {"baseline": "none", "scale": "none"}
 
 
 def run(settings: Config, stack: FakeStack, directory: Path) -> None:
@@ -28,6 +34,13 @@ def run(settings: Config, stack: FakeStack, directory: Path) -> None:
 
 def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def shown(loop: loops.Loop) -> str:
+    """What the panel says."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel(loop))
+    return console.export_text()
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
@@ -102,6 +115,32 @@ def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
     assert not stack.jobs
 
 
+class Outage(Environment):
+    """What the rollouts need is away between the first step and the time when so many have failed."""
+
+    failures = 40
+
+    async def rollout(self, task: int, sampler: Any) -> Trajectory:
+        if self.stack.newest and self.failures > 0:
+            self.failures -= 1
+            raise OSError("the judge is away")
+        return await super().rollout(task, sampler)
+
+
+def test_an_outage_does_not_end_the_loop_and_costs_few_tasks(tmp_path: Path) -> None:
+    stack = FakeStack()
+    asyncio.run(make_loop(config(retries=0), stack, Outage(stack), tmp_path).run())
+    check(stack, 6, 0)
+    assert 5 <= sum(line["left_out"]["failed"] for line in lines(tmp_path)) <= 40
+
+
+def test_an_outage_that_lasts_ends_the_loop(tmp_path: Path) -> None:
+    stack = FakeStack()
+    with pytest.raises(TandemError, match=r"groups in a row failed; .* OSError: the judge is away"):
+        asyncio.run(make_loop(config(retries=0), stack, Outage(stack), tmp_path, patience=0.01).run())
+    assert stack.newest == 1
+
+
 def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:
     stack = FakeStack()
     asyncio.run(make_loop(config(), stack, Environment(stack, equal=range(0, 50, 2)), tmp_path).run())
@@ -126,6 +165,48 @@ def test_where_no_group_teaches_anything_the_loop_ends(tmp_path: Path, dynamic_s
         asyncio.run(make_loop(settings, stack, Environment(stack, equal=range(50)), tmp_path).run())
     assert stack.newest == 0
     assert 48 <= len(stack.sampled) / 6 <= 60  # groups of three rollouts of two turns
+
+
+def refuse(stack: FakeStack, batches: int) -> None:
+    """The controller drops all groups of the first batches."""
+    refusals = itertools.repeat(NothingToLearn("9 trajectories don't fit 8 tokens"), batches)
+
+    async def train(run: str, request: dict[str, Any]) -> None:
+        for refusal in refusals:
+            raise refusal
+        await FakeStack.train(stack, run, request)
+
+    stack.train = train  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("equal", "batches"), [(range(0), 3), (range(50), 16)])
+def test_where_the_controller_trains_no_batch_the_loop_ends(tmp_path: Path, equal: range, batches: int) -> None:
+    stack = FakeStack(delay=0.0005)
+    refuse(stack, 100)
+    loop = make_loop(config(advantage=NO_BASELINE), stack, Environment(stack, equal=equal), tmp_path)
+
+    async def some_time() -> None:
+        async with asyncio.timeout(20):
+            await loop.run()
+
+    with pytest.raises(
+        NothingToLearn, match=rf"of the last {batches} batches, so the run stays at step 0: .* 8 tokens"
+    ):
+        asyncio.run(some_time())
+    assert loop.error.startswith("the controller refused a batch: 9 trajectories don't fit")
+    assert loop.counts["uninformative"] == 3 * batches
+    assert len(loop.state.open) <= loop.workers
+
+
+def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_path: Path) -> None:
+    stack = FakeStack()
+    refuse(stack, 2)
+    run(config(steps=2), stack, tmp_path)
+    check(stack, 2, 0)
+    assert lines(tmp_path)[0]["left_out"]["uninformative"] >= 6
+    assert not load_state(
+        tmp_path / "state.json", State(run=RUN, environments=["fake:fake"], first=0, cursors=[0])
+    ).open
 
 
 def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp_path: Path) -> None:
@@ -207,7 +288,7 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
     """The publisher refused the step of `fake-rl-1`, or the loop was killed before it knew that it had sent the job."""
     stack, settings = FakeStack(), config(steps=3)
 
-    async def refused(run: str, step: int) -> Any:
+    async def refused(run: str, step: int, _timeout: float) -> Any:
         if step == 2:
             raise NotServed("the publisher refused it")
         return await FakeStack.wait_served(stack, run, step)
@@ -283,6 +364,28 @@ def test_one_loop_per_state_file(tmp_path: Path) -> None:
     asyncio.run(two())
 
 
+def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_own(tmp_path: Path) -> None:
+    stack = FakeStack()
+    loop = make_loop(config(steps=1), stack, Environment(stack), tmp_path)
+    loop._file = tmp_path / "lr-1e-5.1"
+    with (
+        file_lock(tmp_path / "lr-1e-5.lock"),
+        file_lock(tmp_path / "lr-1e-5.0.lock"),
+    ):  # a thread may take its own again
+        asyncio.run(asyncio.to_thread(asyncio.run, loop.run()))
+    check(stack, 1, 0)
+
+
+def test_jobs_of_runs_that_begin_alike_have_names_of_their_own() -> None:
+    runs = ["r" * 40, "r" * 41, "r" * 40 + "2", "r" * 64]
+    names = [next(job_names(run, 10**9)) for run in runs]
+    assert names[0] == f"{'r' * 40}-rl-1000000000"
+    assert len(set(names)) == 4
+    for name in names:
+        TypeAdapter(JobId).validate_python(name)
+    assert list(itertools.islice(job_names("short", 7), 3)) == ["short-rl-7", "short-rl-7-2", "short-rl-7-3"]
+
+
 def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     stack = FakeStack()
     run(config(steps=1), stack, tmp_path)
@@ -325,6 +428,39 @@ def test_evaluation_before_between_and_after_also_where_a_kill_cut_it_off(tmp_pa
     evaluated = [line for line in lines(tmp_path) if "evaluated" in line]
     assert [line["evaluated"] for line in evaluated] == [0, 2, 3]
     assert {line["samples"] for line in evaluated} == {4}
+
+
+def test_an_evaluation_without_a_sample_is_made_again_by_the_next_start(tmp_path: Path) -> None:
+    stack = FakeStack()
+    settings = config(steps=1, evaluation={"every": 5, "groups": 2})
+
+    class Broken(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin is not None:
+                raise OSError("the judge is away")
+            return await super().rollout(task, sampler)
+
+    asyncio.run(make_loop(settings, stack, Broken(stack), tmp_path).run())
+    for _ in range(2):
+        run(settings, stack, tmp_path)
+    evaluated = [(line["evaluated"], line["samples"]) for line in lines(tmp_path) if "evaluated" in line]
+    assert evaluated == [(0, 0), (1, 0), (1, 2)]
+
+
+def test_the_loop_waits_for_vllm_as_long_as_it_takes_to_start_and_says_so(tmp_path: Path) -> None:
+    stack, said = FakeStack(), []
+    loop = make_loop(config(steps=2), stack, Environment(stack), tmp_path)
+
+    async def after_half_an_hour(run: str, step: int, timeout: float = 600.0) -> Any:
+        if timeout < 1800:
+            raise NotServed(f"{run}@{step} was not served within {timeout} s")
+        said.append(shown(loop))
+        return await FakeStack.wait_served(stack, run, step)
+
+    stack.wait_served = after_half_an_hour  # type: ignore[method-assign]
+    asyncio.run(loop.run())
+    assert all(f"waits until vLLM serves fake@{step}" in " ".join(said[step].split()) for step in range(3))
+    assert "waits until" not in shown(loop)
 
 
 def test_where_trainer_and_vllm_share_gpus_only_0_is_taken(tmp_path: Path) -> None:
@@ -401,14 +537,9 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     settings = config(steps=3, evaluation={"groups": 2})
     loop = make_loop(settings, stack, Environment(stack), tmp_path)
 
-    def shown() -> str:
-        console = Console(width=100, record=True, file=io.StringIO())
-        console.print(panel(loop))
-        return console.export_text()
-
-    assert "0 of 3 busy" in shown()  # before the first step
+    assert "0 of 3 busy" in shown(loop)  # before the first step
     asyncio.run(loop.run())
-    text = shown()
+    text = shown(loop)
     assert "fake@3 of 3, served @3" in text
     for part in (
         "reward ",
@@ -423,7 +554,7 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
         assert part in text
     assert loop.sample is not None
     loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
-    assert "None: of an environment's own form" in shown()
+    assert "None: of an environment's own form" in shown(loop)
 
 
 def test_a_rollback_behind_the_loops_first_step_is_trained_from_there(tmp_path: Path) -> None:

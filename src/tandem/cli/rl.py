@@ -20,6 +20,7 @@ from tandem.client.rl.environment import PATIENCE, Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, Record
 from tandem.client.vllm import open_vllm
+from tandem.system.open_files import allow_many_open_files
 
 
 def rl(
@@ -31,6 +32,7 @@ def rl(
 
     The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address (http://127.0.0.1:8000).
     """
+    allow_many_open_files()  # each rollout that samples holds a connection
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
     except KeyboardInterrupt:
@@ -100,6 +102,8 @@ def panel(loop: Loop) -> RenderableType:
     table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
     if too_long := sum(line.get("too_long", 0) for line in steps):
         table.add_row("too long", f"{too_long} rollouts longer than a row ({loop.config.rl.packing.too_long})")
+    if loop.awaited is not None:
+        table.add_row("waits", f"until vLLM serves {loop.config.run.name}@{loop.awaited}")
     parts: list[RenderableType] = [table]
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))

@@ -110,9 +110,10 @@ class TandemBackend:
         return (await self._tandem.get_run(_run(model))).newest_step
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        """Delete the other checkpoints, except those that Tandem still needs."""
+        """Delete the other checkpoints that ART knows, except those that Tandem still needs."""
         for info in await self._tandem.checkpoints(_run(model)):
-            if info.step not in steps_to_keep:
+            # ART lists what to keep of those with a directory; others may be of another program or machine.
+            if info.step not in steps_to_keep and _marker(model, info.step).is_dir():
                 with suppress(Conflict, NotFound):
                     await self._tandem.delete_checkpoint(_run(model), info.step)
                     shutil.rmtree(_marker(model, info.step), ignore_errors=True)
@@ -162,6 +163,7 @@ class TandemBackend:
                     yield _metrics(event.data)
             await self._tandem.wait_job(job.id)
             step = job.spec.base_step + 1
+            _marker(model, step).mkdir(parents=True, exist_ok=True)
         if step is not None:
             await self._arrived(model, step)
 

@@ -115,25 +115,26 @@ def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> boo
 
 
 class Backoff:
-    """Pauses between attempts: doubling from 0.25 to 5 s, with jitter so that clients don't retry in step.
+    """Pauses between attempts: doubling from `first` to `longest` seconds, with jitter so that clients don't retry in
+    step.
 
     They end `patience` seconds after the first failure since the last success, so a request that takes longer than
     that is repeated too.
     """
 
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
+    def __init__(self, patience: float, first: float = _FIRST_PAUSE, longest: float = _LONGEST_PAUSE) -> None:
+        self.patience, self._first, self._longest = patience, first, longest
         self.reset()
 
     def reset(self) -> None:
         """Start again, because the controller answered."""
-        self._pause = _FIRST_PAUSE
+        self._pause = self._first
         self._until: float | None = None
 
-    def next(self, error: TandemError) -> float:
+    def next(self, error: Exception) -> float:
         """Seconds to wait before the next attempt; raises `error` when patience is exhausted."""
         pause = self._pause * random.uniform(0.75, 1.25)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, self._longest)
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.patience

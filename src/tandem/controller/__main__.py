@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ from tandem.controller.app import create_app
 from tandem.controller.middleware import OPEN_PATHS
 from tandem.errors import TandemError, VolumeFull
 from tandem.system.logs import configure
+from tandem.system.open_files import allow_many_open_files
 from tandem.system.path_names import free_path_names
 
 # Seconds for requests under way when the process is stopped; the spool loses nothing either way.
@@ -50,8 +50,7 @@ def main() -> int:
     configure()
     # Probes and scrapes, some once a second, would bury everything else.
     logging.getLogger("uvicorn.access").addFilter(_is_news)
-    # Each event stream is an open file; many systems allow a process 1024 unless it asks for more.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    allow_many_open_files()  # each event stream is one
     config = uvicorn.Config(
         app,
         host=settings.controller_host,

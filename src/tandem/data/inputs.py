@@ -23,6 +23,7 @@ LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
+MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
 
 
 def _check_ids(ids: list[int]) -> list[int]:
@@ -33,7 +34,15 @@ def _check_ids(ids: list[int]) -> list[int]:
     return ids
 
 
+def _as_float32(value: float) -> float:
+    """The value; 0 where float32 would lose digits of it, as of exp(-90)."""
+    if abs(value) > MAX_FLOAT32:
+        raise ValueError(f"{value} does not fit float32; it may be {MAX_FLOAT32:.7g} at most")
+    return value if abs(value) >= MIN_FLOAT32 else 0.0
+
+
 StrictFloat = Annotated[float, Field(strict=True)]
+StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
 # `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds of times its size.
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(fail_fast=True), AfterValidator(_check_ids)]
 
@@ -73,9 +82,9 @@ class Trajectory(Record):
     sequence; any other turn starts another sequence of the trajectory, with the same advantage."""
 
     turns: list[Turn] = Field(min_length=1, fail_fast=True)
-    reward: StrictFloat
+    reward: StoredFloat
     messages: list[dict[str, Any]] | None = None
-    advantage: StrictFloat | None = None
+    advantage: StoredFloat | None = None
     metrics: dict[str, StrictFloat] = Field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory
+from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
 from tandem.data.packed_format import Int32, write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
 from tandem.data.render import render
@@ -18,8 +18,6 @@ from tandem.data.routing import Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_MIN_FLOAT32 = float(np.finfo(np.float32).tiny)
 _FORMS = ("token_ids", "messages", "completion", "text")
 
 
@@ -50,11 +48,9 @@ def prepare_rl(
         members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
-            _check_float32(trajectory.reward, f"{field}.reward")
             for k, turn in enumerate(trajectory.turns):
                 _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
             if trajectory.advantage is not None:
-                _check_float32(trajectory.advantage, f"{field}.advantage")
                 advantages[t] = trajectory.advantage
             sequences = _linked_turns(trajectory, vocab_size, mixture, field)
             fitted, truncated = _fit_to_row(sequences, packing, field)
@@ -93,7 +89,8 @@ def prepare_sft(
             if not signed and (one.weights < 0).any():
                 problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
                 raise InvalidInput(problem, field=f"{field}.weights")
-            _check_float32(example.weight * max(1.0, float(np.abs(one.weights).max())), f"{field}.weight")
+            if (largest := example.weight * max(1.0, float(np.abs(one.weights).max()))) > MAX_FLOAT32:
+                raise InvalidInput(f"{largest} does not fit float32", field=f"{field}.weight")
         fitted, truncated = _fit_to_row(sequences, packing, field)
         batch = 0 if e < len(examples) else -1
         trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
@@ -224,7 +221,7 @@ def _write(
             limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
             reasons.append(f"{dropped} trajectories don't fit {limit}")
         raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
-    if any(abs(trajectory.advantage) > _MAX_FLOAT32 for trajectory in kept):
+    if any(abs(trajectory.advantage) > MAX_FLOAT32 for trajectory in kept):
         raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_advantage")
     arrays = pack(kept, packing.sequence_length)
     unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
@@ -253,8 +250,3 @@ def _check_policy_step(step: int | None, base_step: int, most: int | None, field
     if most is not None and (step is None or base_step - step > most):
         age = "not given" if step is None else f"{base_step - step} steps older than the job's base step {base_step}"
         raise InvalidInput(f"the step that sampled the turn is {age}; max_off_policy_steps is {most}", field=field)
-
-
-def _check_float32(value: float, field: str) -> None:
-    if abs(value) > _MAX_FLOAT32 or 0 < abs(value) < _MIN_FLOAT32:
-        raise InvalidInput(f"{value} does not fit float32", field=field)

@@ -11,7 +11,7 @@ from art.pipeline_trainer import PipelineTrainer, make_group_rollout_fn
 from art_yes_no_maybe import QUESTIONS, rollout
 
 from tandem.client import RLLoss
-from tandem.client.art import TandemBackend, _job_settings
+from tandem.client.art import TandemBackend, _job_settings, _marker
 from tandem.errors import InvalidInput
 
 run, base_model = sys.argv[1:]
@@ -81,6 +81,11 @@ async def main() -> None:
     # The strategy kept step 1. Whether step 2 stayed depends on whether a rollout still used it.
     steps = {info.step for info in await backend._tandem.checkpoints(run)}
     assert {0, 1, 3} <= steps, steps
+    known = _marker(model, 1)
+    known.rmdir()  # ART does not know it, as if another program had made it
+    await model.delete_checkpoints()
+    assert {0, 1, 3} == {info.step for info in await backend._tandem.checkpoints(run)}
+    known.mkdir()
     await model.delete_checkpoints()
     print(model.get_inference_name(), [info.step for info in await backend._tandem.checkpoints(run)])
     await backend.close()

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import os
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff
 from tandem.client.rl.config import EnvironmentSection, RLSection
+from tandem.data.inputs import PackingSettings
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
-"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away."""
+"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away, and for which groups may
+fail."""
+PAUSES = 1.0, 60.0
+"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed by another."""
 
 
 class Sampler:
@@ -124,12 +130,21 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 def described(error: Exception) -> str:
-    """The error, and the line of a person's own code that it came through last."""
+    """The error, and the line of a person's own code that it came through last. Where that code is installed, it is the
+    first line of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = ("<frozen ", str(Path(tandem.__file__).parent), str(Path(importlib.__file__).parent))
-    own = [frame for frame in frames if not frame.filename.startswith(foreign)]
-    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{at}"
+    own, installed = ([frame for frame in frames if _whose(frame.filename) == whose] for whose in ("own", "installed"))
+    at = own[-1:] or installed[:1]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({Path(f.filename).name}, line {f.lineno})" for f in at)
+
+
+def _whose(file: str) -> str:
+    """Whose code is in the file: "own", "installed", or "" for this package and the standard library."""
+    if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
+        return ""
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return "installed"
+    return "" if file.startswith(f"{Path(asyncio.__file__).parents[1]}{os.sep}") else "own"
 
 
 class Environment:
@@ -158,22 +173,59 @@ class Environment:
             raise InvalidInput(f"{problem}; {needs}", field=f"{where}.use") from error
 
     async def play(
-        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object]
-    ) -> Trajectory:
-        """One rollout. An error is passed to `failed`, and the rollout tried again, up to `retries` times."""
+        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object],
+        pauses: tuple[float, float] = PAUSES,
+    ) -> Trajectory:  # fmt: skip
+        """One rollout. An error is passed to `failed`, and the rollout tried again after a pause, up to `retries`
+        times."""
+        backoff = Backoff(inf, *pauses)  # what an environment needs may be away for a moment
         for left in reversed(range(settings.retries + 1)):
+            limit = asyncio.timeout(settings.rollout_seconds)
             try:
-                async with asyncio.timeout(settings.rollout_seconds):
+                async with limit:
                     trajectory = Trajectory.model_validate(await self.rollout(task, sampler()))
-                if any(turn.policy_step is None for turn in trajectory.turns):
-                    raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
-                shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)
-                if shortest >= (row := settings.packing.sequence_length):
-                    remedy = "raise packing.sequence_length, or shorten the prompt"
-                    raise InvalidInput(f"a prompt of {shortest} tokens fills a row of {row}; {remedy}")
+                _check(trajectory, settings.packing)
                 return trajectory
-            except Exception as error:
-                failed(error)
-                if not left:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _cancelled():
                     raise
+                failure = _failure(error, settings.rollout_seconds if limit.expired() else None)
+                failed(failure)
+                pause = backoff.next(failure)
+                if not left:
+                    raise failure  # noqa: B904
+            await asyncio.sleep(pause)
         raise AssertionError
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancels this task, so that a CancelledError is not the rollout's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failure(error: BaseException, expired: float | None) -> Exception:
+    """The error of a rollout; TandemError for what would end more than the rollout, and after the `expired` seconds."""
+    if expired is not None and isinstance(error, TimeoutError):
+        where = error.__cause__ or error  # the cancellation knows where the rollout was
+        late = TandemError(f"the rollout took longer than rl.rollout_seconds ({expired:g} s)")
+        return late.with_traceback(where.__traceback__)
+    if isinstance(error, Exception):
+        return error
+    return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
+
+
+def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
+    """Raises InvalidInput for what the controller would refuse, with all other groups of the batch."""
+    if any(turn.policy_step is None for turn in trajectory.turns):
+        raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+    row = packing.sequence_length
+    longest = max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in trajectory.turns)
+    if packing.too_long == "refuse" and longest > row:
+        problem = f"the rollout has {longest} tokens, which don't fit a row of {row}"
+        remedy = "lower sampling.max_tokens, or change sequence_length or too_long in [rl.packing]"
+        raise InvalidInput(f"{problem}; {remedy}", field="rl.packing.sequence_length")
+    shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)
+    if shortest >= row:
+        remedy = "raise packing.sequence_length, or shorten the prompt"
+        raise InvalidInput(f"a prompt of {shortest} tokens fills a row of {row}; {remedy}")

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ import httpx
 
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
-from tandem.client.rl.config import OF_JOBS, Config
-from tandem.client.rl.environment import Environment, Group, Sampler, described
+from tandem.client.rl.config import Config
+from tandem.client.rl.environment import PATIENCE, PAUSES, Environment, Group, Sampler, described
+from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
+from tandem.client.rl.requests import job_names, job_request
 from tandem.client.vllm import raise_unless_serving
-from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
-_UNINFORMATIVE = 16  # times `groups_per_step` groups without a difference in their rewards: nothing is left to learn
 _POLL_SECONDS = 0.01
 
 
@@ -34,7 +35,7 @@ class Loop:
 
     def __init__(
         self, config: Config, tandem: AsyncTandem, vllm: httpx.AsyncClient, environments: list[Environment],
-        state_file: Path, record: Record,
+        state_file: Path, record: Record, *, patience: float = PATIENCE, pauses: tuple[float, float] = PAUSES,
     ) -> None:  # fmt: skip
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
@@ -47,13 +48,14 @@ class Loop:
         self.counts: Counter[str] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
+        self.awaited: int | None = None  # the step that vLLM is to serve, while the loop waits for it
         self._rewards: list[float] = []  # since the last submission
-        self._failing = self._equal = 0  # groups that failed, or were without a difference, in a row
+        self._pauses, self._limits = pauses, Limits(config.rl, patience, pauses)
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
         try:
-            with file_lock(self._file.with_suffix(".lock"), blocking=False):
+            with file_lock(self._file.with_name(f"{self._file.name}.lock"), blocking=False):
                 await self._begin()
                 async with asyncio.TaskGroup() as tasks:
                     workers = tasks.create_task(self._work())
@@ -94,19 +96,19 @@ class Loop:
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
-            elif self.state.pending and job is self.state.jobs[-1] and not await self._send():
+            elif self.state.pending and job is self.state.jobs[-1] and await self._send():
                 continue  # it is forgotten
             known = await self._state_of(job.id)
             gone = known in ("", "succeeded") and discarded(job.id, job.base, await self._tandem.checkpoints(run.name))
             if dead := dead or gone or known in ("failed", "cancelled"):
-                self._forget(job)
+                self.state.forget(job)
             elif not known:  # it made its step, and was removed since
                 self.state.jobs.remove(job)
         jobs = self.state.jobs
         self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
         self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
-        self.served = (await self._tandem.wait_served(run.name, self._followed)).step
+        await self._until_served(self._followed)
         await raise_unless_serving(self._vllm, run.name)
 
     @property
@@ -120,33 +122,21 @@ class Loop:
             return (await self._tandem.get_job(job)).state
         return ""
 
-    def _forget(self, job: Submitted) -> None:
-        """The job made no step, and its tasks are handed out again."""
-        self.state.jobs.remove(job)
-        self.state.open += job.tasks
-
     # ---- the workers' side
 
     async def _work(self) -> None:
         again = list(self.state.open)  # handed out before a restart
+        weights = [section.weight for section in self._rl.environment]
         async with asyncio.TaskGroup() as groups:
             while True:
-                await _until(lambda: self._room() > 0 and len(self.running) < self.workers)
-                task = again.pop(0) if again else self._next_task()
+                await _until(lambda: self._room() > 0 and len(self.running) < self.workers and not self._limits.paused)
+                task = again.pop(0) if again else self.state.next_task(weights)
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
         """How many more groups that begin now the jobs to come can use."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
-
-    def _next_task(self) -> str:
-        """The next task of the environment that is furthest behind its share."""
-        cursors = self.state.cursors
-        i = min(range(len(cursors)), key=lambda i: (cursors[i] + 1) / self._rl.environment[i].weight)
-        cursors[i] += 1
-        self.state.open.append(task := f"{i}:{cursors[i] - 1}")
-        return task
 
     async def _roll_out(self, task: str) -> None:
         i, number = map(int, task.split(":"))
@@ -158,10 +148,8 @@ class Loop:
             if task not in self.running:
                 return  # it was dropped as stale before its other rollouts had ended
             self._leave_out(task, "failed")
-            self._failing, self.error = self._failing + 1, self.error or described(error)
-            if self._failing >= max(3, self._size):
-                problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
-                raise TandemError(f"{problem}: {self.error}", field=self._rl.environment[i].use) from error
+            self.error = self.error or described(error)
+            self._limits.failed(self._rl.environment[i].use, self.error)
         else:
             self._keep(group)
         finally:
@@ -169,17 +157,13 @@ class Loop:
 
     def _keep(self, group: Group) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
-        self._failing, self.sample = 0, group.trajectories[0]
+        self.sample = group.trajectories[0]
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
-        self._equal = 0 if group.informative else self._equal + 1
-        teaches = self._rl.advantage.baseline == "none" or self._rl.advantage.keep_zero_variance
-        if group.informative or teaches or not self._rl.dynamic_sampling:
+        if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
             self.ready.append(group)
         else:
             self._leave_out(group.task, "uninformative")
-        if self._equal >= _UNINFORMATIVE * self._size and not teaches:
-            problem = f"in the last {self._equal} groups all rewards were equal (the last: {self.sample.reward:g})"
-            raise NothingToLearn(f"{problem}; the run stays at step {self.base}: use other tasks, or end here")
+        self._limits.sampled(group, self.base)
 
     def _leave_out(self, task: str, why: str) -> None:
         self.counts[why] += 1
@@ -197,7 +181,7 @@ class Loop:
             self.error = described(error)
 
         async with asyncio.TaskGroup() as rollouts:
-            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed)) for _ in range(size)]
+            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed, self._pauses)) for _ in range(size)]
         return [rollout.result() for rollout in made]
 
     # ---- the trainer's side
@@ -226,42 +210,42 @@ class Loop:
 
     async def _submit(self, batch: list[Group]) -> None:
         """Write the request down, then send it."""
-        tasks, name, number = [group.task for group in batch], f"{self._run[:40]}-rl-{self.base}", 1
-        while await self._state_of(name):  # of a job that failed, or whose step was rolled back
-            name, number = f"{self._run[:40]}-rl-{self.base}-{number + 1}", number + 1
+        tasks = [group.task for group in batch]
+        for name in job_names(self._run, self.base):
+            if not await self._state_of(name):
+                break  # the others are of jobs that failed, or whose step was rolled back
         numbers = batch_numbers(batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts)
         numbers["last_error"] = self.error if self.counts["errors"] else None
-        self._rewards, self.counts = [], Counter()
+        rewards, counts, self._rewards, self.counts = self._rewards, self.counts, [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
-        settings = self._rl.model_dump(include=OF_JOBS, exclude_unset=True)
-        optimizer = self._rl.optimizer
-        if optimizer.batch_size:  # one schedule over all jobs
-            start = max(0, self.base - self.state.first) * optimizer.epochs * ceil(self._size / optimizer.batch_size)
-            settings["optimizer"]["schedule"] = optimizer.schedule.model_copy(update={"start": start}).model_dump()
-        self._write_down({
-            **settings,
-            "kind": "rl", "id": name, "base_step": self.base, "max_off_policy_steps": self.bound,
-            "groups": [{"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
-                       for group in batch],
-            "labels": {"tasks": " ".join(tasks)},
-        })  # fmt: skip
-        if await self._send():
+        self._write_down(job_request(self._rl, batch, name, self.base, self.state.first))
+        refusal = await self._send()
+        if refusal is None:
             self.base += 1
+            self._limits.accepted()
+            return
+        counts["uninformative"] += len(batch)
+        self._rewards[:0], self.counts = rewards, self.counts + counts
+        self.error = f"the controller refused a batch: {refusal}"
+        self._limits.refused(batch, refusal, self.base)
 
-    async def _send(self) -> bool:
-        """Send the request that is written down; False where its groups teach nothing, and no job was made."""
+    async def _send(self) -> NothingToLearn | None:
+        """Send the request that is written down; the refusal where its groups teach nothing, and no job was made. Then
+        its tasks are left out."""
         assert self.state.pending is not None
-        refused: TandemError | None = None
+        refusal: NothingToLearn | None = None
         try:
             await self._tandem.train(self._run, self.state.pending)
-        except (InvalidInput, Conflict) as error:
-            refused = error
-            self._forget(self.state.jobs[-1])
+        except NothingToLearn as error:
+            refusal = error
+            self.state.jobs.pop()
+        except (InvalidInput, Conflict):
+            self.state.forget(self.state.jobs[-1])
+            self._write_down(None)
+            raise
         self._write_down(None)
-        if refused and not isinstance(refused, NothingToLearn):
-            raise refused
-        return refused is None
+        return refusal
 
     def _write_down(self, pending: dict[str, Any] | None) -> None:
         self.state.pending = pending
@@ -276,12 +260,18 @@ class Loop:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
             await self._tandem.wait_job(job.id, inf)
-            self.served = (await self._tandem.wait_served(self._run, job.base + 1)).step
+            await self._until_served(job.base + 1)
             self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
             await self._evaluation  # until then the job stays in the state: a kill must not lose the evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
             self._evaluation = tasks.create_task(self._evaluate(self._followed))
+
+    async def _until_served(self, step: int) -> None:
+        self.awaited = step
+        # Without a limit: vLLM may take half an hour to start. What the publisher refuses is raised.
+        self.served = (await self._tandem.wait_served(self._run, step, inf)).step
+        self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""

@@ -43,6 +43,18 @@ class State(BaseModel):
     # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is the same job.
     pending: dict[str, Any] | None = None
 
+    def next_task(self, weights: Sequence[float]) -> str:
+        """Hand out the next task of the environment that is furthest behind its share."""
+        i = min(range(len(weights)), key=lambda i: (self.cursors[i] + 1) / weights[i])
+        self.cursors[i] += 1
+        self.open.append(task := f"{i}:{self.cursors[i] - 1}")
+        return task
+
+    def forget(self, job: Submitted) -> None:
+        """The job made no step, and its tasks are handed out again."""
+        self.jobs.remove(job)
+        self.open += job.tasks
+
 
 def load_state(path: Path, new: State) -> State:
     """The state in the file, or `new`; raises InvalidInput where it is another loop's or damaged."""
@@ -103,9 +115,11 @@ class Record:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int) -> bool:
-        """Whether the step was evaluated since it was last trained. A rollback has it trained again."""
+        """Whether the step was evaluated, by one sample at least, since it was last trained. A rollback has it trained
+        again."""
         ours = (line for line in reversed(self.lines) if step in (line.get("step"), line.get("evaluated")))
-        return "evaluated" in next(ours, {})
+        newest: Mapping[str, Any] = next(ours, {})
+        return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
         """Record a step; returns when its job ended. The trainer had nothing to do since `idle_since`."""

@@ -1,0 +1,68 @@
+"""What ends the loop before its last step: in a row, groups that fail, groups without a difference, batches that the
+controller refuses."""
+
+import time
+from collections.abc import Sequence
+from math import inf
+
+from tandem.client.http import Backoff
+from tandem.client.rl.config import RLSection
+from tandem.client.rl.environment import Group
+from tandem.errors import NothingToLearn, TandemError
+
+# After so many times `groups_per_step` groups without a difference in their rewards there is nothing left to learn.
+_UNINFORMATIVE = 16
+# After so many batches with a difference none of which the controller trains, because their trajectories are too long.
+_REFUSED = 3
+
+
+class Limits:
+    """`teaches`: whether also groups without a difference in their rewards do. `patience`: seconds since the last group
+    that succeeded, for which others may fail; before the first there is none, since most often the environment is
+    wrong."""
+
+    def __init__(self, rl: RLSection, patience: float, pauses: tuple[float, float]) -> None:
+        self._size = rl.groups_per_step
+        self.teaches = rl.advantage.baseline == "none" or rl.advantage.keep_zero_variance
+        self._failing = self._equal = self._refused = 0
+        self._patience, self._backoff = patience, Backoff(inf, *pauses)
+        self._succeeded, self._paused_until = -inf, 0.0
+
+    def failed(self, use: str, last_error: str) -> None:
+        """Count a group of the environment `use`; TandemError after too many for too long."""
+        self._failing += 1
+        if self._failing < max(3, self._size):
+            return
+        now = time.monotonic()
+        problem = f"{self._failing} groups in a row failed; repair the environment or the stack. The last error"
+        error = TandemError(f"{problem}: {last_error}", field=use)
+        if now - self._succeeded >= self._patience:
+            raise error
+        if not self.paused:  # each group that fails takes a task away
+            self._paused_until = now + self._backoff.next(error)
+
+    @property
+    def paused(self) -> bool:
+        """Whether no group is to begin now, since the last ones failed."""
+        return time.monotonic() < self._paused_until
+
+    def sampled(self, group: Group, base: int) -> None:
+        """Count a group that was rolled out; NothingToLearn after too many without a difference."""
+        self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
+        self._backoff.reset()
+        self._equal = 0 if group.informative else self._equal + 1
+        if self._equal >= _UNINFORMATIVE * self._size and not self.teaches:
+            last = group.trajectories[0].reward
+            problem = f"in the last {self._equal} groups all rewards were equal (the last: {last:g})"
+            raise NothingToLearn(f"{problem}; the run stays at step {base}: use other tasks, or end here")
+
+    def refused(self, batch: Sequence[Group], refusal: NothingToLearn, base: int) -> None:
+        """Count a batch of which the controller trains no group; `refusal` after too many."""
+        self._refused += 1
+        if self._refused >= (_REFUSED if any(group.informative for group in batch) else _UNINFORMATIVE):
+            problem = f"the controller trains nothing of the last {self._refused} batches"
+            raise NothingToLearn(f"{problem}, so the run stays at step {base}: {refusal}") from refusal
+
+    def accepted(self) -> None:
+        """The controller trains a batch."""
+        self._refused = 0
