@@ -347,6 +347,22 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
     assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
+def test_a_run_whose_steps_come_faster_than_they_are_loaded_keeps_no_other_waiting(stage: Stage) -> None:
+    for name in ("another", "zero"):
+        make_run(stage.spool, name, stage.model)
+    stage.step(0.1)
+
+    class Client(VllmClient):
+        def load_lora(self, name: str, path: str) -> None:
+            if name.startswith("run@") and len(stage.effects) < 20:
+                stage.step(len(stage.effects) / 10)
+            super().load_lora(name, path)
+
+    stage.publisher(client=Client(stage.settings()), keep_served=1).once()
+    assert stage.vllm.loads() == ["run@1", "run@2", "zero@0", "run@3", "another@0"]
+    assert stage.listed() == ["another@0", "run@3", "zero@0"]
+
+
 def test_an_adapter_that_vllm_refuses_to_unload_is_not_taken_for_unloaded(stage: Stage) -> None:
     stage.publisher().once()
     stage.vllm.statuses["/v1/unload_lora_adapter"] = [400]
