@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import fake_vllm
-from inference.stage import Stage, commit, make_run
+from inference.stage import PROMPTS, Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
 from tandem.spool.checkpoints import Checkpoints
 from tandem.vllm_client.client import (
@@ -471,6 +471,21 @@ def test_only_calls_without_side_effects_are_tried_again(
         with pytest.raises(InferenceUnavailable) as caught:
             call()
         assert (len(asked), isinstance(caught.value, InferenceGone)) == (allowed, gone)
+
+
+def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Stage) -> None:
+    stage.step(0.3)
+    stage.publisher(keep_served=1).once()
+    bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
+    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)]
+    queued = VllmClient(stage.settings())
+    queued._http._transport = httpx.MockTransport(raise_timeout)
+    with pytest.raises(InferenceUnavailable, match=r"within 120 s: it has a long queue, or TANDEM_MAX_LORAS adapters"):
+        queued.prompt_logprobs("base", [1, 2])
+
+
+def raise_timeout(_: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("timed out")
 
 
 class Killed(BaseException):
