@@ -401,6 +401,34 @@ def test_a_copy_that_an_earlier_publisher_left_damaged_is_made_again(
     assert (stage.served(), copy.read_bytes()) == ((1, None), whole)
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def test_a_copy_that_was_damaged_under_this_publisher_is_made_again(
+    stage: Stage, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    publisher = stage.publisher()
+    stage.step(0.3)
+    publisher.once()
+    [copy] = tmp_path.rglob("run@1-*/adapter_model.safetensors")
+    whole = copy.read_bytes()
+    damage(copy)
+    stage.vllm.adapters.clear()
+    publisher.once()
+    assert (stage.served(), copy.read_bytes()) == ((1, None), whole)
+
+
+def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> None:
+    """systemd-tmpfiles removes what is old, file by file."""
+    publisher = stage.publisher()
+    publisher.once()
+    [copy] = tmp_path.rglob("run@0-*")
+    paths = [copy, *copy.iterdir()]
+    assert len(paths) == 3
+    for path in paths:
+        os.utime(path, (0, 0))
+    publisher.once()
+    assert all(min(path.stat().st_atime, path.stat().st_mtime) > time.time() - 60 for path in paths)
+
+
 def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
