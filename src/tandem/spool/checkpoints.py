@@ -43,9 +43,10 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes of the files of all checkpoints of the run, discarded ones too; NotFound without the run."""
-        chain = self._dir(run)
-        return sum(_bytes_of_all(directory) or 0 for directory in (chain, chain.parent / "discarded"))
+        """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole merged weights;
+        NotFound without the run."""
+        directory = self._runs.directory(run)
+        return sum(_bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged"))
 
     def pin(self, run: str, step: int) -> None:
         """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it; NotFound."""
@@ -223,6 +224,11 @@ class MergedFiles:
 
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "merged"
+
+    def steps(self, run: str) -> dict[int, Path]:
+        """The steps that have whole weights, and where; NotFound without the run."""
+        directory = self._dir(run)
+        return {int(name): directory / name for name in listing(directory) if _is_step(name)}
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
         """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of other steps but the
