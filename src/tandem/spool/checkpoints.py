@@ -232,7 +232,7 @@ class MergedFiles:
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
         """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of other steps but the
-        served one. Returns their bytes. If this fails, `staged` stays where it was."""
+        served one and the one before. Returns their bytes. If this fails, `staged` stays where it was."""
         run, directory = checkpoint.run, self._dir(checkpoint.run)
         target = directory / step_name(checkpoint.step)
         with fs.volume_errors(target):
@@ -241,9 +241,11 @@ class MergedFiles:
             directory.mkdir(exist_ok=True)
             fs.remove_tree(target)  # of a checkpoint that a rollback discarded
             fs.rename_dir(staged, target)
-        served = self._served.get(run)
-        keep = {target.name, step_name(served.step) if served else ""}
-        for name in listing(directory):
+        served, names = self._served.get(run), listing(directory)
+        # vLLM may still read those of the step before. On NFS a reader on another host loses files that are removed.
+        before = [name for name in names if name < target.name][-1:]
+        keep = {target.name, *before, step_name(served.step) if served else ""}
+        for name in names:
             if name not in keep:
                 fs.remove_tree(directory / name)
         return sum(entry.size for entry in manifest.files.values())
