@@ -270,7 +270,8 @@ class MergedTransport:
         if offer and offer["transport"] != "volume":
             sources.append({**offer, "way": offer["transport"]})
         try:
-            if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
+            # This hashes all of them.
+            if run.lora is not None and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None:
                 sources.append({"way": "volume", "directory": str(files)})
         except CheckpointDamaged as error:
             log.warning(error.message)
