@@ -389,11 +389,11 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
 def _scores(client: VllmClient, weights: str, adapter: Path, lora: LoraShape) -> list[list[float]]:
     if weights == "adapter":
         client.load_lora(adapter.name, str(adapter))
-        scores = [client.prompt_logprobs(adapter.name, tokens) for tokens in PROMPTS]
+        scores = client.prompt_logprobs(adapter.name, *PROMPTS)
         client.unload_lora(adapter.name)
         return scores
     client.swap_merged(f"{adapter.name}@0", str(adapter), lora.alpha / lora.rank, "keep", 300)
-    return [client.prompt_logprobs(f"{adapter.name}@0", tokens) for tokens in PROMPTS]
+    return client.prompt_logprobs(f"{adapter.name}@0", *PROMPTS)
 
 
 def main() -> None:

@@ -165,12 +165,17 @@ class FakeVllm:
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
-        if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
-            return 400, {"error": {"message": "the prompt is too long"}}
-        moved = 0.0 if body["model"] == "base" or self.ignores_weights else self.adapters[body["model"]][1]
-        values = [None if math.isnan(value) else value for value in logprobs(body["prompt"], moved)]
-        entries = [{str(token): {"logprob": value}} for token, value in zip(body["prompt"][1:], values, strict=True)]
-        return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
+        choices = []
+        for tokens in body["prompt"]:
+            if len(tokens) + body["max_tokens"] > self.max_model_len:
+                return 400, {"error": {"message": "the prompt is too long"}}
+            values = [None if math.isnan(value) else value for value in self._scores(body["model"], tokens)]
+            entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)]
+            choices.append({"prompt_logprobs": [None, *entries]})
+        return 200, {"choices": choices}
+
+    def _scores(self, model: str, tokens: list[int]) -> list[float]:
+        return logprobs(tokens, 0.0 if model == "base" or self.ignores_weights else self.adapters[model][1])
 
     def _metrics(self) -> str:
         now = time.time()

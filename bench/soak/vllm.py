@@ -23,16 +23,10 @@ class ProbeVllm(FakeVllm):
         self.version = "0.32.0"
         self._root = root
 
-    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
-        if body["model"] != "base" and body["model"] not in self.adapters:
-            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
-        tokens = body["prompt"]
-        values = logprobs(tokens, 0.0) if body["model"] == "base" else self._of_adapter(body["model"], tokens)
-        entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)]
-        return 200, {"choices": [{"prompt_logprobs": [None, *entries]}]}
-
-    def _of_adapter(self, name: str, tokens: list[int]) -> list[float]:
-        content = Path(self.adapters[name][0], ADAPTER).read_bytes()
+    def _scores(self, model: str, tokens: list[int]) -> list[float]:
+        if model == "base":
+            return logprobs(tokens, 0.0)
+        content = Path(self.adapters[model][0], ADAPTER).read_bytes()
         for probe in self._probes(hashlib.sha256(content).hexdigest()):
             if tokens in probe["tokens"]:
                 return list(probe["logprobs"][probe["tokens"].index(tokens)])

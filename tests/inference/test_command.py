@@ -28,7 +28,8 @@ def test_cpu() -> None:
     assert made.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     expected = {
         "--model": "org/model", "--served-model-name": "base", "--dtype": "float32",
-        "--logprobs-mode": "processed_logprobs", "--middleware": "tandem.inference.server.guard.AdminGuard",
+        "--logprobs-mode": "processed_logprobs", "--scheduling-policy": "priority",
+        "--middleware": "tandem.inference.server.guard.AdminGuard",
     }  # fmt: skip
     assert {name: option(made.argv, name) for name in expected} == expected
     assert "--gpu-memory-utilization" not in made.argv
@@ -98,7 +99,7 @@ def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_envi
 
 
 def test_the_operator_overrides_arguments_and_environment() -> None:
-    extra = ["--max-num-seqs", "7", "--api-server-count", "2", "-q", "fp8", "--dtype", "float16"]
+    extra = ["--max-num-seqs", "7", "--api-server-count", "2", "-q", "fp8", "--scheduling-policy", "fcfs"]
     environ = {"VLLM_CPU_KVCACHE_SPACE": "9", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
     made = command(environ, vllm_args=shlex.join(extra))
     assert made.argv[-8:] == extra

@@ -15,7 +15,7 @@ from tandem.inference.publisher import transports
 from tandem.inference.publisher.transports import MergedTransport
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files, write_manifest
-from tandem.spool.schema import Manifest, RunSpec
+from tandem.spool.schema import LoraShape, Manifest, RunSpec
 from tandem.system import liveness
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import MergedPhase
@@ -102,22 +102,39 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
 
 def test_a_swap_and_hashes_that_take_long_are_no_hang(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """TANDEM_SWAP_SECONDS may be longer than the liveness probe allows a turn of the publisher."""
-    monkeypatch.setenv(liveness.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
-    sign = tmp_path / "publisher.alive"
-
-    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sign.unlink(missing_ok=True)
-            until("it beats", sign.exists)
-            return work(*args, **kwargs)
-
-        return call
-
+    slow = slower(monkeypatch, tmp_path)
     monkeypatch.setattr(transports, "verify_files", slow(transports.verify_files))
     monkeypatch.setattr(FakeVllm, "swap_merged", slow(FakeVllm.swap_merged))
     scene.load(broken="nccl")
     assert scene.log == ["nccl", "verify", "volume"]
+
+
+def test_hashing_the_whole_weights_of_a_lora_run_is_no_hang(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene.offers = []
+    transport = scene.transport()
+    find = slower(monkeypatch, tmp_path)(lambda _: scene.model)
+    transport._spool = cast(Spool, SimpleNamespace(events=transport._spool.events, merged=SimpleNamespace(find=find)))
+    run = RUN.model_copy(update={"lora": LoraShape(rank=4, alpha=8.0), "trainable": "lora"})
+    assert transport._offered(run, scene.manifest) == [{"way": "volume", "directory": str(scene.model)}]
+
+
+def slower(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function wait until the publisher gives a sign of life, in that directory."""
+    monkeypatch.setenv(liveness.VARIABLE, str(directory))
+    monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
+    sign = directory / "publisher.alive"
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sign.unlink(missing_ok=True)
+            until("it beats", sign.exists, 20)
+            return work(*args, **kwargs)
+
+        return call
+
+    return slow
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
     assert "the second copy is on the device (auto)" in vllm.log.read_text()
     first = trainer.publish(trainer.run)
     assert (first.step, first.weights, first.transport) == (0, "merged", "merge")
-    assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
+    assert distance(client.prompt_logprobs(first.model, *SEQUENCES), trainer.base) < 1e-4
     for step in (1, 2):
         adapter = trainer.step(step)
         served = trainer.publish(trainer.run)
@@ -174,7 +174,7 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
     trainer.check_bits(path)
     trainer.spool.checkpoints.rollback(trainer.run, 0)
     assert trainer.publish(trainer.run).step == 0
-    assert distance([client.prompt_logprobs(first.model, tokens) for tokens in SEQUENCES], trainer.base) < 1e-4
+    assert distance(client.prompt_logprobs(first.model, *SEQUENCES), trainer.base) < 1e-4
 
 
 @pytest.mark.sample(3)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import fake_vllm
-from inference.stage import Stage, commit, make_run
+from inference.stage import PROMPTS, Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
 from tandem.spool.checkpoints import Checkpoints
 from tandem.vllm_client.client import (
@@ -347,6 +347,22 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
     assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
+def test_a_run_whose_steps_come_faster_than_they_are_loaded_keeps_no_other_waiting(stage: Stage) -> None:
+    for name in ("another", "zero"):
+        make_run(stage.spool, name, stage.model)
+    stage.step(0.1)
+
+    class Client(VllmClient):
+        def load_lora(self, name: str, path: str) -> None:
+            if name.startswith("run@") and len(stage.effects) < 20:
+                stage.step(len(stage.effects) / 10)
+            super().load_lora(name, path)
+
+    stage.publisher(client=Client(stage.settings()), keep_served=1).once()
+    assert stage.vllm.loads() == ["run@1", "run@2", "zero@0", "run@3", "another@0"]
+    assert stage.listed() == ["another@0", "run@3", "zero@0"]
+
+
 def test_an_adapter_that_vllm_refuses_to_unload_is_not_taken_for_unloaded(stage: Stage) -> None:
     stage.publisher().once()
     stage.vllm.statuses["/v1/unload_lora_adapter"] = [400]
@@ -383,6 +399,34 @@ def test_a_copy_that_an_earlier_publisher_left_damaged_is_made_again(
     stage.vllm.adapters.clear()
     stage.publisher().once()
     assert (stage.served(), copy.read_bytes()) == ((1, None), whole)
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def test_a_copy_that_was_damaged_under_this_publisher_is_made_again(
+    stage: Stage, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    publisher = stage.publisher()
+    stage.step(0.3)
+    publisher.once()
+    [copy] = tmp_path.rglob("run@1-*/adapter_model.safetensors")
+    whole = copy.read_bytes()
+    damage(copy)
+    stage.vllm.adapters.clear()
+    publisher.once()
+    assert (stage.served(), copy.read_bytes()) == ((1, None), whole)
+
+
+def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> None:
+    """systemd-tmpfiles removes what is old, file by file."""
+    publisher = stage.publisher()
+    publisher.once()
+    [copy] = tmp_path.rglob("run@0-*")
+    paths = [copy, *copy.iterdir()]
+    assert len(paths) == 3
+    for path in paths:
+        os.utime(path, (0, 0))
+    publisher.once()
+    assert all(min(path.stat().st_atime, path.stat().st_mtime) > time.time() - 60 for path in paths)
 
 
 def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
@@ -455,6 +499,21 @@ def test_only_calls_without_side_effects_are_tried_again(
         with pytest.raises(InferenceUnavailable) as caught:
             call()
         assert (len(asked), isinstance(caught.value, InferenceGone)) == (allowed, gone)
+
+
+def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Stage) -> None:
+    stage.step(0.3)
+    stage.publisher(keep_served=1).once()
+    bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
+    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)]
+    queued = VllmClient(stage.settings())
+    queued._http._transport = httpx.MockTransport(raise_timeout)
+    with pytest.raises(InferenceUnavailable, match=r"within 120 s: it has a long queue, or TANDEM_MAX_LORAS adapters"):
+        queued.prompt_logprobs("base", [1, 2])
+
+
+def raise_timeout(_: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("timed out")
 
 
 class Killed(BaseException):

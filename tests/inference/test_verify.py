@@ -27,7 +27,10 @@ class Scorer:
     def longest_prompt(self) -> int:
         return self.longest
 
-    def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
+    def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
+        return [self._of(model, tokens) for tokens in prompts]
+
+    def _of(self, model: str, tokens: Sequence[int]) -> list[float]:
         assert len(tokens) <= self.longest
         if list(tokens) == LONG[: len(tokens)]:
             return list(self.long[: len(tokens) - 1])

@@ -158,6 +158,29 @@ def test_discarded_checkpoints_go_by_the_age_of_the_rollback(spool):
     assert spool.checkpoints.steps("r") == [0, 1]
 
 
+def test_whole_weights_of_the_two_newest_and_the_served_step_stay(spool):
+    for _ in range(5):
+        train_one(spool)
+    alone = spool.checkpoints.size("r")
+    for step in range(1, 6):
+        directory = spool.root / f"runs/r/merged/{step:08d}"
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(b"x" * 100)
+    assert spool.checkpoints.size("r") == alone + 500
+    serve(spool, 2)
+    prune(spool, Settings())
+    assert list(spool.merged.steps("r")) == [2, 4, 5]
+    spool.served.withdraw("r")
+    spool.checkpoints.rollback("r", 3)  # its newest are 2 and 3
+    prune(spool, Settings())
+    assert list(spool.merged.steps("r")) == [2]
+    assert not list(spool.root.glob("runs/r/merged/.*"))
+    for _ in range(2):
+        train_one(spool)  # by another transport
+    prune(spool, Settings())
+    assert spool.merged.steps("r") == {}
+
+
 def test_the_age_of_a_job_counts_from_its_end(spool):
     long_ago = time.time() - 72 * 3600
     for job_id in ("old", "young"):

@@ -73,7 +73,7 @@ class RunStatus(Record):
         description=f"ids of this run's running and queued jobs, by base step; only the first {LISTED_PENDING}"
     )
     num_pending: int = Field(description="how many jobs are running or queued")
-    size: int = Field(description="bytes of all its checkpoints, discarded ones too")
+    size: int = Field(description="bytes of all its checkpoints, discarded ones too, and of its whole merged weights")
     shared_gpus: bool = Field(default=False, description="whether vLLM sleeps while a job trains")
 
 

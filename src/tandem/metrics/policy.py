@@ -26,8 +26,9 @@ class PolicyCollector(SpoolCollector):
                "are in load. since_checkpoint is from the commit to served, also if a new vLLM is served an old step.",
                "served.json",
                exporters=("inference",), labels={"run": OPEN, "part": PARTS}),
-        Metric("tandem_run_bytes", "Bytes of the run's checkpoints on the volume, discarded ones too; the same runs.",
-               "checkpoints/, discarded/", exporters=("trainer",), labels={"run": OPEN}),
+        Metric("tandem_run_bytes", "Bytes of the run's checkpoints on the volume, discarded ones too, and of its whole "
+               "merged weights; the same runs.", "checkpoints/, discarded/, merged/",
+               exporters=("trainer",), labels={"run": OPEN}),
     )  # fmt: skip
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:

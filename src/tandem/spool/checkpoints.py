@@ -43,9 +43,10 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes of the files of all checkpoints of the run, discarded ones too; NotFound without the run."""
-        chain = self._dir(run)
-        return sum(_bytes_of_all(directory) or 0 for directory in (chain, chain.parent / "discarded"))
+        """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole merged weights;
+        NotFound without the run."""
+        directory = self._runs.directory(run)
+        return sum(_bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged"))
 
     def pin(self, run: str, step: int) -> None:
         """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it; NotFound."""
@@ -224,9 +225,14 @@ class MergedFiles:
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "merged"
 
+    def steps(self, run: str) -> dict[int, Path]:
+        """The steps that have whole weights, and where; NotFound without the run."""
+        directory = self._dir(run)
+        return {int(name): directory / name for name in listing(directory) if _is_step(name)}
+
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
         """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of other steps but the
-        served one. Returns their bytes. If this fails, `staged` stays where it was."""
+        served one and the one before. Returns their bytes. If this fails, `staged` stays where it was."""
         run, directory = checkpoint.run, self._dir(checkpoint.run)
         target = directory / step_name(checkpoint.step)
         with fs.volume_errors(target):
@@ -235,9 +241,11 @@ class MergedFiles:
             directory.mkdir(exist_ok=True)
             fs.remove_tree(target)  # of a checkpoint that a rollback discarded
             fs.rename_dir(staged, target)
-        served = self._served.get(run)
-        keep = {target.name, step_name(served.step) if served else ""}
-        for name in listing(directory):
+        served, names = self._served.get(run), listing(directory)
+        # vLLM may still read those of the step before. On NFS a reader on another host loses files that are removed.
+        before = [name for name in names if name < target.name][-1:]
+        keep = {target.name, *before, step_name(served.step) if served else ""}
+        for name in names:
             if name not in keep:
                 fs.remove_tree(directory / name)
         return sum(entry.size for entry in manifest.files.values())

@@ -47,18 +47,18 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 
 def prune(spool: Spool, settings: Settings) -> None:
-    """Removes what the settings `keep_*` don't keep."""
+    """Removes what the settings `keep_*` don't keep, and whole merged weights that are not served any more."""
     limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
     for run in spool.runs.names():
         try:
-            doomed = _old_checkpoints(spool, run, settings, limit)
+            doomed, whole = _old_checkpoints(spool, run, settings, limit), _old_whole_weights(spool, run)
         except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
-        for directory in doomed:
+        for directory in doomed + whole:
             shutil.rmtree(directory, ignore_errors=True)
-        if doomed:
-            log.info("removed old checkpoints", run=run, count=len(doomed))
+        if doomed or whole:
+            log.info("removed old checkpoints", run=run, count=len(doomed), whole_weights=len(whole))
     try:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
@@ -76,6 +76,18 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
             old = surplus - _needed(spool, run, surplus).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
+
+
+def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
+    """Sets aside the whole merged weights of steps that are neither served nor one of the chain's two newest. A rank
+    removes them only when it writes others: it does not after a change of the transport or a rollback."""
+    if not spool.merged.steps(run):
+        return []
+    with spool.runs.lock(run):  # nobody rolls back now
+        # In this order: a step has its checkpoint before its whole weights.
+        written, served = spool.merged.steps(run), spool.served.get(run)
+        keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
+        return _set_aside([path for step, path in written.items() if step not in keep])
 
 
 def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:

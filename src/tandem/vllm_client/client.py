@@ -14,6 +14,9 @@ from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE
 
 _LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
+SCORING_PRIORITY = -1
+"""vLLM's `priority` of the requests that verify a checkpoint. Lower comes first; others have 0."""
+
 _IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
 
 
@@ -88,20 +91,19 @@ class VllmClient:
             used |= {name: max(at, used.get(name, 0.0)) for name in names}
         return used
 
-    def prompt_logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
-        """log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1 values; NaN for
-        one that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
+    def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
+        """For each prompt log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1
+        values; NaN for one that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
 
         vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them.
         """
-        body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)
-        entries = answer["choices"][0].get("prompt_logprobs") or []
-        if len(entries) != len(tokens):
-            raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
-        values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
-        # JSON has no NaN and no infinity: vLLM sends null.
-        return [math.nan if value is None else float(value) for value in values]
+        # One request for all: each would wait for a place in the batch. They pass all requests that wait for one.
+        body = {"model": model, "prompt": list(map(list, prompts)), "max_tokens": 1, "temperature": 0.0,
+                "prompt_logprobs": 0, "priority": SCORING_PRIORITY}  # fmt: skip
+        choices = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)["choices"]
+        if len(choices) != len(prompts):
+            raise InferenceRefused(f"vLLM returned {len(choices)} answers to {len(prompts)} prompts for {model}")
+        return [_logprobs(model, tokens, choice) for tokens, choice in zip(prompts, choices, strict=True)]
 
     def load_lora(self, name: str, path: str) -> None:
         """Load the adapter at `path` (absolute) under an unused name. InferenceRefused where vLLM can't load it."""
@@ -196,6 +198,9 @@ class VllmClient:
                 # A call that timed out has used its bound. Only a failed connection is worth another try.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
+                    if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
+                        problem = f"vLLM at {self.url} did not answer {method} {path} within {timeout:g} s"
+                        message = f"{problem}: it has a long queue, or TANDEM_MAX_LORAS adapters are in use"
                     kind = InferenceGone if isinstance(error, httpx.ConnectError) else InferenceUnavailable
                     raise kind(message) from error
                 time.sleep(0.1 * 2**attempt)
@@ -207,6 +212,15 @@ class VllmClient:
         if response.status_code in (408, 429, 502, 503, 504) or (response.status_code == 500 and not self.healthy()):
             raise InferenceUnavailable(message)
         raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
+
+
+def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> list[float]:
+    entries = choice.get("prompt_logprobs") or []
+    if len(entries) != len(tokens):
+        raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
+    values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+    # JSON has no NaN and no infinity: vLLM sends null.
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def _limits(seconds: float) -> httpx.Timeout:

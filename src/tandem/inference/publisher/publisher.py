@@ -90,13 +90,20 @@ class Publisher:
             self._records_checked = self._withdraw_records()
         wanted: dict[str, set[str]] = {}  # by run: the names that must stay loaded
         published: dict[str, float] = {}  # run -> when its checkpoints last changed, before it was published
-        while changed := {run: at for run, at in self._changes().items() if published.get(run) != at}:
+        again = False  # whether the last load was for a run that had had its turn
+        while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
+                # Between two loads of others a run may come once more. With steps that come faster than they are
+                # loaded it would else keep the others waiting, and this loop would not end.
+                if published.get(run) == changed[run] or (again and run in published):
+                    continue
                 liveness.beat("publisher")
+                is_again = run in published
                 published[run] = changed[run]
                 wanted[run] = self._try_to_publish(run)
                 if self._loader.loads > loads:
+                    again = is_again
                     break  # that took a while: a run may have a new checkpoint, which then comes first
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)

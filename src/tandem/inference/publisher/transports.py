@@ -78,7 +78,8 @@ class AdapterCopies:
         files = manifest.model_copy(update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}})
         if path.is_dir():
             try:
-                if path not in self._checked:  # after a loss of power files may be empty
+                # After a loss of power files may be empty, and what tidies TMPDIR may have removed some.
+                if path not in self._checked or not _have_sizes(path, files):
                     verify_files(path, files)
                 self._checked.add(path)
                 os.utime(path)
@@ -107,7 +108,9 @@ class AdapterCopies:
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                os.utime(path)
+                for used in (*path.iterdir(), path):  # so that what tidies TMPDIR by age leaves them
+                    with suppress(FileNotFoundError):
+                        os.utime(used)
             elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
                 unused.append(path)
         names = tuple(f"{name}-" for name in in_use()) if unused else ()
@@ -123,6 +126,12 @@ class AdapterCopies:
             path.rename(removed / path.name)
             path = removed
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _have_sizes(directory: Path, files: Manifest) -> bool:
+    with suppress(OSError):
+        return all((directory / name).stat().st_size == entry.size for name, entry in files.files.items())
+    return False
 
 
 class LoraTransport:
@@ -261,7 +270,8 @@ class MergedTransport:
         if offer and offer["transport"] != "volume":
             sources.append({**offer, "way": offer["transport"]})
         try:
-            if run.lora is not None and (files := self._spool.merged.find(checkpoint)) is not None:
+            # This hashes all of them.
+            if run.lora is not None and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None:
                 sources.append({"way": "volume", "directory": str(files)})
         except CheckpointDamaged as error:
             log.warning(error.message)

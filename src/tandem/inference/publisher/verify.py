@@ -85,9 +85,9 @@ def verify(
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
-    served = list(chain.from_iterable(client.prompt_logprobs(model, tokens) for tokens in prompts))
+    served = list(chain.from_iterable(client.prompt_logprobs(model, *prompts)))
     if probe is None:
-        expected = list(chain.from_iterable(client.prompt_logprobs(identity, tokens) for tokens in prompts))
+        expected = list(chain.from_iterable(client.prompt_logprobs(identity, *prompts)))
         return Verification(_error(served, expected, "the base model", tolerance), len(served))
     expected = _of_prompts(prompts, probe.logprobs)
     short = Verification(_error(served, expected, "the trainer", tolerance), len(served))
@@ -108,7 +108,7 @@ def _with_long(
         return short
     # Up to the last position: a whole probe if vLLM takes it.
     end = positions[-1] + 1
-    values = client.prompt_logprobs(model, probe.tokens[:end])
+    [values] = client.prompt_logprobs(model, probe.tokens[:end])
     served, expected = [values[position - 1] for position in positions], probe.logprobs[: len(positions)]
     where = f" (in a sequence of {end} tokens)"
     error, tokens = _error(served, expected, "the trainer", LONG_TOLERANCE * tolerance, where), len(served)

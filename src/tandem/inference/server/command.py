@@ -119,6 +119,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
         # the sampling policy differ from the trained one.
         *("--generation-config", "vllm"),
+        # Requests that verify a checkpoint pass those that wait. Without a `priority` the first comes first, as before.
+        *("--scheduling-policy", "priority"),
         # A later one is around the earlier ones.
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
