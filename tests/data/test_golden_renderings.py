@@ -137,6 +137,19 @@ def test_messages_of_a_role_that_the_template_passes_over_are_refused(role: str)
     assert shown
 
 
+@pytest.mark.parametrize("first", ["system", "developer"])
+def test_a_second_system_message_that_the_template_passes_over_is_refused(first: str) -> None:
+    tokenizer = chat_tokenizer((TEMPLATES / "gptoss.jinja").read_text())
+    begin = [turn(first, "be brief"), turn("user", "hi")]
+    (shown,) = render(tokenizer, [SFTExample.model_validate({"messages": [*begin, turn("assistant", "yes")]})], ["x"])
+    assert shown
+    for again in ("system", "developer"):
+        messages = [*begin, turn("assistant", "yes"), turn(again, "be rude"), turn("assistant", "no")]
+        with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{again}' at this place") as refused:
+            render(tokenizer, [SFTExample.model_validate({"messages": messages})], ["x"])
+        assert refused.value.field == "x.messages.3"
+
+
 # Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a list, for images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
 # Content must be a list, too, and a text is left out silently.

@@ -87,7 +87,8 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        self._shown = set[tuple[str, str]]()  # templates and the roles whose messages they render
+        # Templates, and the roles that they render, each as the first message or later: some do only as the first.
+        self._shown = set[tuple[str, str, bool]]()
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
@@ -114,15 +115,15 @@ class Renderer:
         return plans
 
     def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
-        """Refuses a message of a role that the template passes over: it would vanish."""
+        """Refuses a message of a role that the template passes over, there or everywhere: it would vanish."""
         for i, message in enumerate(plain):
-            seen = template, message["role"]
+            seen = template, message["role"], i == 0
             # Beside calls some templates have no content.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
             if self._apply(template, plain, tools, names[i]) == self._apply(template, other, tools, names[i]):
-                problem = f"the chat template leaves out messages of the role {message['role']!r}"
+                problem = f"the chat template leaves out messages of the role {message['role']!r} at this place"
                 raise InvalidInput(f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i])
             self._shown.add(seen)
 
