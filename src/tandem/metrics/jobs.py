@@ -113,6 +113,8 @@ class JobsCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
+        if not self._caught_up:
+            self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
         # A job that has ended is known until its file has moved, so that it is not counted twice.
         self._followed = {known: job for known, job in self._followed.items() if known in found or not job.ended}
@@ -125,6 +127,17 @@ class JobsCollector(SpoolCollector):
         for name, values in self._per_device.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
+
+    def _begun(self, spool: Spool) -> list[str]:
+        """Ids of the jobs whose attempts began before this process, requeued ones first: running ones set the gauges
+        last. `_find` lists the running jobs again, since a requeued one may be claimed meanwhile."""
+        running = [key.id for key in spool.jobs.index.running()]
+        requeued = []
+        for head in spool.jobs.index.heads():
+            with suppress(NotFound):
+                if spool.jobs.get(head.id)[1].attempt:
+                    requeued.append(head.id)
+        return list(dict.fromkeys([*requeued, *running]))
 
     def _find(self, spool: Spool) -> set[str]:
         """Ids of running jobs, of those that ended since the last collection, and of those that were not read then."""
