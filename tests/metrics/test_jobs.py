@@ -222,6 +222,29 @@ def test_an_exporter_that_begins_within_an_attempt_counts_what_ranks_count_from_
     assert exported.collect().get("tandem_torch_memory_ooms_total", **RANK_0) == 1 + 4
 
 
+def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> None:
+    with volume.runner_lock("old"):
+        submit(volume, "j1")
+        job = volume.queue.claim("old")
+        release(volume, job, 95, 32, resident={GPU: 30})
+        step(volume, job, 1)
+        volume.queue.finish(job, failed())
+        submit(volume, "j0")
+        volume.queue.cancel("j0")  # it ended later, but never ran
+    exported = exported_jobs(volume)
+    seen = exported.collect()
+    assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == {GPU: 30}
+    assert seen.get("tandem_train_last_step_timestamp_seconds") is None
+    for _ in range(2):
+        assert seen.get("tandem_train_tokens_total") == 0
+        assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
+        assert seen.get("tandem_job_release_seconds_count") == 0
+        seen = exported.collect()
+    with volume.runner_lock("new"):  # the ranks went with their runner
+        pass
+    assert not exported_jobs(volume).collect().all("tandem_job_gpu_resident_bytes")
+
+
 def test_counters_of_ranks_continue_from_attempt_to_attempt(volume: Spool) -> None:
     exported = exported_jobs(volume, ranks=1)
     exported.collect()
