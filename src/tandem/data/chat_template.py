@@ -105,6 +105,7 @@ class Renderer:
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
+        _check_blank(messages, names, trained)
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
         if _has_marks(template):
@@ -222,6 +223,15 @@ class Renderer:
                 whole = np.concatenate([prompt, alone])
             found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
         return found
+
+
+def _check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
+    """Refuses trained messages that say nothing: they would train only the end of a turn."""
+    for index in sorted(trained):
+        message = messages[index]
+        if not message.tool_calls and not f"{message.content or ''}{message.reasoning_content or ''}".strip():
+            problem = "the answer is blank, so there is nothing to train; leave it out, or set train: false"
+            raise InvalidInput(problem, field=names[index])
 
 
 def _check_calls(text: str, messages: list[Any], name: str) -> None:

@@ -104,6 +104,9 @@ def _finish(tokenizer: Any, item: Item, field: str, tokenised: list[tuple[Plan, 
 def _paired(pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence) -> list[LinearSequence]:
     """The two with everything trained after the prompt that they have in common."""
     tokens = [chosen.tokens, rejected.tokens]
+    if np.array_equal(chosen.tokens, rejected.tokens):
+        problem = "chosen and rejected are the same tokens, so there is nothing to prefer"
+        raise InvalidInput(f"{problem}; leave this pair out", field=field)
     first = int(chosen.trained[0])
     if isinstance(pair.chosen, str) and not pair.prompt:
         first = min(common_prefix(*tokens), *(len(one) - 1 for one in tokens))
