@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import StringIO
 from itertools import batched
 from pathlib import Path
@@ -18,7 +19,8 @@ from rich.text import Text
 from tandem.cli.common import Json, connect, details, err, out, show, table
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.families.registry import read_arch
 
 app = typer.Typer(help="Look at data before it is trained.", no_args_is_help=True)
 _SLICE, _ON_PAGE = 200, 100
@@ -130,7 +132,11 @@ def _offline(directory: str) -> _Render:
         raise InvalidInput(problem, field="--tokenizer") from error
     except InvalidInput as error:
         raise InvalidInput(error.message, field="--tokenizer") from error
-    return lambda ones: preview(tokenizer, *_by_kind(ones))
+    vocab_size = None
+    if (Path(directory) / "config.json").is_file():
+        with suppress(InvalidInput, UnknownArchitecture):  # of a model that Tandem does not train
+            vocab_size = read_arch(directory).vocab_size
+    return lambda ones: preview(tokenizer, *_by_kind(ones), vocab_size)
 
 
 def _by_kind(ones: list[Any]) -> tuple[list[Any], list[Any]]:
