@@ -133,6 +133,19 @@ def test_tokens_that_the_model_does_not_have_are_broken(tandem, server, tmp_path
         assert targets.startswith("targets: token id 1000 at index 0")
 
 
+def test_reasoning_and_tools_that_the_template_leaves_out_are_named(tandem, tmp_path):
+    chat_tokenizer((TEMPLATES / "phi3.jinja").read_text()).save_pretrained(tmp_path / "tokenizer")
+    record = {"messages": [ASK, {"role": "assistant", "content": "yes", "reasoning": "I should think."}]}
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record | {"tools": [tool]}) + "\n")
+    status, out, _ = tandem("data", "check", str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["reasoning left out"].startswith("2: chats.jsonl line 1, chats.jsonl line 2. The chat template")
+    assert found["tools left out"].startswith("1: chats.jsonl line 2. The chat template")
+
+
 def test_route(server):
     with Tandem(server.url, KEY) as client, server.http() as http:
         pair = PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not")

@@ -1,10 +1,10 @@
-"""Messages that a chat template leaves out are refused."""
+"""Messages that a chat template leaves out are refused; reasoning and tools that it leaves out are named."""
 
 import pytest
 
 from data.chat_tokenizer import TEMPLATES, chat_tokenizer, turn
-from tandem.data.examples import SFTExample
-from tandem.data.render import render
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.render import preview, render
 from tandem.errors import InvalidInput
 
 
@@ -41,3 +41,36 @@ def test_a_second_system_message_that_the_template_passes_over_is_refused(first:
         with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{again}' at this place") as refused:
             render(tokenizer, [SFTExample.model_validate({"messages": messages})], ["x"])
         assert refused.value.field == "x.messages.3"
+
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        ("qwen3", []),
+        ("qwen2_5", ["reasoning"]),
+        ("phi3", ["reasoning", "tools"]),
+        ("llama3_training", ["reasoning", "tools"]),
+    ],
+)
+def test_reasoning_and_tools_that_the_template_leaves_out_are_named(template: str, left_out: list[str]) -> None:
+    tokenizer = chat_tokenizer((TEMPLATES / f"{template}.jinja").read_text())
+    ask, answer = turn("user", "hi"), turn("assistant", "yes", reasoning_content="I should think")
+    both = {"messages": [ask, answer, turn("user", "again"), turn("assistant", "no", reasoning_content="Hmm")]}
+    examples = [
+        both | {"tools": [TOOL]},
+        both,
+        {"messages": [ask, answer | {"train": False}, ask, turn("assistant", "no")]},
+    ]
+    pair = {"prompt": [ask], "chosen": [answer], "rejected": [turn("assistant", "no")], "tools": [TOOL]}
+    for _ in range(2):  # what is known of the template changes nothing
+        found = preview(
+            tokenizer,
+            [SFTExample.model_validate(one) for one in [*examples, {"text": "hi"}]],
+            [PreferencePair.model_validate(pair), PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not")],
+        )
+        assert [one.error for one in found] == [None] * 6
+        only_reasoning = [one for one in left_out if one == "reasoning"]
+        assert [one.left_out for one in found] == [left_out, only_reasoning, [], [], left_out, []]

@@ -84,7 +84,30 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> R
     lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
     both = isinstance(item, PreferencePair)
     slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
-    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained)
+    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained, left_out=_left_out(tokenizer, item))
+
+
+def _left_out(tokenizer: Any, item: Item) -> list[str]:
+    """`Rendering.left_out`. Not refused, since the prompts that vLLM renders lack them, too."""
+    if isinstance(item, PreferencePair):
+        trained = [] if isinstance(item.chosen, str) else [answer[0] for _, answer in item.conversations()]
+    else:
+        given = item.completion if isinstance(item.completion, list) else item.messages or ()
+        trained = [message for message in given if message.trained]
+    reasoning = [text for message in trained if (text := (message.reasoning_content or "").strip())]
+    tools = item.tools is not None and not renderer(tokenizer).shows_tools
+    if not (reasoning or tools):
+        return []
+    texts = [plan.text for plan in _plans(tokenizer, item, "")]
+    found = ["reasoning"] if not all(any(one in text for text in texts) for one in reasoning) else []
+    if tools:
+        try:
+            without = [plan.text for plan in _plans(tokenizer, item.model_copy(update={"tools": None}), "")]
+        except InvalidInput:  # the template asks for them
+            without = []
+        renderer(tokenizer).shows_tools = texts != without
+        found += ["tools"] if texts == without else []
+    return found
 
 
 def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:
