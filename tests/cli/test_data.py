@@ -27,6 +27,8 @@ ASK = {"role": "user", "content": "Is it <b>sunny</b>?"}
 def server(tmp_path_factory) -> Iterator[Server]:
     root = make_root(tmp_path_factory.mktemp("volume") / "spool")
     chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()).save_pretrained(root / "models" / "tiny")
+    config = root / "models" / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
     with Server(root) as server:
         yield server
 
@@ -116,6 +118,32 @@ def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
         with refused(InvalidInput, "pairs.0", match=f"takes {slots} tokens") if too_long else nullcontext():
             prepare_dpo([pair], tokenizer_path=str(base), vocab_size=10**6, packing=packing, out=out)
     assert found["too long"].endswith("raise its --sequence-length, or give it --too-long drop")
+
+
+def test_tokens_that_the_model_does_not_have_are_broken(tandem, server, tmp_path):
+    path = tmp_path / "tokens.jsonl"
+    rows = ([[1, 2], [0, 1], [0, 999]], [[1, 1000], [0, 1], [0, 3]], [[1, 2], [0, 1], [0, 1000]])
+    names = ("token_ids", "weights", "targets")
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    for options in ((), ("--tokenizer", str(server.settings.root / "models" / "tiny"))):
+        status, out, _ = tandem("data", "check", str(path), "--json", *options)
+        (second, first), (third, targets) = json.loads(out)["broken"]
+        assert (status, second, third) == (1, "tokens.jsonl line 2", "tokens.jsonl line 3")
+        assert first.startswith("token_ids: token id 1000 at index 1 is outside the model's vocabulary of 1000")
+        assert targets.startswith("targets: token id 1000 at index 0")
+
+
+def test_reasoning_and_tools_that_the_template_leaves_out_are_named(tandem, tmp_path):
+    chat_tokenizer((TEMPLATES / "phi3.jinja").read_text()).save_pretrained(tmp_path / "tokenizer")
+    record = {"messages": [ASK, {"role": "assistant", "content": "yes", "reasoning": "I should think."}]}
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record | {"tools": [tool]}) + "\n")
+    status, out, _ = tandem("data", "check", str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["reasoning left out"].startswith("2: chats.jsonl line 1, chats.jsonl line 2. The chat template")
+    assert found["tools left out"].startswith("1: chats.jsonl line 2. The chat template")
 
 
 def test_route(server):

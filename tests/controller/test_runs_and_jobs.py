@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -307,6 +308,21 @@ def test_families_without_merged_weights_are_refused(deploy, family, why):
     _, client = deploy(shape | {"sliding_window": 8 if family == "gpt_oss" else None}, weights="merged")
     with refused(InvalidInput, "weights", why):
         client.create_run("merged", weights="merged")
+
+
+def test_of_runs_with_merged_weights_that_are_created_at_the_same_time_one_is_made(deploy):
+    server, client = deploy(weights="merged")
+
+    def create(name: str) -> str | None:
+        try:
+            client.create_run(name, lora={"rank": 2})
+        except Conflict as error:
+            return error.field
+        return None
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(create, "abcd"), key=str) == [None, "weights", "weights", "weights"]
+    assert len(server.spool.runs.list()) == 1
 
 
 def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):

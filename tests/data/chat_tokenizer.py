@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained here, with the special tokens that a chat template names; TRL's templates."""
+"""A byte-level BPE tokenizer, trained here, with the special tokens of a chat template; TRL's templates; a message."""
 
 import re
 from functools import cache
@@ -53,3 +53,7 @@ def chat_tokenizer(template: str, *, greedy: bool = False) -> Any:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos)
     fast.chat_template = template
     return fast
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import Unigram
 from tokenizers.pre_tokenizers import Metaspace
 
-from data.chat_tokenizer import TEMPLATES, chat_tokenizer
+from data.chat_tokenizer import TEMPLATES, chat_tokenizer, turn
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.packing import LinearSequence
 from tandem.data.render import render
@@ -23,10 +23,6 @@ CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather
 CITY = {"type": "string", "description": "where"}
 PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS}}
-
-
-def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 CONVERSATIONS: dict[str, dict[str, Any]] = {
@@ -115,28 +111,6 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
     assert rendered or path.stem in REFUSED | WITHOUT_TEXTS
 
 
-def test_a_template_that_leaves_out_an_answer_or_a_tools_result_is_refused() -> None:
-    call = {"role": "assistant", "weight": 0, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
-    for template, field, messages in (
-        ("smolvlm", 0, [turn("user", "What is 2+2?"), turn("assistant", "4")]),  # wants lists of parts
-        ("phi3", 2, [turn("user", "Warm?"), call, turn("tool", "18"), turn("assistant", "yes")]),
-    ):
-        example = SFTExample.model_validate({"messages": messages})
-        with pytest.raises(InvalidInput, match="the chat template leaves out messages of the role") as refused:
-            render(chat_tokenizer((TEMPLATES / f"{template}.jinja").read_text()), [example], ["x"])
-        assert refused.value.field == f"x.messages.{field}"
-
-
-@pytest.mark.parametrize("role", ["human", "User", "developer"])
-def test_messages_of_a_role_that_the_template_passes_over_are_refused(role: str) -> None:
-    example = SFTExample.model_validate({"messages": [turn(role, "What is 2+2?"), turn("assistant", "4")]})
-    with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{role}'") as refused:
-        render(chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()), [example], ["x"])
-    assert refused.value.field == "x.messages.0"
-    (shown,) = render(chat_tokenizer((TEMPLATES / "llama3.jinja").read_text()), [example], ["x"])
-    assert shown
-
-
 # Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a list, for images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
 # Content must be a list, too, and a text is left out silently.
@@ -159,7 +133,8 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
             expected = expected_turns(tokenizer, given({"messages": messages}), None)
         except InvalidInput:
             expected = []
-        if not expected or not all(trained for _, trained in expected):
+        blank = not all(text.strip() for text in texts[1::2])
+        if blank or not expected or not all(trained for _, trained in expected):
             with pytest.raises(InvalidInput):
                 render(tokenizer, [example], ["x"])
             continue

@@ -1,6 +1,7 @@
 """The packed format: NumPy's own file, refusal of other files, release of the maps."""
 
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -78,11 +79,31 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     assert refused.value.field == FILE
 
 
-def test_more_than_a_numpy_record_can_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_format, "LARGEST_BYTES", 100)
+@pytest.mark.parametrize("limit", [100, 200])  # the slots alone are larger, or only all arrays together
+def test_more_than_a_numpy_record_can_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(packed_format, "LARGEST_BYTES", limit)
     with pytest.raises(InvalidInput, match="make several jobs of it"):
         pack(tmp_path / "large")
     assert not (tmp_path / "large").exists()
+
+
+def test_a_small_request_of_too_many_rows_takes_no_memory_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_format, "LARGEST_BYTES", 10 * 2**20)
+    examples = [SFTExample(token_ids=[1, 2], weights=[0, 1])] * 100
+    packing = PackingSettings(sequence_length=2**14)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match=r"lower packing\.sequence_length, or raise optimizer\.batch_size"):
+            prepare_sft(
+                examples, tokenizer_path="", vocab_size=10, packing=packing, out=tmp_path / "large", batch_size=1
+            )
+        assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_unwritable_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.data.prepare import prepare_dpo, prepare_sft
+from tandem.data.render import render
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -95,6 +96,8 @@ LONG = SFTExample(token_ids=list(range(300)), trainable=[False] * 299 + [True])
         ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], VOCAB, "examples.0.weight", "float32"),
         ([SFTExample(token_ids=[1, 2], weights=[0, 1], targets=[0, 1000])], VOCAB, "examples.0.targets", "id 1000"),
         ([SFTExample(token_ids=[1, 2], weights=[0, -1])], VOCAB, "examples.0.weights", 'normalisation="sum"'),
+        ([chat("hi", "yes", "ok", "")], VOCAB, "examples.0.messages.3", "blank.*train: false"),
+        ([chat("hi", " \n")], VOCAB, "examples.0.messages.1", "blank"),
         ([chat("hi", "yes"), LONG], VOCAB, "examples.1", "300 tokens don't fit a row of 256"),
     ],
 )
@@ -152,6 +155,33 @@ def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) ->
     assert (data.num_groups, data.num_trajectories, data.dropped_trajectories) == (1, 2, 2)
     with pytest.raises(InvalidInput, match="vocabulary"):
         pack(short, vocab=100)
+
+
+def test_an_answer_that_is_not_trained_may_be_blank() -> None:
+    ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    silent = {"role": "assistant", "content": "", "train": False}
+    example = SFTExample.model_validate({"messages": [ask, silent, ask, answer]})
+    assert render(chat_tokenizer(CHATML), [example], ["x"])
+
+
+def test_pairs_without_a_difference_are_refused() -> None:
+    trimming = chat_tokenizer(CHATML.replace("m.content", "m.content | trim"))
+    ask = {"role": "user", "content": "hi"}
+
+    def pair(chosen: str, rejected: str) -> PreferencePair:
+        answers = {"chosen": chosen, "rejected": rejected}
+        return PreferencePair.model_validate(
+            {"prompt": [ask]} | {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+        )
+
+    for one, field, message in (
+        (pair("yes", "yes\n"), "x", "the same tokens"),
+        (pair("yes", " "), "x.rejected", "blank"),
+    ):
+        with pytest.raises(InvalidInput, match=message) as refused:
+            render(trimming, [one], ["x"])
+        assert refused.value.field == field
+    assert render(trimming, [pair("yes", "no")], ["x"])
 
 
 def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:

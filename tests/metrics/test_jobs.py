@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from metrics.metric_tools import Exported, Scraped, opener
-from spool.spool_tools import commit, failed, job_path, submit, succeeded
+from spool.spool_tools import add_run, commit, failed, job_path, submit, succeeded
 from spool.volume_tools import full_disk
 from tandem.config import Settings
 from tandem.metrics import collector, ranks
@@ -182,6 +182,67 @@ def test_events_from_before_the_exporter_are_read_but_not_counted(volume: Spool)
     assert seen.get("tandem_train_tokens_total") == 640
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 1
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1
+
+
+def test_old_events_of_a_requeued_job_are_not_counted(volume: Spool) -> None:
+    add_run(volume, "other")
+    submit(volume, "z", max_attempts=3)
+    job = volume.queue.claim("runner")
+    step(volume, job, 1)
+    requeue(volume, job, "oom")
+    submit(volume, "a", run="other")
+    other = volume.queue.claim("runner", waiting=[job.spec.id])
+    step(volume, other, 1)
+    exported = exported_jobs(volume)
+    seen = exported.collect()
+    assert seen.get("tandem_train_last_step_timestamp_seconds") is not None  # of the running job
+    again = volume.queue.claim("runner")
+    assert (again.spec.id, again.attempt) == (job.spec.id, 2)
+    step(volume, again, 1)
+    seen = exported.collect()
+    assert seen.get("tandem_job_attempts_failed_total", error="oom") == 0
+    assert seen.get("tandem_train_tokens_total") == 640
+    requeue(volume, again, "oom")
+    assert exported.collect().get("tandem_job_attempts_failed_total", error="oom") == 1
+
+
+def test_an_exporter_that_begins_within_an_attempt_counts_what_ranks_count_from_then_on(volume: Spool) -> None:
+    submit(volume, "j1", max_attempts=3)
+    job = volume.queue.claim("runner")
+    beat(volume, job, 0, 0, memory={"ooms": 2})
+    exported = exported_jobs(volume)
+    assert exported.collect().get("tandem_torch_memory_ooms_total", **RANK_0) == 0
+    beat(volume, job, 0, 1, memory={"ooms": 3})
+    beat(volume, job, 1, 1, memory={"ooms": 1})  # its first heartbeat, which is after the exporter's start
+    seen = exported.collect()
+    assert seen.get("tandem_torch_memory_ooms_total", **RANK_0) == 1
+    assert seen.get("tandem_torch_memory_ooms_total", uuid=f"{GPU}1", rank="1") == 1
+    requeue(volume, job)
+    beat(volume, volume.queue.claim("runner"), 0, 0, memory={"ooms": 4})
+    assert exported.collect().get("tandem_torch_memory_ooms_total", **RANK_0) == 1 + 4
+
+
+def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> None:
+    with volume.runner_lock("old"):
+        submit(volume, "j1")
+        job = volume.queue.claim("old")
+        release(volume, job, 95, 32, resident={GPU: 30})
+        step(volume, job, 1)
+        volume.queue.finish(job, failed())
+        submit(volume, "j0")
+        volume.queue.cancel("j0")  # it ended later, but never ran
+    exported = exported_jobs(volume)
+    seen = exported.collect()
+    assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == {GPU: 30}
+    assert seen.get("tandem_train_last_step_timestamp_seconds") is None
+    for _ in range(2):
+        assert seen.get("tandem_train_tokens_total") == 0
+        assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
+        assert seen.get("tandem_job_release_seconds_count") == 0
+        seen = exported.collect()
+    with volume.runner_lock("new"):  # the ranks went with their runner
+        pass
+    assert not exported_jobs(volume).collect().all("tandem_job_gpu_resident_bytes")
 
 
 def test_counters_of_ranks_continue_from_attempt_to_attempt(volume: Spool) -> None:

@@ -2,8 +2,9 @@
 
 import hashlib
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import StringIO
 from itertools import batched
 from pathlib import Path
@@ -18,10 +19,12 @@ from rich.text import Text
 from tandem.cli.common import Json, connect, data_extra, details, err, out, show, table
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.families.registry import read_arch
 
 app = typer.Typer(help="Look at data before it is trained.", no_args_is_help=True)
 _SLICE, _ON_PAGE = 200, 100
+_NO_PLACE = ". The chat template has no place for it, so it is not trained"
 type _Render = Callable[[list[Any]], list[Rendering]]
 
 
@@ -50,7 +53,7 @@ def check(
     lengths, trained = array("Q"), 0
     broken: list[tuple[str, str]] = []
     shown: list[tuple[str, Rendering]] = []
-    too_long, duplicates = [], []
+    too_long, duplicates, left_out = [], [], defaultdict[str, list[str]](list)
     slices = list(batched(range(len(data)), _SLICE))
     for indices in track(slices, "checking", console=err, disable=json or not err.is_terminal, transient=True):
         for place, example, rendering in _rendered(data.parse, indices, render):
@@ -60,6 +63,8 @@ def check(
             trained += rendering.trained
             slots = rendering.slots or max(rendering.lengths)  # an older controller sends no slots
             lengths.append(slots)
+            for what in rendering.left_out:
+                left_out[what].append(place)
             if slots > sequence_length:
                 too_long.append(f"{place} ({slots})")
             same = seen.setdefault(hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place)
@@ -74,13 +79,10 @@ def check(
         "tokens of an example": f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}",
         "too long": _counted(too_long, _refusal(data.kind, sequence_length)),
         "duplicates": _counted(duplicates), "columns left out": ", ".join(sorted(data.ignored)) or None,
+        **{f"{what} left out": _counted(left_out[what], _NO_PLACE) for what in sorted(left_out)},
     }  # fmt: skip
     if html:
-        page = Console(record=True, file=StringIO(), width=100, color_system="truecolor", highlight=False)
-        _summarise(page, data.name, facts, lengths)
-        _list(page, broken)
-        _print(page, shown)
-        html.write_text(page.export_html(inline_styles=True), encoding="utf-8")
+        html.write_text(_page(data.name, facts, lengths, broken, shown), encoding="utf-8")
     del shown[examples:]
     lists = {"broken": broken, "too_long": too_long, "duplicates": duplicates, "shown": shown}
     if json:
@@ -128,7 +130,11 @@ def _offline(directory: str) -> _Render:
             tokenizer = load_tokenizer(directory)
     except InvalidInput as error:
         raise InvalidInput(error.message, field="--tokenizer") from error
-    return lambda ones: preview(tokenizer, *_by_kind(ones))
+    vocab_size = None
+    if (Path(directory) / "config.json").is_file():
+        with suppress(InvalidInput, UnknownArchitecture):  # of a model that Tandem does not train
+            vocab_size = read_arch(directory).vocab_size
+    return lambda ones: preview(tokenizer, *_by_kind(ones), vocab_size)
 
 
 def _by_kind(ones: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -153,6 +159,18 @@ def _list(console: Console, broken: list[tuple[str, str]]) -> None:
             f"[bold red]broken[/bold red]: [bold]{escape(place)}[/bold]: {escape(problem)}",
             soft_wrap=not console.record,
         )
+
+
+def _page(
+    name: str, facts: dict[str, Any], lengths: array[int], broken: list[tuple[str, str]],
+    shown: list[tuple[str, Rendering]],
+) -> str:  # fmt: skip
+    """All of it as HTML."""
+    page = Console(record=True, file=StringIO(), width=100, color_system="truecolor", highlight=False)
+    _summarise(page, name, facts, lengths)
+    _list(page, broken)
+    _print(page, shown)
+    return page.export_html(inline_styles=True)
 
 
 def _summarise(console: Console, name: str, facts: dict[str, Any], lengths: array[int]) -> None:

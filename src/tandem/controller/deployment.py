@@ -1,5 +1,6 @@
 """What the routes share: settings, spool, the base model's architecture, and threads for heavy work."""
 
+import threading
 from functools import cached_property
 from typing import Annotated
 
@@ -33,6 +34,7 @@ class Deployment:
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
+        self.merged_runs = threading.Lock()  # held while a run with merged weights is checked and made: there is one
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)
 

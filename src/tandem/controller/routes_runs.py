@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -117,13 +117,14 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         seed=request.seed,
         created=time.time(),
     )
-    _check(deployment, spec)
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
             write_identity_adapter(directory, deployment.arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
 
-    return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response)
+    with deployment.merged_runs if spec.weights == "merged" else nullcontext():
+        _check(deployment, spec)
+        return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response)
 
 
 @router.get("")

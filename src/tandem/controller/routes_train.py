@@ -80,7 +80,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
     def render(body: bytes) -> list[Rendering]:
         asked = parse_body(_render_request, body)
-        return preview(load_tokenizer(deployment.model_path), asked.examples, asked.pairs)
+        tokenizer = load_tokenizer(deployment.model_path)
+        return preview(tokenizer, asked.examples, asked.pairs, deployment.arch.vocab_size)
 
     return await _with_body(deployment, request, render)
 

@@ -87,7 +87,9 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        self._shown = set[tuple[str, str]]()  # templates and the roles whose messages they render
+        # Templates, and the roles that they render, each as the first message or later: some do only as the first.
+        self.shows_tools = False  # whether the template has been seen to render them
+        self._shown = set[tuple[str, str, bool]]()
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
@@ -104,6 +106,7 @@ class Renderer:
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
+        _check_blank(messages, names, trained)
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
         if _has_marks(template):
@@ -114,15 +117,15 @@ class Renderer:
         return plans
 
     def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
-        """Refuses a message of a role that the template passes over: it would vanish."""
+        """Refuses a message of a role that the template passes over, there or everywhere: it would vanish."""
         for i, message in enumerate(plain):
-            seen = template, message["role"]
+            seen = template, message["role"], i == 0
             # Beside calls some templates have no content.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
             if self._apply(template, plain, tools, names[i]) == self._apply(template, other, tools, names[i]):
-                problem = f"the chat template leaves out messages of the role {message['role']!r}"
+                problem = f"the chat template leaves out messages of the role {message['role']!r} at this place"
                 raise InvalidInput(f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i])
             self._shown.add(seen)
 
@@ -221,6 +224,15 @@ class Renderer:
                 whole = np.concatenate([prompt, alone])
             found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
         return found
+
+
+def _check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
+    """Refuses trained messages that say nothing: they would train only the end of a turn."""
+    for index in sorted(trained):
+        message = messages[index]
+        if not message.tool_calls and not f"{message.content or ''}{message.reasoning_content or ''}".strip():
+            problem = "the answer is blank, so there is nothing to train; leave it out, or set train: false"
+            raise InvalidInput(problem, field=names[index])
 
 
 def _check_calls(text: str, messages: list[Any], name: str) -> None:

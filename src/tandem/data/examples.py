@@ -250,11 +250,13 @@ class Rendering(Record):
     """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of each sequence (a
     pair's: prompt and chosen, prompt and rejected) the texts and their weights in the loss, 0 for context; `lengths`:
     the sequences' tokens; `slots`: what must fit a row, the longest sequence, or both of a pair with what they begin
-    with once; `trained`: how many tokens are trained."""
+    with once; `trained`: how many tokens are trained; `left_out`: what the chat template has no place for,
+    `reasoning` of a trained message or `tools`."""
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)
     slots: int = 0
     trained: int = 0
+    left_out: list[str] = Field(default_factory=list)
     error: str | None = None
     field: str | None = None

@@ -78,15 +78,19 @@ _FIELDS = (
 )  # fmt: skip
 
 
+def check_size(size: int) -> None:
+    """Raises InvalidInput for packed arrays of more bytes than the file can hold."""
+    if size > LARGEST_BYTES:
+        remedy = "make several jobs of it, lower packing.sequence_length, or raise optimizer.batch_size"
+        raise InvalidInput(f"packed, the job has {size / 2**30:.1f} GiB, and at most 2 are possible; {remedy}")
+
+
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file yet; returns the
     file's SHA-256, lower-case hex. InvalidInput if they are too large; SpoolUnusable if the volume can't take them, and
     then `out` may hold a part of the file. The caller commits `out` by renaming it."""
     arrays = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
-    if (size := sum(arrays[name].nbytes for name in _FIELDS)) > LARGEST_BYTES:
-        raise InvalidInput(
-            f"packed, the job has {size / 2**30:.1f} GiB, and at most 2 are possible; make several jobs of it"
-        )
+    check_size(sum(arrays[name].nbytes for name in _FIELDS))
     dtype = np.dtype([(name, arrays[name].dtype, arrays[name].shape) for name in _FIELDS])
     with fs.volume_errors(out):
         out.mkdir(parents=True, exist_ok=True)

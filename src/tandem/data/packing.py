@@ -6,6 +6,7 @@ common prefix within a row is shared, of any length, sampled or not, between tra
 shared token saves a slot, and the mask costs the same.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Self
 
 import numpy as np
 
-from tandem.data.packed_format import Arrays, Float32, Int16, Int32
+from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
 # The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
 OPEN_ROWS = 8
@@ -136,6 +137,7 @@ class PrefixTree:
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
     """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
+    InvalidInput if these are too large.
 
     A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest first, into the row
     with the least free slots that suffice (best-fit decreasing). A larger one is split, which repeats prefixes."""
@@ -145,17 +147,15 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     sequences = [sequence for sequence, _ in owned]
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]
-    batches: dict[int, dict[int, list[int]]] = {}  # batch -> group -> its sequences
-    for trajectory in trajectories:
-        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
-    for index, (_, t) in enumerate(owned):
-        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    batches = _batches(trajectories, [t for _, t in owned])
     placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
     rows = [row for of_batch in placed.values() for row in of_batch]
     shape = (len(rows), sequence_length)
+    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
+    # Few tokens can make many rows (each batch has its own), so their memory is not taken before the check.
+    check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(of_token)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
-    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
     slot_experts = np.full((*shape, *of_token), -1, np.int16)
     targets, sources = [], []
     for r, row in enumerate(rows):
@@ -194,6 +194,16 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
         "group_num_items": np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32),
     }
+
+
+def _batches(trajectories: Sequence[PackedTrajectory], owners: list[int]) -> dict[int, dict[int, list[int]]]:
+    """Batch -> group -> its sequences. `owners`: the trajectory of each sequence."""
+    batches: dict[int, dict[int, list[int]]] = {}
+    for trajectory in trajectories:
+        batches.setdefault(trajectory.batch, {}).setdefault(trajectory.group, [])
+    for index, t in enumerate(owners):
+        batches[trajectories[t].batch][trajectories[t].group].append(index)
+    return batches
 
 
 class _Rows:

@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
-from tandem.data.packed_format import Int32, write_packed
+from tandem.data.packed_format import write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
-from tandem.data.render import render
+from tandem.data.render import check_ids, check_vocabulary, render
 from tandem.data.routing import Mixture, experts_of, joined
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
-
-_FORMS = ("token_ids", "messages", "completion", "text")
 
 
 def prepare_rl(
@@ -82,10 +80,8 @@ def prepare_sft(
     trajectories = []
     for e, sequences in enumerate(render(tokenizer, everything, fields)):
         example, field = everything[e], fields[e]
-        form = next(form for form in _FORMS if getattr(example, form) is not None)
+        check_vocabulary(example, sequences, vocab_size, field)
         for one in sequences:
-            _check_vocabulary(one.tokens, vocab_size, f"{field}.{form}")
-            _check_vocabulary(one.targets, vocab_size, f"{field}.targets")
             if not signed and (one.weights < 0).any():
                 problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
                 raise InvalidInput(problem, field=f"{field}.weights")
@@ -114,8 +110,8 @@ def prepare_dpo(
             problem = f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
+        check_vocabulary(everything[p], both, vocab_size, fields[p])
         for sequence, sign in zip(both, (1.0, -1.0), strict=True):
-            _check_vocabulary(sequence.tokens, vocab_size, fields[p])
             trajectories.append(PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch))
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
@@ -167,8 +163,8 @@ def _linked_turns(trajectory: Trajectory, vocab_size: int, mixture: Mixture | No
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
         prompt, sampled = np.array(turn.prompt_token_ids, np.int32), np.array(turn.token_ids, np.int32)
-        _check_vocabulary(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
-        _check_vocabulary(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
+        check_ids(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
+        check_ids(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
         experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
         tokens, logprobs = np.concatenate([prompt, sampled]), np.array(turn.logprobs, np.float32)
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
@@ -235,13 +231,6 @@ def _write(
         dropped_groups=dropped_groups, dropped_trajectories=dropped,
         truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
     )  # fmt: skip
-
-
-def _check_vocabulary(ids: Int32, vocab_size: int, field: str) -> None:
-    index = int(ids.argmax())
-    if ids[index] >= vocab_size:
-        problem = f"token id {ids[index]} at index {index} is outside the model's vocabulary of {vocab_size}"
-        raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
 
 
 def _check_policy_step(step: int | None, base_step: int, most: int | None, field: str) -> None:

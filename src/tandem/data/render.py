@@ -13,6 +13,7 @@ from tandem.data.packing import LinearSequence, common_prefix, slots_of_pair
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
+_FORMS = ("token_ids", "messages", "completion", "text")
 type Item = SFTExample | PreferencePair
 
 
@@ -32,21 +33,45 @@ def render(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list
     return found
 
 
-def preview(tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[PreferencePair]) -> list[Rendering]:
-    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>` or `pairs.<i>`."""
+def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
+    """Raises InvalidInput for a token that the model does not have."""
+    index = int(ids.argmax())
+    if ids[index] >= vocab_size:
+        problem = f"token id {ids[index]} at index {index} is outside the model's vocabulary of {vocab_size}"
+        raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
+
+
+def check_vocabulary(item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str) -> None:
+    """`check_ids` of the sequences that `render` made of an item."""
+    form = (
+        "" if isinstance(item, PreferencePair) else next(f".{one}" for one in _FORMS if getattr(item, one) is not None)
+    )
+    for one in sequences:
+        check_ids(one.tokens, vocab_size, field + form)
+        check_ids(one.targets, vocab_size, f"{field}.targets" if form else field)
+
+
+def preview(
+    tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[PreferencePair], vocab_size: int | None = None
+) -> list[Rendering]:
+    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>` or `pairs.<i>`.
+    `vocab_size`: of the model, if it is known."""
     fields = [f"examples.{i}" for i in range(len(examples))] + [f"pairs.{i}" for i in range(len(pairs))]
-    return _previewed(tokenizer, [*examples, *pairs], fields)
+    return _previewed(tokenizer, [*examples, *pairs], fields, vocab_size)
 
 
-def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list[Rendering]:
+def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str], vocab_size: int | None) -> list[Rendering]:
     try:
         rendered = render(tokenizer, items, fields)
+        for item, sequences, field in zip(items, rendered, fields, strict=True):
+            if vocab_size is not None:
+                check_vocabulary(item, sequences, vocab_size, field)
         return [_rendering(tokenizer, item, sequences) for item, sequences in zip(items, rendered, strict=True)]
     except InvalidInput as error:
         if len(items) == 1:
             return [Rendering(error=error.message, field=error.field)]
     halves = slice(len(items) // 2), slice(len(items) // 2, None)
-    return [one for half in halves for one in _previewed(tokenizer, items[half], fields[half])]
+    return [one for half in halves for one in _previewed(tokenizer, items[half], fields[half], vocab_size)]
 
 
 def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> Rendering:
@@ -59,7 +84,30 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> R
     lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
     both = isinstance(item, PreferencePair)
     slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
-    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained)
+    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained, left_out=_left_out(tokenizer, item))
+
+
+def _left_out(tokenizer: Any, item: Item) -> list[str]:
+    """`Rendering.left_out`. Not refused, since the prompts that vLLM renders lack them, too."""
+    if isinstance(item, PreferencePair):
+        trained = [] if isinstance(item.chosen, str) else [answer[0] for _, answer in item.conversations()]
+    else:
+        given = item.completion if isinstance(item.completion, list) else item.messages or ()
+        trained = [message for message in given if message.trained]
+    reasoning = [text for message in trained if (text := (message.reasoning_content or "").strip())]
+    tools = item.tools is not None and not renderer(tokenizer).shows_tools
+    if not (reasoning or tools):
+        return []
+    texts = [plan.text for plan in _plans(tokenizer, item, "")]
+    found = ["reasoning"] if not all(any(one in text for text in texts) for one in reasoning) else []
+    if tools:
+        try:
+            without = [plan.text for plan in _plans(tokenizer, item.model_copy(update={"tools": None}), "")]
+        except InvalidInput:  # the template asks for them
+            without = []
+        renderer(tokenizer).shows_tools = texts != without
+        found += ["tools"] if texts == without else []
+    return found
 
 
 def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:
@@ -104,6 +152,9 @@ def _finish(tokenizer: Any, item: Item, field: str, tokenised: list[tuple[Plan, 
 def _paired(pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence) -> list[LinearSequence]:
     """The two with everything trained after the prompt that they have in common."""
     tokens = [chosen.tokens, rejected.tokens]
+    if np.array_equal(chosen.tokens, rejected.tokens):
+        problem = "chosen and rejected are the same tokens, so there is nothing to prefer"
+        raise InvalidInput(f"{problem}; leave this pair out", field=field)
     first = int(chosen.trained[0])
     if isinstance(pair.chosen, str) and not pair.prompt:
         first = min(common_prefix(*tokens), *(len(one) - 1 for one in tokens))

@@ -1,12 +1,13 @@
 """Jobs, from their events, each of which is counted once. Counters begin when the exporter starts.
 
-The cost does not grow with the number of queued or finished jobs: only jobs that have begun are read, and a directory
-of finished jobs is listed only after it has changed.
+The cost does not grow with the number of queued or finished jobs: only jobs that have begun are read, and of those that
+ended before the exporter started only the newest. A directory of finished jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ERRORS = (
 """Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_MOST_ENDED = 20  # jobs of each terminal state that a new exporter reads, to find the one that ended last
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
 # Key in the event `step` -> tandem_train_<name> of the last optimizer step, and what it is.
@@ -113,6 +115,8 @@ class JobsCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
+        if not self._caught_up:
+            self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
         # A job that has ended is known until its file has moved, so that it is not counted twice.
         self._followed = {known: job for known, job in self._followed.items() if known in found or not job.ended}
@@ -125,6 +129,18 @@ class JobsCollector(SpoolCollector):
         for name, values in self._per_device.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
+
+    def _begun(self, spool: Spool) -> list[str]:
+        """Ids of the jobs whose attempts began before this process: the last one that ended, then requeued ones, then
+        running ones, which set the gauges last. `_find` lists the running jobs again, since a requeued one may be
+        claimed meanwhile."""
+        running = [key.id for key in spool.jobs.index.running()]
+        requeued = []
+        for head in spool.jobs.index.heads():
+            with suppress(NotFound):
+                if spool.jobs.get(head.id)[1].attempt:
+                    requeued.append(head.id)
+        return list(dict.fromkeys([*_last_ended(spool), *requeued, *running]))
 
     def _find(self, spool: Spool) -> set[str]:
         """Ids of running jobs, of those that ended since the last collection, and of those that were not read then."""
@@ -194,6 +210,19 @@ class JobsCollector(SpoolCollector):
         counts.observe("tandem_train_step_duration_seconds", sum(parts))
         for key, (name, _) in _TOTALS.items():
             counts.inc(name, number(metrics, key) or 0.0)
+
+
+def _last_ended(spool: Spool) -> list[str]:
+    """The id of the job that the present runner, or the last one, ended last, of those submitted last; or none. What
+    an earlier runner's jobs left on the devices says nothing: resident ranks end with their runner."""
+    ended = list[tuple[float, str]]()
+    runner = spool.runner()
+    for key in (key for state in TERMINAL for key in islice(spool.jobs.index.newest_first(state), _MOST_ENDED)):
+        with suppress(NotFound):
+            _, job = spool.jobs.get(key.id)
+            if job.attempt and job.result and (runner is None or job.result.finished >= runner.since):
+                ended.append((job.result.finished, key.id))
+    return [job_id for _, job_id in sorted(ended)[-1:]]
 
 
 def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:

@@ -96,12 +96,14 @@ class RanksCollector(SpoolCollector):
         super().__init__(open_spool)
         self._expected = ranks
         self._attempt: _Attempt | None = None
+        self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
         attempt = self._attempt = self._current_attempt(spool)
         gauges.set("tandem_train_active", float(attempt is not None))
         if attempt is None:
+            self._caught_up = True
             return
         spec = attempt.job.spec
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
@@ -109,8 +111,10 @@ class RanksCollector(SpoolCollector):
         for rank, beat in spool.jobs.beats(spec.id, attempt.number).items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
-                self._count(str(rank), last, beat)
+                # What a rank counted before this process began, an earlier exporter has counted.
+                self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
+        self._caught_up = True
         for rank, (beat, seen_at) in attempt.ranks.items():
             _set_rank(gauges, str(rank), beat, up=now - seen_at <= STALE_SECONDS)
         for rank in set(range(self._expected)) - set(attempt.ranks):

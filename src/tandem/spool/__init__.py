@@ -11,11 +11,11 @@ from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
-from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock
+from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock, runner_info
 from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.runs import Runs, ServedRecords
-from tandem.spool.schema import SCHEMA_VERSION
+from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
 
 
 class Spool:
@@ -91,3 +91,7 @@ class Spool:
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
         """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is another."""
         return hold_runner_lock(self.paths, runner)
+
+    def runner(self) -> RunnerInfo | None:
+        """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not call this."""
+        return runner_info(self.paths)

@@ -124,6 +124,14 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
         yield
 
 
+def runner_info(paths: Paths) -> RunnerInfo | None:
+    """The runner that holds, or last held, `jobs/runner.lock`; None if there was none. The runner itself must not call
+    this: it would drop its own lock."""
+    with suppress(OSError):
+        return fs.read_undamaged(paths.runner_lock, RunnerInfo)
+    return None
+
+
 def _holder(content: bytes) -> str:
     try:
         info = RunnerInfo.model_validate_json(content)
@@ -179,9 +187,7 @@ class HoldRecord:
         """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
-            runner = None
-            with suppress(OSError):
-                runner = fs.read_undamaged(path, RunnerInfo)
+            runner = runner_info(self._paths)
             # Not by their times: the clock may have been set back since the runner started.
             if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
