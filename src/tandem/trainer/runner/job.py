@@ -143,7 +143,7 @@ class JobRun:
             return STOPPED if self.stop.requested else None
         result = self.stop.retry("take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted))
         if isinstance(result, Asleep):
-            self.gpus.floor = self.gpus.vllm_bytes = result.devices
+            self.gpus.vllm_sleeps(result.devices)
             self._log.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             self._append_event("slept", vars(result))
             # The event may have waited for the volume for long, and nobody renews the hold meanwhile.
