@@ -84,6 +84,10 @@ class VolumeFull(SpoolUnusable):
     """The volume has no space left. Programs that need some to start wait for it."""
 
 
+class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retriable=True):
+    """The model hub did not answer, or not with the files."""
+
+
 class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 

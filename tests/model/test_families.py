@@ -1,16 +1,19 @@
 """config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't build is refused."""
 
+import errno
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArchitecture, VolumeFull
 from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.gpt_oss import _YARN
-from tandem.families.model_config import ModelConfig
+from tandem.families.model_config import ModelConfig, model_directory
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.families.topology import Sizes, check
 from tandem.spool.schema import LoraShape
@@ -266,6 +269,42 @@ def test_a_missing_or_broken_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(InvalidInput, match=r"config\.json"):
             read_arch(str(tmp_path))
+
+
+def _answer(status):
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"the hub answers {status}", response=response)
+
+
+def _not_in_the_cache(cause):
+    error = LocalEntryNotFoundError("not in the cache either")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (HFValidationError("a bad name"), InvalidInput),
+        (_answer(404), InvalidInput),
+        (_not_in_the_cache(_answer(403)), InvalidInput),
+        (_not_in_the_cache(OfflineModeIsEnabled("HF_HUB_OFFLINE=1")), InvalidInput),
+        (_answer(503), HubUnreachable),
+        (_not_in_the_cache(_answer(429)), HubUnreachable),
+        (_not_in_the_cache(ConnectionError("no network")), HubUnreachable),
+        (OSError(errno.ENOSPC, "No space left on device"), VolumeFull),
+    ],
+)
+def test_a_failure_of_the_hub_that_may_pass_does_not_make_the_model_wrong(monkeypatch, error, kind):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(TandemError) as caught:
+        model_directory("org/model")
+    assert (type(caught.value), caught.value.retriable) == (kind, kind is not InvalidInput)
+    with pytest.raises(InvalidInput):  # of the cache alone nothing else comes later
+        model_directory("org/model", cached=True)
 
 
 def test_a_mixture_of_experts():

@@ -25,7 +25,7 @@ from rank import jobs
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult
 from tandem.trainer.rank import worker
-from tandem.trainer.rank.session import Heartbeat
+from tandem.trainer.rank.heartbeat import Heartbeat
 
 RANKS, JOBS, KILLS = 2, 2, 2
 FORK = multiprocessing.get_context("fork")

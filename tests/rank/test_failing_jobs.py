@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 from rank import jobs
 from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
-from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.errors import CheckpointDamaged, InvalidInput, VolumeFull
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.blocks import Keep
 from tandem.model.policy import Policy
 from tandem.spool import Spool
-from tandem.spool.schema import RLLoss
-from tandem.trainer.rank import checkpoint, model_loader, session, worker
+from tandem.spool.events import Events
+from tandem.spool.schema import Event, EventType, RLLoss
+from tandem.trainer.rank import checkpoint, full_volume, model_loader, session, worker
 from tandem.training.steps import Training
 
 
@@ -57,6 +59,32 @@ def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> Non
     error = jobs.error_of(spool, job)
     assert error.type == "conflict"
     assert "somebody" in error.message
+
+
+def test_a_volume_without_space_for_the_checkpoint_ends_the_job_before_it_trains(spool: Spool, monkeypatch) -> None:
+    def train(*_: Any) -> None:
+        raise AssertionError("it trained")
+
+    monkeypatch.setattr(Training, "train", train)
+    monkeypatch.setattr(full_volume, "SPACE_SECONDS", 1.0)
+    needed = sum(entry.size for entry in spool.checkpoints.manifest("r", 0).files.values())
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1, f_bavail=needed - 1))
+    error = jobs.fail_here(spool, jobs.submit_sft(spool))
+    assert (error.type, error.retriable) == ("spool_unusable", True)
+    assert f"has {needed - 1} bytes left, and the checkpoint that this job makes takes {needed}" in error.message
+
+
+def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(spool: Spool, monkeypatch) -> None:
+    append = Events.append
+
+    def refuse_steps(self: Events, job_id: str, kind: EventType, **data: Any) -> Event:
+        if kind == "step":
+            raise VolumeFull("the volume is full")
+        return append(self, job_id, kind, **data)
+
+    monkeypatch.setattr(Events, "append", refuse_steps)
+    jobs.run_here(spool, jobs.submit_sft(spool))
+    assert jobs.steps_of(spool, "sft") == []
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -12,7 +12,7 @@ from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
 from tandem.trainer.rank import model_loader
-from tandem.trainer.rank.session import BEAT_SECONDS, Heartbeat
+from tandem.trainer.rank.heartbeat import BEAT_SECONDS, Heartbeat
 from tandem.training.phases import MemoryWatch
 from waiting import until
 

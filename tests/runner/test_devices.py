@@ -43,6 +43,15 @@ def test_ranks_inherit_no_secret(monkeypatch):
     assert environment["TANDEM_ROOT"] == "kept"
 
 
+@pytest.mark.parametrize(("names", "visible"), [(["1"], "1"), ([], "0")])
+def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
+    """CUDA's own order begins with the fastest GPU; that of NVML, which measures them, is the order on the bus."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    environment = rank_environment(Settings(trainer_devices=names))
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == (visible, "PCI_BUS_ID")
+
+
 @pytest.mark.parametrize(
     ("ranks", "given", "expected"),
     [

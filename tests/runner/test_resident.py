@@ -37,6 +37,25 @@ def test_the_same_processes_run_job_after_job(stack):
         assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
+def test_agent_and_ranks_listen_on_loopback_only(stack):
+    """The agent unpickles what its store holds: whoever reached that port from outside would run code here."""
+    stack.ended("listening", meet=True)
+    found = {address for pid in ranks(stack) for address in listening(pid)}
+    assert found
+    assert found <= {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1 in /proc
+
+
+def listening(pid: int) -> set[str]:
+    """Local addresses, as in /proc/net, of a process's TCP sockets that listen."""
+    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    rows = [
+        row.split()
+        for family in ("tcp", "tcp6")
+        for row in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]
+    ]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+
+
 @pytest.mark.parametrize(
     ("order", "told"),
     [

@@ -2,11 +2,13 @@
 
 import signal
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from runner import fake_gpu
 from runner.shared_stack import MIB, SharedStack
+from tandem.system import processes
 from tandem.trainer.runner import loop
 
 CYCLE = ["vllm falls asleep", "vllm sleeps", "rank runs", "vllm wakes", "vllm is awake"]
@@ -96,7 +98,7 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
             released = stack.event(job_id, "released")
             if stay:
                 assert released["devices"] == floor(keeps)
-                assert released["resident"] == {fake_gpu.UUID: (keeps if number == 1 else 0) * MIB}
+                assert (released["floor"], released["resident"]) == (floor(), {fake_gpu.UUID: keeps * MIB})
             else:
                 assert (released["bytes"], "resident" in released) == (0, False)
         assert ("keep too much" in stack.logged()) == (not stay)
@@ -176,6 +178,46 @@ def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, publisher, mom
     stack.until(lambda: stack.spool.hold.get() is None, "the hold to be gone")
     stack.start()
     assert stack.wait(job_id)[0] == "succeeded"
+    awake_and_unheld(stack)
+
+
+@contextmanager
+def no_events(stack):
+    """The volume refuses every event: a file is in the place of their directory."""
+    events = stack.spool.paths.jobs / "events"
+    away = events.rename(events.with_name("events.away"))
+    events.write_text("in the way")
+    yield
+    events.unlink()
+    away.rename(events)
+
+
+def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
+    job_id = stack.submit(stack.name, do="wait", attempts=1)
+    stack.until_beating(job_id)
+    stack.runner.send_signal(signal.SIGSTOP)
+    with no_events(stack):
+        processes.send(stack.children()[-1], signal.SIGKILL)  # parents first: this is the rank
+        stack.runner.send_signal(signal.SIGCONT)
+        stack.until_logged("can't write the event released")
+        stack.until(lambda: not stack.asleep(), "vLLM to be awake", 20)
+    stack.wait(job_id)
+    assert stack.kinds(job_id) == ["claimed", "slept", "released", "woken", "failed"]
+    awake_and_unheld(stack)
+
+
+def test_no_rank_starts_once_the_publisher_has_taken_a_hold_that_a_full_volume_kept_from_being_renewed(
+    stack, publisher
+):
+    stack.vllm_does(sleep_seconds=2)
+    job_id = stack.submit(stack.name)
+    stack.until_journal("vllm falls asleep")
+    with no_events(stack):
+        stack.until_journal("vllm is awake")
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "inference_unavailable")
+    end = ["requeued", "claimed", "slept", "released", "woken", "succeeded"]
+    assert stack.kinds(job_id) == ["claimed", "slept", "woken", *end]
     awake_and_unheld(stack)
 
 

@@ -12,9 +12,10 @@ import pytest
 from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
 from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
-from tandem.spool import Spool, fs, paths
+from tandem.spool import Spool, fs, paths, recovery
 from tandem.spool.events import Events
 from tandem.spool.recovery import recover
+from tandem.spool.removal import delete_run
 from tandem.spool.schema import JobError, JobResult, RLLoss
 
 
@@ -503,3 +504,18 @@ def test_a_job_of_a_newer_version_waits_for_it(spool):
     assert not spool.events.ended("newer")
     path.write_text(json.dumps(content))
     assert spool.queue.claim("new runner").spec.id == "newer"
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_nothing_goes_on_beside_a_job_of_a_newer_version(spool, monkeypatch, state):
+    """Its file can't be read, but the file's name says which job, run and step it is."""
+    monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
+    submit(spool, "newer") if state == "queued" else start(spool, "newer")
+    path = job_path(spool, state, "newer")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"since_then": None}))
+    assert spool.queue.next_base("r") == 1
+    recover(spool, "old runner")
+    assert list(spool.paths.data_dir("newer").iterdir())
+    for field, action in ("step", lambda: spool.checkpoints.rollback("r", 0)), ("run", lambda: delete_run(spool, "r")):
+        with refused(Conflict, field, rf"newer \({state}, of a newer version\)"):
+            action()

@@ -32,6 +32,11 @@ def test_devices_are_known_by_uuid(three, monkeypatch):
         devices("GPU-bb")  # two begin so
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert devices().uuids == (C,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # none, as CUDA has it
+    assert devices(device="auto").uuids == ()
+    assert devices("1").uuids == (B,)
+    with pytest.raises(InvalidInput, match="CUDA_VISIBLE_DEVICES: empty"):
+        devices()
 
 
 def test_a_mig_device_is_known_by_its_own_uuid_and_measured_by_itself(nvml):

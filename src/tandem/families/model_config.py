@@ -1,12 +1,13 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArchitecture, VolumeFull
 
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 """Configuration, tokenizer and weights, by their names."""
@@ -14,7 +15,8 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 
 def model_directory(model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False) -> Path:
     """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once; if
-    `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither exists."""
+    `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither exists, HubUnreachable or
+    VolumeFull where trying again can help."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
@@ -22,8 +24,22 @@ def model_directory(model: str, files: tuple[str, ...] = MODEL_FILES, *, cached:
     try:
         return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=cached))
     except Exception as error:  # the client raises a dozen types: bad names, no access, no network, no such file
+        raise _of_the_client(error, model, cached=cached) from error
+
+
+def _of_the_client(error: Exception, model: str, *, cached: bool) -> TandemError:
+    """What an error of the hub's client means: the model's name is wrong, or something that may pass."""
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    # Where the client looks into its cache after an error, it raises another one from that.
+    first = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    status = getattr(getattr(first, "response", None), "status_code", 0)
+    if cached or status in (401, 403, 404) or isinstance(first, (HFValidationError, OfflineModeIsEnabled)):
         problem = f"{model!r} is neither a directory nor a model that the hub gives: {error}"
-        raise InvalidInput(problem, field="base_model") from error
+        return InvalidInput(problem, field="base_model")
+    if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
+        return VolumeFull(f"no space for {model!r} in the hub's cache; free some or set HF_HOME elsewhere: {error}")
+    return HubUnreachable(f"the hub did not give {model!r}, try again: {error}", field="base_model")
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from tandem.system.gpus import beyond
 ERRORS = (
     "oom", "rank_crashed", "rank_hung", "rank_error", "launch_failed", "no_checkpoint", "deadline", "non_finite",
     "runner_lost", "runner_stopped", "invalid_input", "conflict", "checkpoint_damaged", "base_missing",
-    "spool_unusable", "inference_unavailable", "gpus_not_freed", "job_damaged", "other",
+    "spool_unusable", "hub_unreachable", "inference_unavailable", "gpus_not_freed", "job_damaged", "other",
 )  # fmt: skip
 """Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 

@@ -173,9 +173,23 @@ class Jobs:
 
     def check_none_pending(self, run: str, field: str) -> None:
         """Conflict (with this field) if jobs of the run are queued or running."""
-        if pending := self.list(run, PENDING, limit=5):
-            jobs = ", ".join(f"{job.spec.id} ({state})" for state, job in pending)
-            raise Conflict(f"run {run!r} has jobs that are not done: {jobs}; cancel them or wait", field=field)
+        jobs = [f"{job.spec.id} ({state})" for state, job in self.list(run, PENDING, limit=5)]
+        for state in PENDING if not jobs else ():
+            keys = self.index.newest_first(state, run)
+            jobs += [f"{key.id} ({state}, of a newer version)" for key in keys if self._is_unreadable(state, key)]
+        if jobs:
+            told = ", ".join(jobs[:5])
+            raise Conflict(f"run {run!r} has jobs that are not done: {told}; cancel them or wait", field=field)
+
+    def takes_step(self, key: JobKey) -> bool:
+        """Whether a running job will make the step after its base step: it has no result yet."""
+        if (located := self.locate(key, sure=False)) is not None:
+            return located[1].result is None
+        return self._is_unreadable("running", key)
+
+    def _is_unreadable(self, state: JobState, key: JobKey) -> bool:
+        """Whether a newer version wrote the job's file, so that only its name says anything."""
+        return self.locate(key) is None and fs.exists(self._paths.job_file(state, key))
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
         """State and id of the newest job of the run that failed, else was cancelled, on this base step."""

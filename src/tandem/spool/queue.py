@@ -36,8 +36,7 @@ class Queue:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
         while True:  # jobs move between running/ and queued/ while these are listed
             keys = self._index.running(run)
-            running = [located for key in keys if (located := self._jobs.locate(key, sure=False))]
-            undecided = {job.spec.base_step: job.result is None for _, job in running}
+            undecided = {key.base_step: self._jobs.takes_step(key) for key in keys}
             base = self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
             if self._index.running(run) == keys:
                 return base

@@ -75,12 +75,14 @@ def sweep(spool: Spool) -> None:
 
 def _remove_remains(spool: Spool) -> None:
     """Removes files that ended and waiting jobs don't need, and stale files that belong to no job."""
-    queued = {key.id for key in spool.jobs.index.newest_first("queued")}
+    index = spool.jobs.index
+    # Running jobs that are left are those of a newer version: it will need their data.
+    pending = {key.id for key in (*index.newest_first("queued"), *index.running())}
     for kind in ("data", "work", "leases", "cancel"):
         directory = spool.paths.jobs / kind
         for name in listing(directory):
             job_id = name.removesuffix(".json") if kind == "leases" else name
-            if not is_job_id(job_id) or (kind == "data" and job_id in queued):
+            if not is_job_id(job_id) or (kind == "data" and job_id in pending):
                 continue
             with spool.job_lock(job_id):
                 located = spool.jobs.locate(job_id)

@@ -112,8 +112,13 @@ def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str
 def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:
     names: list[str] = getattr(settings, f"{side}_devices")
     field = f"TANDEM_{side.upper()}_DEVICES"
-    if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES", "")):
-        names, field = visible.split(","), "CUDA_VISIBLE_DEVICES"
+    if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        field = "CUDA_VISIBLE_DEVICES"
+        if not visible and settings.device == "cuda":
+            raise InvalidInput("empty, which hides every GPU; unset it, or set TANDEM_DEVICE=cpu", field=field)
+        if not visible:
+            return ()
+        names = visible.split(",")
     if not names:
         if failures:
             raise DriverFailed("; ".join(failures))

@@ -221,8 +221,9 @@ def _environment(settings: Settings, device: Device, model: str, environ: Mappin
     if settings.weights == "merged":
         options = {"targets": merged_targets(settings, read_arch(model)), "second_copy": ordered_copy(settings)}
         env[MERGED_VARIABLE] = json.dumps(options)
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, by which Tandem finds and measures the devices
     if settings.inference_devices:
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(settings.inference_devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
     if settings.inference_key:
         env["VLLM_API_KEY"] = settings.inference_key
     return env

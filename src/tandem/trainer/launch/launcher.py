@@ -109,6 +109,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen
         environment |= {"TANDEM_TOPOLOGY": settings.topology, **Sizes.of(settings).variables()}
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, by which the runner finds and measures the devices
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment

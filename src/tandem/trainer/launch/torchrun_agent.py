@@ -4,17 +4,36 @@
 
 torchrun's exit status is 1 whichever rank failed and however. This program calls torchrun's own `main` and writes the
 failures that it raises to `exits.json` in `directory`.
+
+torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles what one of them holds: whoever
+reaches that port runs code here. In this program the stores listen on loopback.
 """
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
+from torch import distributed
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 from tandem.trainer.launch import SHUTDOWN_SECONDS, write_exits
+
+
+class LoopbackStore(TCPStore):
+    """A store whose server listens on loopback only."""
+
+    def __init__(self, host_name: str, port: int, *, is_master: bool, **options: Any) -> None:
+        if is_master:
+            listener = socket.create_server(("localhost", port), backlog=128)
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        super().__init__(host_name, port, is_master=is_master, **options)
 
 
 def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
@@ -35,6 +54,9 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 def main(work: str, *arguments: str) -> None:
     os.environ["TANDEM_AGENT_PID"] = str(os.getpid())
+    # The names by which torchrun makes its two stores: of the rendezvous, and of the ranks.
+    for module in (c10d_rendezvous_backend, distributed):
+        vars(module)["TCPStore"] = LoopbackStore
     try:
         run.main([*arguments])
     except ChildFailedError as error:

@@ -40,24 +40,33 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 """What rank 0 sends: the assignment, or why it could not read it."""
 
 
-def meet(spool: Spool, job_id: str, attempt: int, beat: Beat) -> tuple[Assignment, Callable[[], None]]:
+def meet(
+    spool: Spool, job_id: str, attempt: int, beat: Beat, *, prepare: Callable[[Assignment], None] = lambda _: None
+) -> tuple[Assignment, Callable[[], None]]:
     """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment this process is alone.
 
     Rank 0, and that of each other host, downloads the base model if the hub has it. That may take longer than any limit
-    on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it.
+    on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it. `prepare`: what rank 0
+    does before it sends the assignment; it beats itself.
 
     Returns the assignment, and a function that joins torch's default process group with the job's own limit on every
     wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message on the others, and InvalidInput on
     another host that finds another base model.
     """
+
+    def read() -> Assignment:
+        assignment = _read(spool, job_id, attempt, beat)
+        prepare(assignment)
+        return assignment
+
     if "RANK" not in os.environ:
-        return _read(spool, job_id, attempt, beat), lambda: None
+        return read(), lambda: None
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS)))
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
     key = f"tandem/{job_id}/{attempt}"
     if rank == 0:
         try:
-            assignment = _read(spool, job_id, attempt, beat)
+            assignment = read()
         except BaseException as error:
             store.set(key, _MESSAGE.dump_json(str(error)))
             raise

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 from tandem import __version__
 from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
-from tandem.errors import SpoolUnusable
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
@@ -29,10 +27,11 @@ from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
-from tandem.spool import Spool, fs
+from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
-from tandem.spool.schema import Beat, EventType, Manifest, Probe
-from tandem.trainer.rank import checkpoint, model_checkpoint, probe
+from tandem.spool.schema import EventType, Manifest, Probe
+from tandem.trainer.rank import checkpoint, full_volume, model_checkpoint, probe
+from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
 from tandem.trainer.rank.publication import Publication
 from tandem.trainer.rank.rendezvous import Assignment, meet
@@ -40,8 +39,6 @@ from tandem.training.phases import MemoryWatch, Phases
 from tandem.training.sharded_adam import ShardedAdam
 from tandem.training.steps import Training
 
-BEAT_SECONDS = 0.5
-"""Within a phase the heartbeat is rewritten at most this often."""
 _libc = ctypes.CDLL(None)
 
 
@@ -124,30 +121,6 @@ def run_rank(spool: Spool, settings: Settings, job_id: str, attempt: int, state:
         parallel.destroy()
 
 
-class Heartbeat:
-    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the exporter."""
-
-    def __init__(self, path: Path, watch: MemoryWatch) -> None:
-        self._path = path
-        self._watch = watch
-        self._phase = ""
-        self._written = 0.0  # by the monotonic clock
-        self.step = 0  # optimizer steps done
-        self.steps = 0  # optimizer steps of the job; 0: not known yet
-
-    def __call__(self, phase: str) -> None:
-        """`write` if the phase is new or the last beat is old enough."""
-        if phase != self._phase or time.monotonic() - self._written >= BEAT_SECONDS:
-            self.write(phase)
-
-    def write(self, phase: str) -> None:
-        """Write the file now. If the volume refuses it, the rank goes on."""
-        self._phase, self._written = phase, time.monotonic()
-        beat = Beat(time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
-        with suppress(SpoolUnusable, OSError):
-            fs.write_json_atomic(self._path, beat, durable=False)
-
-
 class _Session:
     """One rank's part of one attempt; see `run_rank`."""
 
@@ -162,7 +135,9 @@ class _Session:
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
-        self._assignment, connect = meet(self._spool, self._job_id, self._attempt, self.heartbeat)
+        self._assignment, connect = meet(
+            self._spool, self._job_id, self._attempt, self.heartbeat, prepare=self._wait_for_space
+        )
         arch = read_arch(self._assignment.model)
         # The checkpoint's files are hashed while ranks connect and the model is built.
         checked = self._state.check_checkpoint(self._spool, self._assignment, arch)
@@ -187,6 +162,14 @@ class _Session:
             found = checked.result()
             self._older_state = found.older if isinstance(found, model_checkpoint.Found) else None
             self._train(batch, self._state.model, sequences, long)
+
+    def _wait_for_space(self, assignment: Assignment) -> None:
+        """Rank 0, while the others wait for the assignment."""
+        self._assignment = assignment
+        full_volume.wait_for_space(
+            self._spool, assignment.run.name, assignment.job.base_step, state=self._state_elsewhere is None,
+            beat=partial(self.heartbeat, "rendezvous"),
+        )  # fmt: skip
 
     def _train(self, batch: PackedBatch, model: LoadedModel, sequences: list[list[int]], long: list[int]) -> None:
         """Train and write the checkpoint. `sequences`, `long`: the probe's."""
@@ -216,7 +199,8 @@ class _Session:
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
-            self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
+            with full_volume.event_left_out():
+                self._event("step", step=step, steps=self.heartbeat.steps, metrics=metrics)
 
         metrics = training.train(report) | fp8_error
         if evaluated := training.evaluate():

@@ -34,6 +34,7 @@ class JobGpus:
             self.shared = SharedGpus(settings, spool, self._devices, runner, stop)
         self.vllm_bytes: dict[str, int] = {}  # in use by a vLLM that sleeps
         self.floor: dict[str, int] = {}  # may stay in use after a job
+        self._kept: dict[str, int] = {}  # by resident ranks, after the last job
 
     def wait_until_free(self) -> None:
         """Wait until a job can use the devices, or the runner has to stop."""
@@ -61,6 +62,12 @@ class JobGpus:
         pids = [process.pid for process in self.survivors]
         return "the devices are not free", {"bytes_in_use": busy or None, "processes": pids or None}
 
+    def vllm_sleeps(self, devices: dict[str, int]) -> None:
+        """Note what is in use before the ranks of a job start. Resident ranks are there already."""
+        kept = self._kept if self._launcher.holds_devices else {}
+        self.floor = devices
+        self.vllm_bytes = {uuid: max(size - kept.get(uuid, 0), 0) for uuid, size in devices.items()}
+
     def measure_release(self, job: Job, survivors: list[Process]) -> dict[str, object]:
         """Measure what an attempt left, once the devices are free or after RELEASE_SECONDS; returns fields of the event
         `released`."""
@@ -85,6 +92,7 @@ class JobGpus:
             pids = [process.pid for process in survivors]
             log.error(problem, job=job.spec.id, bytes_in_use=left or None, processes=pids or None)
         of_job = beyond(used, self.vllm_bytes)
+        self._kept = {uuid: size or 0 for uuid, size in of_job.items()} if resident else {}
         return {
             "bytes": None if None in used.values() else sum(filter(None, of_job.values())),
             "devices": used,

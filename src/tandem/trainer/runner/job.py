@@ -122,15 +122,19 @@ class JobRun:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
         self._log.say(f"attempt {self.job.attempt} ({counted}), {now}")
+        released = woken = None
         error = self._acquire_gpus()
         if error is None:
             error, survivors = self._run_ranks()
-            self._release_gpus(survivors)
+            released = self._measure_release(survivors)
+        # Before the events: these wait for a volume that is gone or read-only, and vLLM must not sleep meanwhile.
         if (shared := self.gpus.shared) is not None:
             woken = self.stop.retry("give the GPUs back", lambda: shared.wake_vllm(self.gpus.floor))
-            if woken is not None:
-                self._log.say(f"vLLM is awake after {woken['seconds']:.1f} s")
-                self._append_event("woken", woken)
+        if released is not None:
+            self._append_event("released", released)
+        if woken is not None:
+            self._log.say(f"vLLM is awake after {woken['seconds']:.1f} s")
+            self._append_event("woken", woken)
         return error
 
     def _acquire_gpus(self) -> JobError | None:
@@ -139,10 +143,12 @@ class JobRun:
             return STOPPED if self.stop.requested else None
         result = self.stop.retry("take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted))
         if isinstance(result, Asleep):
-            self.gpus.floor = self.gpus.vllm_bytes = result.devices
+            self.gpus.vllm_sleeps(result.devices)
             self._log.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
             self._append_event("slept", vars(result))
-        return self._interrupted() or (result if isinstance(result, JobError) else None)
+            # The event may have waited for the volume for long, and nobody renews the hold meanwhile.
+            result = self.stop.retry("renew the hold", shared.renew)
+        return self._interrupted() or result
 
     def _run_ranks(self) -> tuple[JobError, list[Process]]:
         """Run the ranks until they exit, or at the latest `deadline_seconds` after the launch or `stall_seconds` after
@@ -210,8 +216,8 @@ class JobRun:
             self.gpus.shared.beat()
         _or_none(lambda: self.spool.leases.write(self.job, self.runner, phase))
 
-    def _release_gpus(self, survivors: list[Process]) -> None:
-        """Measure what the ranks left on the devices."""
+    def _measure_release(self, survivors: list[Process]) -> dict[str, object]:
+        """What the ranks left on the devices: the fields of the event `released`."""
         beats = _or_none(lambda: self.spool.jobs.beats(self.job.spec.id, self.job.attempt)) or {}
         before: dict[str, int] = {}
         for beat in beats.values():
@@ -220,7 +226,7 @@ class JobRun:
         # From heartbeats, which also exist for a rank that died or ran out of memory.
         memory = {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()}
         data = {"processes": len(survivors), "before": before, "memory": memory}
-        self._append_event("released", data | self.gpus.measure_release(self.job, survivors))
+        return data | self.gpus.measure_release(self.job, survivors)
 
     def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
         append = partial(self.spool.events.append, self.job.spec.id, kind, attempt=self.job.attempt, **data)

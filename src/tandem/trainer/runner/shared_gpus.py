@@ -166,6 +166,18 @@ class SharedGpus:
         with suppress(TandemError, OSError):
             self._spool.hold.put(self._hold)
 
+    def renew(self) -> JobError | None:
+        """Renew the hold before the ranks start. Returns an error where that may be too late: once its lease is over,
+        the publisher clears it and wakes vLLM. Raises SpoolUnusable, and may then be called again."""
+        assert self._hold is not None
+        found, now = self._spool.hold.get(), time.time()
+        ours = found is not None and (found.runner, found.job) == (self._hold.runner, self._hold.job)
+        if found is None or not ours or abs(now - found.beat) > self._lease / 2:
+            return _unavailable("the hold of the GPUs could not be renewed in time, so vLLM may be awake again")
+        self._hold = self._hold.model_copy(update={"beat": now})
+        self._spool.hold.put(self._hold)
+        return None
+
     def wake_vllm(self, floor: Mapping[str, int]) -> dict[str, object] | None:
         """Wake vLLM once no more than `floor` (bytes by device UUID) is in use, and remove the hold.
 

@@ -1,0 +1,47 @@
+"""A full volume: noticed before the training, and during it no reason to give up."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from tandem.errors import VolumeFull
+from tandem.spool import Spool
+
+SPACE_SECONDS = 660.0
+"""Longer than from one removal of old checkpoints by the controller to the next."""
+
+
+def wait_for_space(spool: Spool, run: str, step: int, *, state: bool, beat: Callable[[], None]) -> None:
+    """Wait until the volume has space for the next checkpoint, which takes at least as much as checkpoint `step`.
+    VolumeFull after SPACE_SECONDS. `state`: whether the next one gets an optimizer state of its own."""
+    files = spool.checkpoints.manifest(run, step).files
+    needed = sum(entry.size for name, entry in files.items() if state or not name.startswith("optimizer/"))
+    end, told = time.monotonic() + SPACE_SECONDS, False
+    while (free := _free_bytes(spool)) is not None and free < needed:
+        problem = f"{spool.root} has {free} bytes left, and the checkpoint that this job makes takes {needed}"
+        if time.monotonic() > end:
+            raise VolumeFull(f"{problem}; free space on the volume or enlarge it, then try again")
+        if not told:
+            with suppress(OSError):  # the output is a file on the same volume
+                print(f"waiting up to {SPACE_SECONDS:.0f} s for space: {problem}", flush=True)
+            told = True
+        beat()
+        time.sleep(0.5)
+
+
+def _free_bytes(spool: Spool) -> int | None:
+    """Bytes that are left on the volume; None if it does not tell."""
+    volume = os.statvfs(spool.root)
+    return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
+
+
+@contextmanager
+def event_left_out() -> Iterator[None]:
+    """Leaves out an event that a full volume refuses. The rank's log, on the same volume, says so if it can."""
+    try:
+        yield
+    except VolumeFull:
+        with suppress(OSError):
+            traceback.print_exc()

@@ -1,0 +1,37 @@
+"""What a rank writes so that the runner knows that it lives."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import SpoolUnusable
+from tandem.spool import fs
+from tandem.spool.schema import Beat
+from tandem.training.phases import MemoryWatch
+
+BEAT_SECONDS = 0.5
+"""Within a phase the heartbeat is rewritten at most this often."""
+
+
+class Heartbeat:
+    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the exporter."""
+
+    def __init__(self, path: Path, watch: MemoryWatch) -> None:
+        self._path = path
+        self._watch = watch
+        self._phase = ""
+        self._written = 0.0  # by the monotonic clock
+        self.step = 0  # optimizer steps done
+        self.steps = 0  # optimizer steps of the job; 0: not known yet
+
+    def __call__(self, phase: str) -> None:
+        """`write` if the phase is new or the last beat is old enough."""
+        if phase != self._phase or time.monotonic() - self._written >= BEAT_SECONDS:
+            self.write(phase)
+
+    def write(self, phase: str) -> None:
+        """Write the file now. If the volume refuses it, the rank goes on."""
+        self._phase, self._written = phase, time.monotonic()
+        beat = Beat(time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
+        with suppress(SpoolUnusable, OSError):
+            fs.write_json_atomic(self._path, beat, durable=False)
