@@ -1,5 +1,6 @@
 """Errors that users see. Each says what was wrong, where, and what to do."""
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,9 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 class VolumeFull(SpoolUnusable):
     """The volume has no space left. Programs that need some to start wait for it."""
+
+    ERRNOS = errno.ENOSPC, errno.EDQUOT
+    """Of the OSErrors that mean this."""
 
 
 class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retriable=True):

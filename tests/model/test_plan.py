@@ -146,8 +146,8 @@ def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
     rows = [row for row in GROUPS if "EP" not in row["topology"]]
     assert len(rows) == 5
     for row in rows:
-        candidates = plan(Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4), 2, 80 * GIB)
-        [one] = [one for one in candidates.candidates if describe(one.sizes) == row["topology"]]
+        made = plan(Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4), 2, 80 * GIB)
+        [one] = [one for one in made.candidates if describe(one.sizes) == row["topology"]]
         print(f"{row['case']}: {one.total / GIB / row['peak GiB']:.3f}")
         assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.03, row
         assert abs(one.memory.context / GIB - row["CUDA and NCCL GiB"]) < 0.05, row

@@ -147,10 +147,8 @@ def _counted(places: list[str], more: str = "") -> str | None:
 
 def _refusal(kind: str, sequence_length: int) -> str:
     """What training does with what is too long, and what helps."""
-    problem = (
-        f". `tandem train` refuses what doesn't fit a row of {sequence_length} tokens; raise its --sequence-length"
-    )
-    return f"{problem}, or give it --too-long drop" + (" or truncate" if kind == "sft" else "")
+    remedy = "raise its --sequence-length, or give it --too-long drop" + (" or truncate" if kind == "sft" else "")
+    return f". `tandem train` refuses what doesn't fit a row of {sequence_length} tokens; {remedy}"
 
 
 def _list(console: Console, broken: list[tuple[str, str]]) -> None:

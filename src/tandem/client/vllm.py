@@ -6,7 +6,7 @@ import os
 import httpx
 
 from tandem.client.http import Backoff, connection
-from tandem.errors import TandemError, Unauthorized, Unreachable
+from tandem.errors import Unauthorized, Unreachable
 
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
@@ -36,14 +36,15 @@ async def raise_unless_serving(vllm: httpx.AsyncClient, run: str, patience: floa
     while True:
         try:
             answer = await vllm.get("models", timeout=10)
+            if answer.status_code in (401, 403):
+                raise Unauthorized(f"{url} refuses the key; set TANDEM_API_KEY to vLLM's, or {remedy}")
             names = _names(answer)
             if any(name.startswith(f"{run}@") for name in names):
                 return
-            problem: TandemError = Unreachable(f"{url} lists {names}, without a step of {run!r}; {remedy}")
-            if answer.status_code in (401, 403):
-                raise Unauthorized(f"{url} refuses the key; set TANDEM_API_KEY to vLLM's, or {remedy}")
+            found = f"lists {names}, without a step of {run!r}"
             if not answer.is_success:
-                problem = Unreachable(f"{url} answers {answer.status_code}; {remedy}")
+                found = f"answers {answer.status_code}"
+            problem = Unreachable(f"{url} {found}; {remedy}")
         except httpx.TransportError as error:
             problem = Unreachable(f"{url} does not answer ({type(error).__name__}: {error}); start vLLM, or {remedy}")
         await asyncio.sleep(backoff.next(problem))

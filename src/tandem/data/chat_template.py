@@ -87,8 +87,8 @@ class Renderer:
         self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
         self.special[list(special)] = True
         self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
-        # Templates, and the roles that they render, each as the first message or later: some do only as the first.
         self.shows_tools = False  # whether the template has been seen to render them
+        # Templates, and the roles that they render, each as the first message or later: some do only as the first.
         self._shown = set[tuple[str, str, bool]]()
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)

@@ -87,6 +87,11 @@ class Trajectory(Record):
     advantage: StoredFloat | None = None
     metrics: dict[str, StrictFloat] = Field(default_factory=dict)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest turn with its prompt."""
+        return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
+
 
 class Group(Record):
     """All trajectories of one prompt; advantages compare their rewards."""
@@ -202,10 +207,8 @@ class TrajectoryBuilder:
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
-        message = {
-            "role": sampled.get("role", "assistant"),
-            "content": sampled.get("content"),
-        }  # None beside a tool call
+        # Beside a tool call there may be no content.
+        message = {"role": sampled.get("role", "assistant"), "content": sampled.get("content")}
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
         self.messages.append(message)

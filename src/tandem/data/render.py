@@ -43,12 +43,13 @@ def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
 
 def check_vocabulary(item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str) -> None:
     """`check_ids` of the sequences that `render` made of an item."""
-    form = (
-        "" if isinstance(item, PreferencePair) else next(f".{one}" for one in _FORMS if getattr(item, one) is not None)
-    )
+    of_tokens = of_targets = field
+    if isinstance(item, SFTExample):
+        form = next(form for form in _FORMS if getattr(item, form) is not None)
+        of_tokens, of_targets = f"{field}.{form}", f"{field}.targets"
     for one in sequences:
-        check_ids(one.tokens, vocab_size, field + form)
-        check_ids(one.targets, vocab_size, f"{field}.targets" if form else field)
+        check_ids(one.tokens, vocab_size, of_tokens)
+        check_ids(one.targets, vocab_size, of_targets)
 
 
 def preview(

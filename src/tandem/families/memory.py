@@ -116,9 +116,14 @@ def stages(job: Training, sizes: Sizes) -> list[Memory]:
     return [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
 
 
+def fullest(found: Iterable[Memory]) -> Memory:
+    """The pipeline stage that needs the most where layers keep their inputs."""
+    return max(found, key=lambda stage: stage.total((0, 0)))
+
+
 def memory(job: Training, sizes: Sizes) -> Memory:
-    """Of the pipeline stage that needs the most where layers keep their inputs. Raises as `check_targets`."""
-    return max(stages(job, sizes), key=lambda stage: stage.total((0, 0)))
+    """Of the `fullest` pipeline stage. Raises as `check_targets`."""
+    return fullest(stages(job, sizes))
 
 
 def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
@@ -155,8 +160,9 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
 
 
 def _channels(job: Training, sizes: Sizes) -> int:
-    """What NCCL has memory for: the groups of several ranks that a rank computes in (`parallel.Topology`), each once,
-    and once more where it exchanges parts and not only sums. The pipeline's is two groups of two ranks."""
+    """How many times NCCL takes memory: once for each group of several ranks that a rank computes in
+    (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A pipeline counts three
+    times, as was measured."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:

@@ -1,6 +1,5 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
-import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ def _of_the_client(error: Exception, model: str, *, cached: bool) -> TandemError
     if cached or status in (401, 403, 404) or isinstance(first, (HFValidationError, OfflineModeIsEnabled)):
         problem = f"{model!r} is neither a directory nor a model that the hub gives: {error}"
         return InvalidInput(problem, field="base_model")
-    if isinstance(first, OSError) and first.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(first, OSError) and first.errno in VolumeFull.ERRNOS:
         return VolumeFull(f"no space for {model!r} in the hub's cache; free some or set HF_HOME elsewhere: {error}")
     return HubUnreachable(f"the hub did not give {model!r}, try again: {error}", field="base_model")
 

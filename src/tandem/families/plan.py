@@ -10,7 +10,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.memory import GIB, Memory, Training, stages
+from tandem.families.memory import GIB, Memory, Training, fullest, stages
 from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes, of_world, problem
 from tandem.spool.schema import LoraShape
@@ -115,7 +115,7 @@ def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
     found = [(stage, stage.levels(gpu_memory)) for stage in stages(job, sizes)]
     fitting = [(stage, levels) for stage, levels in found if levels is not None]
     if len(fitting) < len(found):
-        needs, levels, speed = max((stage for stage, _ in found), key=lambda stage: stage.total((0, 0))), None, 0.0
+        needs, levels, speed = fullest(stage for stage, _ in found), None, 0.0
     else:
         needs, levels = max(fitting, key=lambda stage: stage[0].total(stage[1]))
         slowest = max(_step_seconds(job, sizes, *stage) for stage in fitting)

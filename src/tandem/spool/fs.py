@@ -66,7 +66,7 @@ def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
-    kind = VolumeFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else SpoolUnusable
+    kind = VolumeFull if error.errno in VolumeFull.ERRNOS else SpoolUnusable
     return kind(f"can't use {path}: {problem} ({errno.errorcode[error.errno]}); {remedy}")
 
 

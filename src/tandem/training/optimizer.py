@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tandem.errors import TandemError
-from tandem.model import parallel
+from tandem.model import gradients, parallel
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.lora import LoraTensor
@@ -156,5 +156,5 @@ def _gradient_memory(parameters: list[Parameter]) -> Tensor:
 
 def _square(tensors: Iterable[LoraTensor]) -> Tensor:
     """Squared norm of their gradients together, a float64 scalar."""
-    gradients = [tensor.parameter.grad for tensor in tensors if tensor.parameter.grad is not None]
-    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
+    own = [gradients.own(tensor.parameter) for tensor in tensors]
+    return torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()

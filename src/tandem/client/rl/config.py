@@ -74,8 +74,8 @@ class RLSection(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_long_rollout_does_not_end_the_loop(cls, given: Any) -> Any:
-        """A job refuses what is longer than a row by default, and with it all groups that were sampled for it."""
+    def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
+        """A job's own default is "refuse", with which a rollout that is longer than a row fails."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

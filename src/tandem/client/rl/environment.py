@@ -220,9 +220,8 @@ def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length
-    longest = max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in trajectory.turns)
-    if packing.too_long == "refuse" and longest > row:
-        problem = f"the rollout has {longest} tokens, which don't fit a row of {row}"
+    if packing.too_long == "refuse" and trajectory.longest > row:
+        problem = f"the rollout has {trajectory.longest} tokens, which don't fit a row of {row}"
         remedy = "lower sampling.max_tokens, or change sequence_length or too_long in [rl.packing]"
         raise InvalidInput(f"{problem}; {remedy}", field="rl.packing.sequence_length")
     shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)

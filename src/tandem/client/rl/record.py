@@ -84,17 +84,12 @@ def batch_numbers(
         "off_policy_steps": {"max": max(behind), "mean": fmean(behind)},
         "tokens": sum(len(turn.token_ids) for turn in turns),
         "turns": len(turns),
-        "too_long": sum(_length(trajectory) > row for trajectory in trajectories),
+        "too_long": sum(trajectory.longest > row for trajectory in trajectories),
         "sampling": max(group.ended for group in batch) - min(group.began for group in batch),
         "left_out": {why: counts[why] for why in LEFT_OUT},
         "errors": counts["errors"],
         "submitted": time.time(),
     }
-
-
-def _length(trajectory: Trajectory) -> int:
-    """Tokens of its longest sequence."""
-    return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in trajectory.turns)
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
