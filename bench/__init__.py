@@ -1,1 +1,2 @@
-"""Benchmarks. `python -m bench` runs those that need no GPU; what is compared is measured in the same run."""
+"""Benchmarks. `python -m bench` runs those that need no GPU; what is compared is measured in the
+same run."""

@@ -1,12 +1,16 @@
-"""What jobs cost when there are many: a controller over HTTP and a runner's claims, on spools of several sizes.
+"""What jobs cost when there are many: a controller over HTTP and a runner's claims, on spools of
+several sizes.
 
-    python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300] [--claims 100]
-                          [--clients 200] [--checkpoints 5000] [--streams 1000] [--only jobs checkpoints streams]
+    python -m bench.claims [--queued 10 1000 20000] [--ended 20000] [--runs 8] [--submissions 300]
+    [--claims 100]
+                          [--clients 200] [--checkpoints 5000] [--streams 1000] [--only jobs
+                          checkpoints streams]
 
-Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16 tokens), and a controller
-process of its own; clients and claims run in this process, so both share the machine's cores, also with whatever else
-runs there: `load` is the machine's load average at that moment, and CPU times depend on it least. `between two jobs`:
-from the call that ends a job to the next one being claimed.
+Each size has a spool of its own, filled with copies of one small RL job (8 trajectories of 16
+tokens), and a controller process of its own; clients and claims run in this process, so both share
+the machine's cores, also with whatever else runs there: `load` is the machine's load average at
+that moment, and CPU times depend on it least. `between two jobs`: from the call that ends a job to
+the next one being claimed.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import resource
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,7 +53,9 @@ def timed(times: int, action: Callable[[], object]) -> list[float]:
     return found
 
 
-async def submissions(controller: Controller, count: int, clients: int, runs: int) -> tuple[list[float], float]:
+async def submissions(
+    controller: Controller, count: int, clients: int, runs: int
+) -> tuple[list[float], float]:
     """The seconds of each submission by `clients` at once, and of all."""
     seconds: list[float] = []
     numbers = iter(range(count))
@@ -83,7 +90,9 @@ def crowd(controller: Controller, clients: int, runs: int) -> tuple[list[float],
     Another process asks /healthz, because this one is as busy as the controller.
     """
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=ask_health, args=(controller.url, there))
+    process = multiprocessing.get_context("fork").Process(
+        target=ask_health, args=(controller.url, there)
+    )
     process.start()
     here.recv()
     seconds, _ = asyncio.run(submissions(controller, clients, clients, runs))
@@ -124,7 +133,7 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
         claimed.append(end - claim_begin)
         own.append(claimed[-1] - sum(synced))
         between.append(end - begin)
-        renewed += timed(1, lambda job=job: spool.leases.write(job, "bench", "training"))  # type: ignore[misc]
+        renewed += timed(1, partial(spool.leases.write, job, "bench", "training"))
     computed = time.process_time() - computed
     return {
         "claim, heartbeat and end CPU ms": 1000 * computed / count,
@@ -138,12 +147,15 @@ def claims(spool: Spool, count: int) -> dict[str, float]:
 
 
 def collected(spool: Spool) -> float:
-    """Milliseconds of a second collection by the collectors of jobs; the first reads what there is."""
+    """Milliseconds of a second collection by the collectors of jobs; the first reads what there
+    is."""
     collectors = (QueueCollector(lambda: spool), JobsCollector(lambda: spool))
 
     def collect() -> None:
         for collector in collectors:
-            collector.collect(Samples(metric for metric in collector.metrics if metric.kind == "gauge"))
+            collector.collect(
+                Samples(metric for metric in collector.metrics if metric.kind == "gauge")
+            )
 
     return 1000 * timed(2, collect)[1]
 
@@ -163,21 +175,36 @@ def measure_jobs(queued: int, options: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"queued": queued, "ended": options.ended}
         computed = controller.cpu()
         seconds, total = asyncio.run(submissions(controller, options.submissions, 4, options.runs))
-        row |= {"load": os.getloadavg()[0], "submissions/s": len(seconds) / total, "submission p99 ms": high(seconds)}
+        row |= {
+            "load": os.getloadavg()[0],
+            "submissions/s": len(seconds) / total,
+            "submission p99 ms": high(seconds),
+        }
         row["submission CPU ms"] = 1000 * (controller.cpu() - computed) / len(seconds)
         row |= claims(spool, options.claims)
-        with httpx.Client(base_url=controller.url, headers=controller.headers, trust_env=False, timeout=60) as http:
+        with httpx.Client(
+            base_url=controller.url, headers=controller.headers, trust_env=False, timeout=60
+        ) as http:
             paths = {
-                "poll": f"/v1/jobs/{first.id}", "get_run": "/v1/runs/run-1", "list_runs": "/v1/runs",
-                "list_jobs": "/v1/jobs?limit=50", "failed jobs": "/v1/jobs?state=failed&limit=50",
-                "page": "/v1/jobs?limit=50&before=succeeded-50", "/metrics": "/metrics",
-            }  # fmt: skip
+                "poll": f"/v1/jobs/{first.id}",
+                "get_run": "/v1/runs/run-1",
+                "list_runs": "/v1/runs",
+                "list_jobs": "/v1/jobs?limit=50",
+                "failed jobs": "/v1/jobs?state=failed&limit=50",
+                "page": "/v1/jobs?limit=50&before=succeeded-50",
+                "/metrics": "/metrics",
+            }
             for name, path in paths.items():
                 http.get(path).raise_for_status()
-                row[f"{name} p99 ms"] = high(timed(50, lambda path=path: http.get(path).raise_for_status()))  # type: ignore[misc]
+                row[f"{name} p99 ms"] = high(
+                    timed(50, lambda path=path: http.get(path).raise_for_status())
+                )  # type: ignore[misc]
         row["collection ms"] = collected(spool)
         seconds, health = crowd(controller, options.clients, options.runs)
-        row |= {f"{options.clients} clients p99 s": high(seconds) / 1000, "healthz p99 s": high(health) / 1000}
+        row |= {
+            f"{options.clients} clients p99 s": high(seconds) / 1000,
+            "healthz p99 s": high(health) / 1000,
+        }
         row["controller MiB"] = controller.memory()
     return row
 
@@ -196,12 +223,19 @@ def measure_checkpoints(options: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"checkpoints": options.checkpoints}
         row["get_run p99 ms"] = high(timed(50, lambda: tandem.get_run("run-0")))
         row["listing of all s"] = statistics.median(timed(3, lambda: tandem.checkpoints("run-0")))
-        row["scrape p99 ms"] = high(timed(20, lambda: httpx.get(f"{controller.url}/metrics", trust_env=False)))
-        policy = (PolicyCollector(lambda: spool, ("trainer", "inference")), CheckpointsCollector(lambda: spool))
+        row["scrape p99 ms"] = high(
+            timed(20, lambda: httpx.get(f"{controller.url}/metrics", trust_env=False))
+        )
+        policy = (
+            PolicyCollector(lambda: spool, ("trainer", "inference")),
+            CheckpointsCollector(lambda: spool),
+        )
 
         def collect() -> None:
             for collector in policy:
-                collector.collect(Samples(metric for metric in collector.metrics if metric.kind == "gauge"))
+                collector.collect(
+                    Samples(metric for metric in collector.metrics if metric.kind == "gauge")
+                )
 
         row["collection s"] = max(timed(3, collect))
         row["rollback s"] = timed(1, lambda: tandem.rollback("run-0", 5))[0]
@@ -210,11 +244,15 @@ def measure_checkpoints(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def follow(controller: Controller, job: str, streams: int, events: int) -> dict[str, Any]:
-    """Half of the streams read everything, half nothing; the controller's memory meanwhile and after."""
+    """Half of the streams read everything, half nothing; the controller's memory meanwhile and
+    after."""
     before = controller.memory()
     peak, reading = before, True
     host, port = controller.url.removeprefix("http://").split(":")
-    head = f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    head = (
+        f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer"
+        f" {KEY}\r\n\r\n"
+    )
 
     async def watch() -> None:
         nonlocal peak
@@ -258,11 +296,23 @@ def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
     with deployment(options) as (spool, controller, tandem):
         job = tandem.train("run-0", request(0)).id
         lines = (
-            Event(seq=i, time=0.0, job=job, type="step", data={"step": i, "metrics": {"loss": 0.5, "x": 1.0}})
+            Event(
+                seq=i,
+                time=0.0,
+                job=job,
+                type="step",
+                data={"step": i, "metrics": {"loss": 0.5, "x": 1.0}},
+            )
             for i in range(options.events)
         )
-        spool.paths.events_file(job).write_text("".join(line.model_dump_json() + "\n" for line in lines))
-        row: dict[str, Any] = {"streams": options.streams, "read": options.streams // 2, "events": options.events}
+        spool.paths.events_file(job).write_text(
+            "".join(line.model_dump_json() + "\n" for line in lines)
+        )
+        row: dict[str, Any] = {
+            "streams": options.streams,
+            "read": options.streams // 2,
+            "events": options.events,
+        }
         row |= asyncio.run(follow(controller, job, options.streams, options.events))
         again = asyncio.run(follow(controller, job, options.streams, options.events))
         return row | {"MiB after the same again": again["MiB after"]}
@@ -270,13 +320,27 @@ def measure_streams(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure what `--only` names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--queued", nargs="+", type=int, default=[10, 1000, 20000])
-    for name, default in (("ended", 20000), ("runs", 8), ("submissions", 300), ("claims", 100), ("clients", 200),
-                          ("checkpoints", 5000), ("streams", 1000), ("events", 10000)):  # fmt: skip
+    for name, default in (
+        ("ended", 20000),
+        ("runs", 8),
+        ("submissions", 300),
+        ("claims", 100),
+        ("clients", 200),
+        ("checkpoints", 5000),
+        ("streams", 1000),
+        ("events", 10000),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="+", choices=("jobs", "checkpoints", "streams"), default=None)
-    parser.add_argument("--directory", type=Path, default=None, help="where the spools are made; by default TMPDIR")
+    parser.add_argument(
+        "--only", nargs="+", choices=("jobs", "checkpoints", "streams"), default=None
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="where the spools are made; by default TMPDIR"
+    )
     options = parser.parse_args(arguments)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     wanted = options.only or ("jobs", "checkpoints", "streams")
@@ -286,7 +350,9 @@ def main(arguments: list[str] | None = None) -> None:
     if "checkpoints" in wanted:
         report("queue-checkpoints", "A run with many checkpoints", [measure_checkpoints(options)])
     if "streams" in wanted:
-        report("queue-streams", "Event streams: the controller's memory", [measure_streams(options)])
+        report(
+            "queue-streams", "Event streams: the controller's memory", [measure_streams(options)]
+        )
 
 
 if __name__ == "__main__":

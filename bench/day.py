@@ -1,11 +1,13 @@
-"""A day's worth of jobs: does anything grow? Thousands of tiny jobs through every program of a deployment.
+"""A day's worth of jobs: does anything grow? Thousands of tiny jobs through every program of a
+deployment.
 
     nice python -m bench.day [--jobs 2000] [--ways resident fork] [--every 20] [--out DIR]
 
-Real controller (over HTTP), runner, ranks with Megatron (one, on the CPU), publisher and exporter; vLLM is the tests'
-fake, which is not measured. Jobs and checkpoints are removed as soon as the settings allow. After every `--every` jobs
-the queue is empty, nothing runs, and memory, descriptors, threads, processes and files are counted. Exits with 1 if
-something grew. Samples are also in `<out>/<way>.jsonl`, the programs' output in `<out>/<way>/*.log`.
+Real controller (over HTTP), runner, ranks with Megatron (one, on the CPU), publisher and exporter;
+vLLM is the tests' fake, which is not measured. Jobs and checkpoints are removed as soon as the
+settings allow. After every `--every` jobs the queue is empty, nothing runs, and memory,
+descriptors, threads, processes and files are counted. Exits with 1 if something grew. Samples are
+also in `<out>/<way>.jsonl`, the programs' output in `<out>/<way>/*.log`.
 """
 
 import argparse
@@ -38,7 +40,8 @@ import fake_vllm  # noqa: E402
 
 KEEP_SECONDS, SWEEP_SECONDS, KEEP_CHECKPOINTS, SCRAPE_SECONDS = 60.0, 20.0, 5, 3.0
 LATE_SECONDS = 2 * SWEEP_SECONDS + 10.0  # until the sweeper has removed what it may
-COPIES_SECONDS = 10 * 60.0 + 60.0  # how long the publisher keeps copies of adapters, and vLLM older steps
+# How long the publisher keeps copies of adapters, and vLLM older steps.
+COPIES_SECONDS = 10 * 60.0 + 60.0
 # The controller's sweeper works every ten minutes otherwise.
 _CONTROLLER = f"""
 import sys
@@ -56,9 +59,11 @@ fake.start(int(sys.argv[2]))
 threading.Event().wait()
 """
 REQUEST = {
-    "kind": "sft", "packing": {"sequence_length": 16}, "optimizer": {"learning_rate": 1e-5},
+    "kind": "sft",
+    "packing": {"sequence_length": 16},
+    "optimizer": {"learning_rate": 1e-5},
     "examples": [{"token_ids": [10, 11, 20, 21], "trainable": [False, False, True, True]}],
-}  # fmt: skip
+}
 
 
 class Day:
@@ -67,23 +72,40 @@ class Day:
     def __init__(self, directory: Path, way: str) -> None:
         self.directory, self.spool = directory, Spool.create(directory / "spool")
         tiny_model.write_tiny_qwen3(
-            self.spool.root / "models/tiny", hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16
+            self.spool.root / "models/tiny",
+            hidden_size=16,
+            layers=1,
+            heads=2,
+            kv_heads=1,
+            head_dim=8,
+            ffn_size=16,
         )
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         with contextlib.ExitStack() as held:
-            controller, vllm, self.metrics = (held.enter_context(ports.reserve()).port for _ in range(3))
+            controller, vllm, self.metrics = (
+                held.enter_context(ports.reserve()).port for _ in range(3)
+            )
         self.url = f"http://127.0.0.1:{controller}"
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | {
-            "TANDEM_ROOT": str(self.spool.root), "TANDEM_BASE_MODEL": "models/tiny", "TANDEM_DEVICE": "cpu",
-            "TANDEM_LAUNCH": way, "TANDEM_API_KEY": fake_vllm.API_KEY, "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
-            "TANDEM_CONTROLLER_PORT": str(controller), "TANDEM_METRICS_PORT": str(self.metrics),
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")
+        } | {
+            "TANDEM_ROOT": str(self.spool.root),
+            "TANDEM_BASE_MODEL": "models/tiny",
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_LAUNCH": way,
+            "TANDEM_API_KEY": fake_vllm.API_KEY,
+            "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+            "TANDEM_CONTROLLER_PORT": str(controller),
+            "TANDEM_METRICS_PORT": str(self.metrics),
             "TANDEM_INFERENCE_URL": f"http://127.0.0.1:{vllm}",
             # The fake's log-probs are nobody's.
             "TANDEM_VERIFY_TOLERANCE": "1000",
-            "TANDEM_KEEP_CHECKPOINTS": str(KEEP_CHECKPOINTS), "TANDEM_KEEP_DAYS": str(KEEP_SECONDS / 86400),
-            "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+            "TANDEM_KEEP_CHECKPOINTS": str(KEEP_CHECKPOINTS),
+            "TANDEM_KEEP_DAYS": str(KEEP_SECONDS / 86400),
+            "TMPDIR": str(self.temporary),
+            "OMP_NUM_THREADS": "1",
+        }
         self.commands = {
             "vllm": ["-c", _VLLM, str(HERE / "tests"), str(vllm)],
             "controller": ["-c", _CONTROLLER],
@@ -102,9 +124,12 @@ class Day:
             for name, command in self.commands.items():
                 with (self.directory / f"{name}.log").open("wb") as log:
                     self.programs[name] = subprocess.Popen(
-                        [sys.executable, *command], env=self.environment, stdout=log, stderr=log,
+                        [sys.executable, *command],
+                        env=self.environment,
+                        stdout=log,
+                        stderr=log,
                         preexec_fn=processes.die_with_parent,  # noqa: PLW1509
-                    )  # fmt: skip
+                    )
             self._wait_ready()
             threading.Thread(target=self._scrape, args=(stop,), daemon=True).start()
             with Tandem(self.url, fake_vllm.API_KEY) as client:
@@ -127,13 +152,18 @@ class Day:
     def check(self) -> None:
         for name, process in self.programs.items():
             log = self.directory / f"{name}.log"
-            assert process.poll() is None, f"{name} ended with {process.returncode}\n{log.read_text()[-2000:]}"
+            assert process.poll() is None, (
+                f"{name} ended with {process.returncode}\n{log.read_text()[-2000:]}"
+            )
 
     def _scrape(self, stop: threading.Event) -> None:
         """What Prometheus and a person with a browser ask for."""
         headers = {"Authorization": f"Bearer {fake_vllm.API_KEY}"}
         pages = [f"http://127.0.0.1:{self.metrics}/metrics"]
-        pages += [f"{self.url}/{path}" for path in ("metrics", "v1/jobs", "v1/runs", "v1/runs/day/checkpoints")]
+        pages += [
+            f"{self.url}/{path}"
+            for path in ("metrics", "v1/jobs", "v1/runs", "v1/runs/day/checkpoints")
+        ]
         while not stop.wait(SCRAPE_SECONDS):
             for page in pages:
                 with contextlib.suppress(httpx.HTTPError):
@@ -170,7 +200,9 @@ class Day:
         found["spool, other", "files"] = sum(counts.values())
         copies, _ = of_files(self.temporary)
         found["TMPDIR", "kept"] = kept = sum(copies.values())
-        found["TMPDIR", "beyond what is kept"] = max(0, kept - 2 * (self.recent(COPIES_SECONDS + LATE_SECONDS) + 20))
+        found["TMPDIR", "beyond what is kept"] = max(
+            0, kept - 2 * (self.recent(COPIES_SECONDS + LATE_SECONDS) + 20)
+        )
         found["/dev/shm", "names"] = len(list(Path("/dev/shm").iterdir()))  # everybody's
         return found
 
@@ -193,21 +225,38 @@ def measure(way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = time.monotonic() - begin
             lines.write(json.dumps({"jobs": len(day.ended), "seconds": seconds, **told}) + "\n")
             lines.flush()
-            memory = ", ".join(f"{of} {value:.1f}" for (of, what), value in samples[-1][1].items() if what == OWN)
-            print(f"{way}: {len(day.ended)} jobs, {seconds / len(day.ended):.2f} s each; {OWN}: {memory}", flush=True)
+            memory = ", ".join(
+                f"{of} {value:.1f}" for (of, what), value in samples[-1][1].items() if what == OWN
+            )
+            print(
+                f"{way}: {len(day.ended)} jobs, {seconds / len(day.ended):.2f} s each; {OWN}:"
+                f" {memory}",
+                flush=True,
+            )
     found = rows(way, samples)
     found.append(
-        {"way": way, "of": "all", "what": "seconds per job", "first quarter": seconds / len(day.ended),
-         "last quarter": seconds / len(day.ended), "per 1,000 jobs": 0.0, "flat": ""}
-    )  # fmt: skip
+        {
+            "way": way,
+            "of": "all",
+            "what": "seconds per job",
+            "first quarter": seconds / len(day.ended),
+            "last quarter": seconds / len(day.ended),
+            "per 1,000 jobs": 0.0,
+            "flat": "",
+        }
+    )
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Every way in turn. `arguments`: those of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=2000)
-    parser.add_argument("--ways", nargs="+", choices=["torchrun", "fork", "resident"], default=["resident", "fork"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=["torchrun", "fork", "resident"], default=["resident", "fork"]
+    )
     parser.add_argument("--every", type=int, default=20, help="jobs between two samples")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)

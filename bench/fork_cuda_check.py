@@ -1,4 +1,5 @@
-"""Does the fork launcher's parent stay free of CUDA, and can a child it forks use the GPU? Exit status 0 if so."""
+"""Does the fork launcher's parent stay free of CUDA, and can a child it forks use the GPU? Exit
+status 0 if so."""
 
 import os
 import subprocess
@@ -11,7 +12,8 @@ from tandem.trainer.rank.worker import preload
 
 
 def main() -> int:
-    """Preload, fork, train's first CUDA calls in the child; the parent must never appear on the device."""
+    """Preload, fork, train's first CUDA calls in the child; the parent must never appear on the
+    device."""
     begin = time.perf_counter()
     preload()
     print(f"preload: {time.perf_counter() - begin:.2f} s")
@@ -23,10 +25,14 @@ def main() -> int:
     child = os.fork()
     if child == 0:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        value = float((torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")).sum())
+        value = float(
+            (torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")).sum()
+        )
         print(f"child: matrix product after {time.perf_counter() - begin:.2f} s", flush=True)
         # What torch.compile brings with it was imported by the parent.
-        query, key = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        query, key = (
+            torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
         mask = block_mask(torch.arange(256) + 1, query.device)
         compiled = flex(query, key, key, 1.0, None, None, None, None, *mask)
         worst = float((compiled - key).abs().max())  # each slot sees itself alone
@@ -35,7 +41,10 @@ def main() -> int:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     left = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    print(f"child's status {status}; parent has CUDA: {torch.cuda.is_initialized()}; on the device: {left or 'nobody'}")
+    print(
+        f"child's status {status}; parent has CUDA: {torch.cuda.is_initialized()}; on the device:"
+        f" {left or 'nobody'}"
+    )
     return int(status != 0 or torch.cuda.is_initialized() or bool(left))
 
 

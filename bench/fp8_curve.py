@@ -2,9 +2,9 @@
 
     python -m bench.fp8_curve [--steps 300] [--seeds 5]
 
-A small model (Qwen3's architecture, 8 layers of 512) with random weights learns 64 random sequences by LoRA, once with
-its base weights in bfloat16 and once in FP8, from the same adapter in the same order. The spread over seeds is the
-noise that the difference is held against.
+A small model (Qwen3's architecture, 8 layers of 512) with random weights learns 64 random sequences
+by LoRA, once with its base weights in bfloat16 and once in FP8, from the same adapter in the same
+order. The spread over seeds is the noise that the difference is held against.
 """
 
 import argparse
@@ -32,20 +32,31 @@ def row(seed: int, index: int) -> RowTensors:
     slots = torch.arange(ROWS * LENGTH)
     begin = slots // LENGTH * LENGTH
     target = slots[slots > begin]
-    return moved(RowTensors(tokens.flatten(), slots - begin, begin + LENGTH, target - 1, target), device.device())
+    return moved(
+        RowTensors(tokens.flatten(), slots - begin, begin + LENGTH, target - 1, target),
+        device.device(),
+    )
 
 
 def curve(seed: int, steps: int, *, fp8: bool) -> list[float]:
     """The loss of each step."""
-    policy = build_policy(arch_from_config(SMALL | {"num_hidden_layers": 8}), LoraShape(rank=32, alpha=64.0))
+    policy = build_policy(
+        arch_from_config(SMALL | {"num_hidden_layers": 8}), LoraShape(rank=32, alpha=64.0)
+    )
     generator = torch.Generator(device.device()).manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.base().values():
             parameter.normal_(
-                1.0 if parameter.dim() == 1 else 0.0, 0.02 if parameter.dim() > 1 else 0.0, generator=generator
+                1.0 if parameter.dim() == 1 else 0.0,
+                0.02 if parameter.dim() > 1 else 0.0,
+                generator=generator,
             )
         for name, parameter in policy.lora_parameters().items():
-            parameter.normal_(0.0, 0.02, generator=generator) if "lora_A" in name else parameter.zero_()
+            (
+                parameter.normal_(0.0, 0.02, generator=generator)
+                if "lora_A" in name
+                else parameter.zero_()
+            )
     if fp8:
         policy.quantise_base()
     optimizer, losses = AdapterOptimizer(policy, OptimizerSettings(learning_rate=3e-3)), []
@@ -61,7 +72,9 @@ def curve(seed: int, steps: int, *, fp8: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
@@ -72,14 +85,18 @@ def main() -> None:
         for name, fp8 in (("bfloat16", False), ("fp8", True)):
             losses = curve(seed, arguments.steps, fp8=fp8)
             quarters = {
-                f"loss at {q}/4": statistics.mean(losses[q * arguments.steps // 4 - 8 : q * arguments.steps // 4])
+                f"loss at {q}/4": statistics.mean(
+                    losses[q * arguments.steps // 4 - 8 : q * arguments.steps // 4]
+                )
                 for q in (1, 2, 3, 4)
             }
             rows.append({"base": name, "seed": seed, "first loss": losses[0], **quarters})
             print(rows[-1], flush=True)
     parallel.destroy()
     report(
-        "fp8-curve", f"A small model's SFT with its base in bfloat16 and in FP8, {torch.cuda.get_device_name()}", rows
+        "fp8-curve",
+        f"A small model's SFT with its base in bfloat16 and in FP8, {torch.cuda.get_device_name()}",
+        rows,
     )
 
 

@@ -1,10 +1,11 @@
-"""Schemathesis against a controller: no answer of 500, every answer as documented, and a refusal leaves no trace.
+"""Schemathesis against a controller: no answer of 500, every answer as documented, and a refusal
+leaves no trace.
 
     python -m bench.fuzz_api [--minutes 30] [--seed S]
 
-A controller process with a key, on a spool with runs, jobs in the queue (nobody runs them), an ended job and two
-checkpoints. Schemathesis reads the OpenAPI document and sends what it allows and what it does not. Each round has a new
-spool and controller, and the next seed.
+A controller process with a key, on a spool with runs, jobs in the queue (nobody runs them), an
+ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends what it allows and
+what it does not. Each round has a new spool and controller, and the next seed.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import api_server  # noqa: E402
 from tandem.spool import Spool  # noqa: E402
 
 ROUND_SECONDS = 150.0
-# OpenAPI can't tell rules between fields. Pydantic takes "1" and true for 1; unknown query parameters are ignored.
+# OpenAPI can't tell rules between fields. Pydantic takes "1" and true for 1; unknown query
+# parameters are ignored.
 LEFT_OUT = "positive_data_acceptance,negative_data_rejection"
 
 
@@ -36,7 +38,9 @@ def controller(directory: Path) -> Iterator[tuple[str, Path]]:
     root = api_server.make_root(directory / "spool")
     with api_server.Process(root) as process:
         headers = {"Authorization": f"Bearer {api_server.KEY}"}
-        with httpx.Client(base_url=process.url, headers=headers, timeout=60, trust_env=False) as http:
+        with httpx.Client(
+            base_url=process.url, headers=headers, timeout=60, trust_env=False
+        ) as http:
             for run in ("one", "two"):
                 http.post("/v1/runs", json={"name": run, "lora": {"rank": 2}}).raise_for_status()
             for number in range(4):
@@ -49,22 +53,38 @@ def controller(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] = ()) -> str:
-    """What Schemathesis found in a round of `seconds`: its report, or empty. AssertionError if the controller died."""
+    """What Schemathesis found in a round of `seconds`: its report, or empty. AssertionError if the
+    controller died."""
     with controller(directory) as (url, root):
-        command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{url}/openapi.json", "--header",
-                   f"Authorization: Bearer {api_server.KEY}", f"--seed={seed}", f"--max-time={max(1, int(seconds))}",
-                   "--request-timeout=30", "--continue-on-failure", "--warnings=off", "--suppress-health-check=all",
-                   f"--exclude-checks={LEFT_OUT}", *arguments]  # fmt: skip
+        command = [
+            str(Path(sys.executable).with_name("schemathesis")),
+            "run",
+            f"{url}/openapi.json",
+            "--header",
+            f"Authorization: Bearer {api_server.KEY}",
+            f"--seed={seed}",
+            f"--max-time={max(1, int(seconds))}",
+            "--request-timeout=30",
+            "--continue-on-failure",
+            "--warnings=off",
+            "--suppress-health-check=all",
+            f"--exclude-checks={LEFT_OUT}",
+            *arguments,
+        ]
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"FUZZ_ROOT": str(root), "PYTHONPATH": path}
         environment |= {"SCHEMATHESIS_HOOKS": "bench.fuzz_api_checks"}
-        done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=directory, capture_output=True, text=True, check=False
+        )
         return done.stdout + done.stderr if done.returncode else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Rounds until the time is over. `arguments`: those of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None)
     options = parser.parse_args(arguments)

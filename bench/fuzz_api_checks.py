@@ -1,4 +1,5 @@
-"""Hooks of Schemathesis for `bench.fuzz_api`: names that exist, and the check that a refusal leaves no trace."""
+"""Hooks of Schemathesis for `bench.fuzz_api`: names that exist, and the check that a refusal leaves
+no trace."""
 
 import os
 import random

@@ -9,11 +9,39 @@ from typing import Any
 _MARK = "@@@ here @@@"
 DEEP = 100_000
 _VALUES = (
-    "null", "true", "false", "-1", "0", "1", "1.5", "1e308", "-1e308", "1e400", "NaN", "Infinity", "1" + 400 * "0",
-    "9" * 5000, str(2**63), str(-(2**63) - 1), '""', '"' + 20_000 * "x" + '"', '"\\u0000"', '"\\ud800"', '"../../.."',
-    '"/etc/hostname"', '"' + 300 * "y" + '"', "[]", "{}", "[[]]", '{"a": 1}', '[null, "", 1]',
-    "[" * DEEP, "[" * 150 + "]" * 150, '{"a":' * 150 + "1" + "}" * 150, "[" * DEEP + "]" * DEEP,
-)  # fmt: skip
+    "null",
+    "true",
+    "false",
+    "-1",
+    "0",
+    "1",
+    "1.5",
+    "1e308",
+    "-1e308",
+    "1e400",
+    "NaN",
+    "Infinity",
+    "1" + 400 * "0",
+    "9" * 5000,
+    str(2**63),
+    str(-(2**63) - 1),
+    '""',
+    '"' + 20_000 * "x" + '"',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"../../.."',
+    '"/etc/hostname"',
+    '"' + 300 * "y" + '"',
+    "[]",
+    "{}",
+    "[[]]",
+    '{"a": 1}',
+    '[null, "", 1]',
+    "[" * DEEP,
+    "[" * 150 + "]" * 150,
+    '{"a":' * 150 + "1" + "}" * 150,
+    "[" * DEEP + "]" * DEEP,
+)
 
 
 def damage(path: Path, root: Path, chosen: random.Random) -> str:
@@ -41,7 +69,13 @@ def _parsed(path: Path) -> Any:
 def _places(value: Any, of: Any = None, key: Any = None) -> list[tuple[Any, Any]]:
     """(container, key) of every value inside `value`."""
     found = [] if of is None else [(of, key)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for inner, child in items:
         found += _places(child, value, inner)
     return found
@@ -121,7 +155,10 @@ _BYTES = [
     _bytes_way("half", lambda content, _: content[: len(content) // 2]),
     _bytes_way("flip", _flip),
     _bytes_way("flip_again", _flip),
-    _bytes_way("append", lambda content, chosen: content + chosen.randbytes(chosen.choice([1, 100, 70_000]))),
+    _bytes_way(
+        "append",
+        lambda content, chosen: content + chosen.randbytes(chosen.choice([1, 100, 70_000])),
+    ),
     _bytes_way("random", lambda content, chosen: chosen.randbytes(max(1, len(content)))),
     _bytes_way("zeros", lambda content, _: bytes(len(content))),
     _bytes_way("not_utf8", lambda content, chosen: _insert(content, chosen, b"\xff\xfe\xc0")),

@@ -2,10 +2,11 @@
 
     python -m bench.fuzz_files [--minutes 30] [--seed S] [--only PATTERN]
 
-A spool with every kind of file is made by real jobs. Each round copies it, damages one file, and then collectors,
-controller, `tandem doctor`, publisher, sweeper and a runner with real ranks read the copy. Nothing may raise, hang or
-answer 500; no job may succeed with weights that the undamaged spool does not give; a run that was not damaged is served
-and trained. `--seed` and `--round` repeat one round. Root reads files without permission; without that privilege:
+A spool with every kind of file is made by real jobs. Each round copies it, damages one file, and
+then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real ranks read
+the copy. Nothing may raise, hang or answer 500; no job may succeed with weights that the undamaged
+spool does not give; a run that was not damaged is served and trained. `--seed` and `--round` repeat
+one round. Root reads files without permission; without that privilege:
 
     setpriv --bounding-set=-dac_override,-dac_read_search python -m bench.fuzz_files
 """
@@ -37,8 +38,14 @@ class Fuzzer:
         self.seed = seed
         self.stage: Stage = make_stage(directory)
         root = self.stage.original
-        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-        names = [name for name in (*names, USED) if WITNESS not in name and not name.startswith("jobs/locks/")]
+        names = sorted(
+            path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()
+        )
+        names = [
+            name
+            for name in (*names, USED)
+            if WITNESS not in name and not name.startswith("jobs/locks/")
+        ]
         self.kinds: dict[str, list[str]] = {}
         for name in names:
             if re.search(only, name):
@@ -61,18 +68,30 @@ class Fuzzer:
         how = damage(path, root, chosen)
         self.seen[kind] += 1
         used = path.read_bytes() if name == USED and path.is_file() else b"{}"
-        trains = chosen.random() < 0.2 or bool(re.search(r"jobs/(queued|running|data|ids)|checkpoints|run\.json", name))
+        trains = chosen.random() < 0.2 or bool(
+            re.search(r"jobs/(queued|running|data|ids)|checkpoints|run\.json", name)
+        )
         problems, made = self._read(root, name, used, trains, api)
         if trains and not _RECORDS.search(name):
             others = [model for model, sha256 in made.items() if self.good.get(model) != sha256]
             problems += [f"succeeded with other weights: {model}" for model in others]
-        if trains and name != "spool.json" and made.get(f"{WITNESS}@2") != self.good[f"{WITNESS}@2"]:
+        if (
+            trains
+            and name != "spool.json"
+            and made.get(f"{WITNESS}@2") != self.good[f"{WITNESS}@2"]
+        ):
             problems.append("the witness was not trained")
         if how == "unreadable":  # trouble with the volume, about which programs say so, and wait
-            problems = [problem for problem in problems if not re.search("ermission denied|witness", problem)]
+            problems = [
+                problem
+                for problem in problems
+                if not re.search("ermission denied|witness", problem)
+            ]
         return f"{name}: {how}", problems
 
-    def _read(self, root: Path, name: str, used: bytes, train: bool, api: readers.Api | None) -> _Seen:
+    def _read(
+        self, root: Path, name: str, used: bytes, train: bool, api: readers.Api | None
+    ) -> _Seen:
         """`api`: a controller that has run since before the damage."""
         stage, problems, made = self.stage, list[str](), dict[str, str]()
         unusable = readers.UNUSABLE if name == "spool.json" else ()
@@ -99,18 +118,25 @@ class Fuzzer:
 
 
 def _kind(name: str) -> str:
-    """The file's path without the names of runs and jobs, steps and times. All packed arrays are one kind."""
+    """The file's path without the names of runs and jobs, steps and times. All packed arrays are
+    one kind."""
     if name.startswith("jobs/data/"):
         return "jobs/data"
     name = re.sub(r"runs/[^/]+", "runs/R", name)
     name = re.sub(r"(jobs/[a-z]+/)(?:[^/]+/)*(?=[^/]*\.(json|jsonl|log)$)", r"\1", name)
     name = re.sub(r"\d{8}(-\w+)?", "N", name)
-    return re.sub(r"(main|lost|asked|ended|failed|cancelled|forked)(-\w+)?", "J", re.sub(r"\d{16},.*,", "", name))
+    return re.sub(
+        r"(main|lost|asked|ended|failed|cancelled|forked)(-\w+)?",
+        "J",
+        re.sub(r"\d{16},.*,", "", name),
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Rounds until the time is over. `arguments`: those of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=10**9, help="no more than these")
@@ -135,7 +161,10 @@ def main(arguments: list[str] | None = None) -> int:
             number += 1
             if number % 50 == 0:
                 print(f"{number} rounds", flush=True)
-        print(f"{number - begun} rounds with seed {seed}; {sum(failed.values())} problems; files: {dict(fuzzer.seen)}")
+        print(
+            f"{number - begun} rounds with seed {seed}; {sum(failed.values())} problems; files:"
+            f" {dict(fuzzer.seen)}"
+        )
     for problem, count in failed.most_common():
         print(f"{count:5} {problem}")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Every program that reads the spool, in this process, on a damaged copy; for `bench.fuzz_files`.
 
-A function returns what it found wrong: an exception that would end a program or be answered by 500, an undamaged run
-that is not served, a job that succeeded with other weights.
+A function returns what it found wrong: an exception that would end a program or be answered by 500,
+an undamaged run that is not served, a job that succeeded with other weights.
 """
 
 import asyncio
@@ -39,8 +39,18 @@ from tandem.trainer.runner.stop import Stop
 
 AUTHORIZATION = {"Authorization": f"Bearer {fake_vllm.API_KEY}"}
 RUNS = ("main", "lost", "asked", "ended", "forked", WITNESS)
-JOBS = ("main-0", "main-1", "main-next", "lost-job", "asked-job", "failed", "cancelled", "ended-0", f"{WITNESS}-0",
-        f"{WITNESS}-next")  # fmt: skip
+JOBS = (
+    "main-0",
+    "main-1",
+    "main-next",
+    "lost-job",
+    "asked-job",
+    "failed",
+    "cancelled",
+    "ended-0",
+    f"{WITNESS}-0",
+    f"{WITNESS}-next",
+)
 _TURN = {"prompt_token_ids": [5, 6], "token_ids": [9, 2], "logprobs": [-0.7, -0.1]}
 _GROUP = {"trajectories": [{"turns": [_TURN], "reward": 1.0}, {"turns": [_TURN], "reward": 0.0}]}
 TRAIN = {"kind": "rl", "groups": [_GROUP], "packing": {"sequence_length": 16}}
@@ -50,7 +60,9 @@ _LOOP = asyncio.new_event_loop()
 _OPENAPI = {"paths": dict[str, Any]()}
 
 
-def guarded(what: str, action: Callable[[], object], allowed: tuple[type[BaseException], ...] = ()) -> Problems:
+def guarded(
+    what: str, action: Callable[[], object], allowed: tuple[type[BaseException], ...] = ()
+) -> Problems:
     """What `action` raises, but for `allowed`."""
     try:
         action()
@@ -58,7 +70,10 @@ def guarded(what: str, action: Callable[[], object], allowed: tuple[type[BaseExc
         pass
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        yield f"{what}: {type(error).__name__}: {str(error)[:300]} ({Path(where.filename).name}:{where.lineno})"
+        yield (
+            f"{what}: {type(error).__name__}: {str(error)[:300]}"
+            f" ({Path(where.filename).name}:{where.lineno})"
+        )
 
 
 class Api:
@@ -75,7 +90,9 @@ class Api:
 
         async def run() -> None:
             transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://fuzz", headers=AUTHORIZATION) as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://fuzz", headers=AUTHORIZATION
+            ) as client:
                 self._client = client
                 await requests(self)
 
@@ -113,9 +130,13 @@ async def write(api: Api, *, witness: bool) -> None:
     """All routes that change something."""
     for number, run in enumerate(RUNS):
         must = witness and run == WITNESS
-        await api.ask("POST", f"/v1/runs/{run}/train", json=TRAIN | {"id": f"new-{number}"}, must=must)
+        await api.ask(
+            "POST", f"/v1/runs/{run}/train", json=TRAIN | {"id": f"new-{number}"}, must=must
+        )
         await api.ask("PUT", f"/v1/runs/{run}/checkpoints/0/pin")
-        await api.ask("POST", f"/v1/runs/{run}/fork", json={"step": 0, "name": f"fork-{number}"}, must=must)
+        await api.ask(
+            "POST", f"/v1/runs/{run}/fork", json={"step": 0, "name": f"fork-{number}"}, must=must
+        )
         await api.ask("POST", f"/v1/runs/{run}/rollback", json={"step": 0})
     for job in JOBS:
         if not job.startswith(WITNESS):
@@ -132,22 +153,33 @@ def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...])
         for collector in collectors:
             collector.collect_once()
             for error in collector.errors:
-                # `try_each` names the item; an exception of the whole collector begins with its class.
+                # `try_each` names the item; an exception of the whole collector begins with its
+                # class.
                 kind = error.split(":")[0]
-                if kind.endswith(("Error", "SpoolUnusable")) and kind not in [each.__name__ for each in unusable]:
+                if kind.endswith(("Error", "SpoolUnusable")) and kind not in [
+                    each.__name__ for each in unusable
+                ]:
                     yield f"collector {collector.name}: {error[:300]}"
     yield from guarded("metrics page", lambda: generate_latest(Page(collectors)))
 
 
 def doctor(stage: Stage, root: Path) -> Problems:
     settings = stage.settings(root)
-    for part in (checks_deployment.damage_checks, checks_deployment.weights_checks, checks_deployment.model_checks):
-        yield from guarded(f"doctor's {part.__name__}", lambda part=part: list(part(settings)),  # type: ignore[misc]
-                           (OSError, TandemError, ValueError))  # fmt: skip
+    for part in (
+        checks_deployment.damage_checks,
+        checks_deployment.weights_checks,
+        checks_deployment.model_checks,
+    ):
+        yield from guarded(
+            f"doctor's {part.__name__}",
+            lambda part=part: list(part(settings)),  # type: ignore[misc]
+            (OSError, TandemError, ValueError),
+        )
 
 
 def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:
-    """Two passes of a publisher. `used`: of its file `used.json`; `good`: SHA-256 of each step's adapter by name."""
+    """Two passes of a publisher. `used`: of its file `used.json`; `good`: SHA-256 of each step's
+    adapter by name."""
     copies = copies_directory(root, stage.vllm.url)
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir(mode=0o700)
@@ -215,7 +247,10 @@ def run_jobs(stage: Stage, root: Path) -> Problems:
     """A new runner: it settles what a dead one left, and runs all jobs."""
     runner = loop.Runner(stage.settings(root), "")
     runner.stop = _Impatient()
-    with mock.patch.object(loop, "Launcher", _Here), mock.patch.object(loop.processes, "marked", return_value=[]):
+    with (
+        mock.patch.object(loop, "Launcher", _Here),
+        mock.patch.object(loop.processes, "marked", return_value=[]),
+    ):
         yield from guarded("runner", runner.run)
 
 
@@ -225,7 +260,9 @@ def made(root: Path) -> dict[str, str]:
     for run in spool.runs.names():
         for step in spool.checkpoints.steps(run):
             try:
-                found[f"{run}@{step}"] = spool.checkpoints.verify(run, step).files[WEIGHTS_FILE].sha256
+                found[f"{run}@{step}"] = (
+                    spool.checkpoints.verify(run, step).files[WEIGHTS_FILE].sha256
+                )
             except (TandemError, OSError, KeyError, ValueError):
                 continue
     return found

@@ -1,4 +1,5 @@
-"""A spool with every kind of file that programs read from it, made by real jobs; for `bench.fuzz_files`."""
+"""A spool with every kind of file that programs read from it, made by real jobs; for
+`bench.fuzz_files`."""
 
 import os
 import shutil
@@ -7,7 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# A model this small is computed in one thread; several wait for one another where the machine has other work.
+# A model this small is computed in one thread; several wait for one another where the machine has
+# other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE / "examples"), str(HERE / "tests")]
@@ -40,10 +42,17 @@ class Stage:
 
     def settings(self, root: Path) -> Settings:
         return Settings(
-            root=root, base_model=str(self.model), device="cpu", inference_url=self.vllm.url, max_lora_rank=16,
-            api_key=fake_vllm.API_KEY, admin_token=fake_vllm.ADMIN_TOKEN, verify_tolerance=1000.0,
-            keep_checkpoints=1, keep_days=1e-9,
-        )  # fmt: skip
+            root=root,
+            base_model=str(self.model),
+            device="cpu",
+            inference_url=self.vllm.url,
+            max_lora_rank=16,
+            api_key=fake_vllm.API_KEY,
+            admin_token=fake_vllm.ADMIN_TOKEN,
+            verify_tolerance=1000.0,
+            keep_checkpoints=1,
+            keep_days=1e-9,
+        )
 
     def publisher(self, root: Path) -> Publisher:
         settings = self.settings(root)
@@ -57,7 +66,8 @@ class Stage:
 
 
 def make_stage(directory: Path) -> Stage:
-    """The spool: runs `main`, `lost`, `asked`, `ended`, `forked` and the witness; jobs in every state."""
+    """The spool: runs `main`, `lost`, `asked`, `ended`, `forked` and the witness; jobs in every
+    state."""
     vllm = fake_vllm.FakeVllm()
     vllm.start()
     stage = Stage(directory, write_random_model(directory / "model", num_hidden_layers=1), vllm)
@@ -72,7 +82,9 @@ def make_stage(directory: Path) -> Stage:
     spool.checkpoints.rollback("ended", 1)
     spool.checkpoints.pin("main", 1)
     source = spool.runs.get("main")
-    spool.checkpoints.fork("main", 1, source.model_copy(update={"name": "forked", "created": time.time()}))
+    spool.checkpoints.fork(
+        "main", 1, source.model_copy(update={"name": "forked", "created": time.time()})
+    )
     stage.publisher(stage.original).once()
     _end(spool, _sft(spool, "ended", "failed"))
     spool.queue.cancel(_sft(spool, "ended", "cancelled"))
@@ -82,8 +94,19 @@ def make_stage(directory: Path) -> Stage:
     _rl(spool, "main", "main-next")
     _sft(spool, WITNESS, f"{WITNESS}-next")
     now = time.time()
-    spool.hold.put(Hold(runner="gone", job="lost-job", attempt=1, phase="training", since=now, beat=now, lease=60.0,
-                        deadline=now + 60, floor={"GPU-1": 10}))  # fmt: skip
+    spool.hold.put(
+        Hold(
+            runner="gone",
+            job="lost-job",
+            attempt=1,
+            phase="training",
+            since=now,
+            beat=now,
+            lease=60.0,
+            deadline=now + 60,
+            floor={"GPU-1": 10},
+        )
+    )
     with spool.runner_lock("gone"):
         pass
     return stage
@@ -99,7 +122,9 @@ def _rl(spool: Spool, run: str, job_id: str) -> str:
 
 def _end(spool: Spool, job_id: str) -> None:
     error = JobError(type="rank_crashed", message="rank 0 died", log_tail="Traceback")
-    spool.queue.finish(jobs.claim(spool, job_id), JobResult(state="failed", error=error, finished=time.time()))
+    spool.queue.finish(
+        jobs.claim(spool, job_id), JobResult(state="failed", error=error, finished=time.time())
+    )
 
 
 def _lose(spool: Spool, job_id: str) -> Job:
@@ -107,8 +132,20 @@ def _lose(spool: Spool, job_id: str) -> Job:
     job = jobs.claim(spool, job_id)
     work = spool.paths.work_dir(job_id, job.attempt)
     memory = {"allocated": 10, "reserved": 10}
-    beat = Beat(time=time.time(), phase="data", step=1, steps=2, uuid="cpu", memory=memory, phases={"data": memory})
+    beat = Beat(
+        time=time.time(),
+        phase="data",
+        step=1,
+        steps=2,
+        uuid="cpu",
+        memory=memory,
+        phases={"data": memory},
+    )
     beat_file(work, 0).write_text(beat.model_dump_json())
-    fs.write_json_atomic(error_file(work, 0), JobError(type="rank_error", message="it raised", retriable=True))
-    spool.events.append(job_id, "step", attempt=1, step=1, steps=2, metrics={"loss": 1.0, "tokens": 10})
+    fs.write_json_atomic(
+        error_file(work, 0), JobError(type="rank_error", message="it raised", retriable=True)
+    )
+    spool.events.append(
+        job_id, "step", attempt=1, step=1, steps=2, metrics={"loss": 1.0, "tokens": 10}
+    )
     return job

@@ -22,11 +22,22 @@ from tandem.system import ports
 
 KEY = "bench"
 CONFIG = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": 16,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "vocab_size": 320,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "attention_bias": False, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
 
 
 def request(number: int) -> dict[str, Any]:
@@ -47,10 +58,14 @@ class Controller:
     def __init__(self, root: Path) -> None:
         with ports.reserve() as held:
             self.url = f"http://127.0.0.1:{held.port}"
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")} | {
-                "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "models/tiny", "TANDEM_API_KEY": KEY,
+            environment = {
+                name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")
+            } | {
+                "TANDEM_ROOT": str(root),
+                "TANDEM_BASE_MODEL": "models/tiny",
+                "TANDEM_API_KEY": KEY,
                 "TANDEM_CONTROLLER_PORT": str(held.port),
-            }  # fmt: skip
+            }
         command = [sys.executable, "-m", "tandem.controller"]
         with root.with_suffix(".log").open("wb") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -75,7 +90,7 @@ class Controller:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         return httpx.AsyncClient(
             base_url=self.url, headers=self.headers, limits=limits, timeout=120, trust_env=False
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         self._process.terminate()
@@ -102,14 +117,25 @@ def deployment(options: argparse.Namespace) -> Iterator[tuple[Spool, Controller,
 
 
 def fill(spool: Spool, job: Job, state: JobState, count: int, runs: int) -> None:
-    """`count` copies of `job` in one state, without syncing them; ended ones were submitted every 30 seconds."""
-    result = JobResult(state="succeeded", step=1, finished=time.time()) if state == "succeeded" else None
+    """`count` copies of `job` in one state, without syncing them; ended ones were submitted every
+    30 seconds."""
+    result = (
+        JobResult(state="succeeded", step=1, finished=time.time()) if state == "succeeded" else None
+    )
     for number in range(count):
         job_id, run = f"{state}-{number}", f"run-{number % runs}"
         created = time.time() - (30.0 * (count - number) if result else 0.0)
         data = job.spec.data.model_copy(update={"path": f"jobs/data/{job_id}"})
-        changed = {"id": job_id, "run": run, "base_step": 1 + number // runs, "created": created, "data": data}
-        copy = job.model_copy(update={"spec": job.spec.model_copy(update=changed), "result": result})
+        changed = {
+            "id": job_id,
+            "run": run,
+            "base_step": 1 + number // runs,
+            "created": created,
+            "data": data,
+        }
+        copy = job.model_copy(
+            update={"spec": job.spec.model_copy(update=changed), "result": result}
+        )
         key = copy.key
         file = spool.paths.job_file(state, key)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,16 @@
-"""What exporter and `tandem memory` say of many ranks beside nvidia-smi, and what `kill -9` of one rank leaves.
+"""What exporter and `tandem memory` say of many ranks beside nvidia-smi, and what `kill -9` of one
+rank leaves.
 
-    python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda] [--out DIR]
+    python -m bench.many_ranks [--ranks 4] [--tensor-parallel 2] [--launch fork] [--device cuda]
+    [--out DIR]
 
-Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's layers and a vocabulary
-of bytes. The first job runs to its end: while it trains, each GPU has its own rank's process and no other, the exporter
-names each rank with its GPU and shows that GPU's memory; then `tandem memory` has every rank, and nothing is left.
-The last rank of the second job, which has one attempt, is killed: all GPUs are empty within 30 s (docs/jobs.md). A
-third job succeeds. The exporter's pages stay in DIR. With --device cpu, ranks and processes are checked, memory is not.
+Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's
+layers and a vocabulary of bytes. The first job runs to its end: while it trains, each GPU has its
+own rank's process and no other, the exporter names each rank with its GPU and shows that GPU's
+memory; then `tandem memory` has every rank, and nothing is left. The last rank of the second job,
+which has one attempt, is killed: all GPUs are empty within 30 s (docs/jobs.md). A third job
+succeeds. The exporter's pages stay in DIR. With --device cpu, ranks and processes are checked,
+memory is not.
 """
 
 import argparse
@@ -45,7 +49,8 @@ BOUND = 30.0
 SAME = 64 * 2**20
 """Bytes by which two readings of a GPU may differ."""
 ROUNDS = 12
-"""Looks at a job that trains; one of them has to agree in everything, since memory changes between two readings."""
+"""Looks at a job that trains; one of them has to agree in everything, since memory changes between
+two readings."""
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
@@ -64,7 +69,11 @@ class Gpus:
         """Bytes in use, by UUID."""
         if not self.uuids:
             return {}
-        return {uuid: int(mib) * 2**20 for uuid, mib in nvidia_smi("gpu=uuid,memory.used") if uuid in self.uuids}
+        return {
+            uuid: int(mib) * 2**20
+            for uuid, mib in nvidia_smi("gpu=uuid,memory.used")
+            if uuid in self.uuids
+        }
 
     def processes(self) -> dict[str, list[int]]:
         """The processes with a CUDA context, by UUID."""
@@ -84,13 +93,21 @@ class Trainer:
         self.out: Path = options.out
         self.root = options.out / "spool"
         self.environment = os.environ | {
-            "TANDEM_ROOT": str(self.root), "TANDEM_BASE_MODEL": "models/m", "TANDEM_DEVICE": options.device,
-            "TANDEM_TRAINER_RANKS": str(options.ranks), "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
-            "TANDEM_TRAINER_DEVICES": ",".join(map(str, range(options.ranks))) if options.device == "cuda" else "",
-            "TANDEM_LAUNCH": options.launch, "TANDEM_API_KEY": key, "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
-            "TANDEM_CONTROLLER_PORT": str(controller), "TANDEM_METRICS_PORT": str(metrics),
+            "TANDEM_ROOT": str(self.root),
+            "TANDEM_BASE_MODEL": "models/m",
+            "TANDEM_DEVICE": options.device,
+            "TANDEM_TRAINER_RANKS": str(options.ranks),
+            "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
+            "TANDEM_TRAINER_DEVICES": (
+                ",".join(map(str, range(options.ranks))) if options.device == "cuda" else ""
+            ),
+            "TANDEM_LAUNCH": options.launch,
+            "TANDEM_API_KEY": key,
+            "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
+            "TANDEM_CONTROLLER_PORT": str(controller),
+            "TANDEM_METRICS_PORT": str(metrics),
             "PYTHONPATH": f"{source}:{os.environ.get('PYTHONPATH', '')}",
-        }  # fmt: skip
+        }
         self.metrics_url = f"http://127.0.0.1:{metrics}/metrics"
         self.controller_url = f"http://127.0.0.1:{controller}"
         self.client = Tandem(self.controller_url, key)
@@ -98,10 +115,15 @@ class Trainer:
     @contextmanager
     def running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, *command in (("controller", "controller"), ("trainer", "up", "--role", "trainer")):
+            for name, *command in (
+                ("controller", "controller"),
+                ("trainer", "up", "--role", "trainer"),
+            ):
                 log = stack.enter_context((self.out / f"{name}.log").open("wb"))
                 run = [sys.executable, "-m", "tandem", *command]
-                stack.callback(_end, subprocess.Popen(run, env=self.environment, stdout=log, stderr=log))
+                stack.callback(
+                    _end, subprocess.Popen(run, env=self.environment, stdout=log, stderr=log)
+                )
             until("the controller is ready", lambda: answers(f"{self.controller_url}/readyz"))
             until("the exporter answers", lambda: answers(self.metrics_url))
             yield
@@ -109,10 +131,13 @@ class Trainer:
     def tandem(self, *arguments: str) -> str:
         variables = self.environment | {"TANDEM_URL": self.controller_url}
         command = [sys.executable, "-m", "tandem", *arguments]
-        return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, check=True
+        ).stdout
 
     def page(self, name: str) -> dict[str, dict[tuple[str, ...], float]]:
-        """What the exporter says now, by metric, then by the values of the labels in their order; kept as a file."""
+        """What the exporter says now, by metric, then by the values of the labels in their order;
+        kept as a file."""
         text = httpx.get(self.metrics_url, timeout=10).raise_for_status().text
         (self.out / f"{name}.prom").write_text(text)
         found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -132,7 +157,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> list[str]:
     """What the exporter, nvidia-smi and the ranks' own pids do not agree in, while a job trains."""
-    before, page, after, of_gpu = gpus.used(), trainer.page(f"training-{number}"), gpus.used(), gpus.processes()
+    before, page, after, of_gpu = (
+        gpus.used(),
+        trainer.page(f"training-{number}"),
+        gpus.used(),
+        gpus.processes(),
+    )
     ranks, found = {str(rank) for rank in range(len(pids))}, []
     for name in ("tandem_rank_up", "tandem_train_rank_step"):
         if {key[0] for key in page.get(name, {})} != ranks:
@@ -141,10 +171,23 @@ def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> l
         if of_gpu[uuid] != [pid]:
             found.append(f"{uuid} has the processes {of_gpu[uuid]} rather than {pid}, its rank's")
         shown = page["tandem_gpu_memory_used_bytes"].get((uuid,), 0.0)
-        if not min(before[uuid], after[uuid]) - SAME <= shown <= max(before[uuid], after[uuid]) + SAME:
-            found.append(f"{uuid}: the exporter shows {shown:.0f}, nvidia-smi {before[uuid]} and {after[uuid]}")
-        reserved = {key: value for key, value in page["tandem_torch_memory_reserved_bytes"].items() if rank in key}
-        if [set(key) for key in reserved] != [{uuid, rank}] or not 0 < max(reserved.values()) < shown + SAME:
+        if (
+            not min(before[uuid], after[uuid]) - SAME
+            <= shown
+            <= max(before[uuid], after[uuid]) + SAME
+        ):
+            found.append(
+                f"{uuid}: the exporter shows {shown:.0f}, nvidia-smi {before[uuid]} and"
+                f" {after[uuid]}"
+            )
+        reserved = {
+            key: value
+            for key, value in page["tandem_torch_memory_reserved_bytes"].items()
+            if rank in key
+        }
+        if [set(key) for key in reserved] != [{uuid, rank}] or not 0 < max(
+            reserved.values()
+        ) < shown + SAME:
             found.append(f"rank {rank} reserves {reserved} of {shown:.0f}")
     return found
 
@@ -163,7 +206,10 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
             break
         time.sleep(0.5)
     agreed = sum(not look for look in looks)
-    print(json.dumps({"looks": len(looks), "agreed": agreed, "last": looks[-1] if looks else None}), flush=True)
+    print(
+        json.dumps({"looks": len(looks), "agreed": agreed, "last": looks[-1] if looks else None}),
+        flush=True,
+    )
     assert agreed, looks
     succeeded(trainer.client, job, 300)
     [attempt] = json.loads(trainer.tandem("memory", job, "--json"))
@@ -172,18 +218,28 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     assert [int(rank) for rank in attempt["ranks"]] == list(range(len(pids))), attempt
     phases = {rank: set(memory["phases"]) for rank, memory in attempt["ranks"].items()}
     assert len(set(map(frozenset, phases.values()))) == 1, phases
-    assert {memory["uuid"] for memory in attempt["ranks"].values()} == (set(gpus.uuids) or {"cpu"}), attempt
+    assert {memory["uuid"] for memory in attempt["ranks"].values()} == (
+        set(gpus.uuids) or {"cpu"}
+    ), attempt
     assert set(attempt["left"]) == set(gpus.uuids), attempt
     assert set(attempt["left"].values()) <= {0}, attempt
     assert gpus.used() == empty, f"{empty} before the job, {gpus.used()} after it"
     peaks = [
-        max(kinds["device_used"] for kinds in rank["phases"].values()) / 2**30 for rank in attempt["ranks"].values()
+        max(kinds["device_used"] for kinds in rank["phases"].values()) / 2**30
+        for rank in attempt["ranks"].values()
     ]
-    return {"ranks": len(pids), "looks": len(looks), "agreed": agreed, "GiB most": max(peaks), "GiB least": min(peaks)}
+    return {
+        "ranks": len(pids),
+        "looks": len(looks),
+        "agreed": agreed,
+        "GiB most": max(peaks),
+        "GiB least": min(peaks),
+    }
 
 
 def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
-    """`kill -9` of the last rank in the middle of a job: seconds until all ranks have ended and the GPUs are empty."""
+    """`kill -9` of the last rank in the middle of a job: seconds until all ranks have ended and the
+    GPUs are empty."""
     empty = gpus.used()
     job = train(trainer.client, RUN, epochs, learning_rate=1e-4, max_attempts=1)
     seen(trainer.client, job, "step", 300)
@@ -206,7 +262,12 @@ def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
         assert page["tandem_job_gpu_left_bytes"][uuid,] == 0, page["tandem_job_gpu_left_bytes"]
     failed = sum(page["tandem_job_attempts_failed_total"].values())
     succeeded(trainer.client, train(trainer.client, RUN, 2, learning_rate=1e-4), 300)
-    return {"ranks ended": ended, "GPUs empty": seconds, "error": status.error.type, "failed attempts shown": failed}
+    return {
+        "ranks ended": ended,
+        "GPUs empty": seconds,
+        "error": status.error.type,
+        "failed attempts shown": failed,
+    }
 
 
 def started(client: Tandem, job: str) -> Event:
@@ -214,7 +275,9 @@ def started(client: Tandem, job: str) -> Event:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--launch", choices=["torchrun", "fork", "resident"], default="fork")
@@ -222,19 +285,34 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100, help="of each job, a step each")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # so that nothing goes on
+    # So that nothing goes on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)
-    large = {"hidden_size": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_size": 3072}
+    large = {
+        "hidden_size": 1024,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn_size": 3072,
+    }
     model = options.out / "spool" / "models" / "m"
-    tiny_model.write_tiny_qwen3(model, **large if options.device == "cuda" else {"kv_heads": 4})  # type: ignore[arg-type]
+    shape = large if options.device == "cuda" else {"kv_heads": 4}
+    tiny_model.write_tiny_qwen3(model, **shape)  # type: ignore[arg-type]
     gpus, trainer = Gpus(options.ranks, options.device), Trainer(options)
     empty = gpus.used()
     try:
         with trainer.running():
             trainer.client.create_run(RUN, lora={"rank": 16, "alpha": 32})
-            row = {"device": options.device, "TP": options.tensor_parallel, "launch": options.launch}
-            row |= watched_job(trainer, gpus, options.epochs) | killed_job(trainer, gpus, options.epochs)
+            row = {
+                "device": options.device,
+                "TP": options.tensor_parallel,
+                "launch": options.launch,
+            }
+            row |= watched_job(trainer, gpus, options.epochs) | killed_job(
+                trainer, gpus, options.epochs
+            )
     finally:
         processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(trainer.root)), timeout=10)
     assert gpus.used() == empty, f"{empty} before, {gpus.used()} after the end"

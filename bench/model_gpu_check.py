@@ -1,8 +1,11 @@
-"""Does the model compute on a GPU what it computes on the CPU, and how fast? Needs the trainer's packages and one GPU.
+"""Does the model compute on a GPU what it computes on the CPU, and how fast? Needs the trainer's
+packages and one GPU.
 
-    python bench/model_gpu_check.py            # parity: CPU fp32 against CUDA fp32 and bf16, both attention kernels
+    python bench/model_gpu_check.py            # parity: CPU fp32 against CUDA fp32 and bf16, both
+                                               attention kernels
     python bench/model_gpu_check.py --speed    # and forward and backward of an 8 B model's shape
-    python bench/model_gpu_check.py --experts  # the same of a mixture of experts; --speed: 8 layers of Qwen3-30B-A3B's
+    python bench/model_gpu_check.py --experts  # the same of a mixture of experts; --speed: 8 layers
+                                               of Qwen3-30B-A3B's
 
 A process runs on one device for its whole life, so the CPU's side runs in a process of its own.
 """
@@ -31,24 +34,51 @@ from tandem.model.weights.base_weights import load_weights
 from tandem.spool.schema import LoraShape
 
 SMALL = {
-    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64,
-    "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 5000, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 5000,
+    "max_position_embeddings": 4096,
+}
 QWEN3_8B = {
-    "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
-    "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
     "rope_theta": 1e6,
-}  # fmt: skip
+}
 QWEN3_30B_A3B_8L = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128,
-    "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
-    "rope_theta": 1e6, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
     "norm_topk_prob": True,
-}  # fmt: skip
+}
 SMALL_EXPERTS = SMALL | {
-    "model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 256,
+    "model_type": "qwen3_moe",
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
     "norm_topk_prob": True,
-}  # fmt: skip
+}
 LORA = LoraShape(rank=16, alpha=32.0)
 
 
@@ -62,9 +92,13 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
         return 1 + 0.1 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
 
     (directory / "config.json").write_text(json.dumps(config))
-    weights = {name: random(shape) for rule in weight_rules(arch) for name, shape in rule.sources.items()}
+    weights = {
+        name: random(shape) for rule in weight_rules(arch) for name, shape in rule.sources.items()
+    }
     save_file(weights, directory / "model.safetensors")
-    save_file({n: random(s) for n, s in adapter_shapes(arch, LORA).items()}, directory / WEIGHTS_FILE)
+    save_file(
+        {n: random(s) for n, s in adapter_shapes(arch, LORA).items()}, directory / WEIGHTS_FILE
+    )
     write_adapter_config(directory, LORA, "random")
 
 
@@ -76,7 +110,9 @@ def random_row(length: int, used: int, vocabulary: int) -> RowTensors:
 
     def grow(start: int, stop: int, depth: int, above: int) -> None:
         while start < stop:
-            size = int(torch.randint((stop - start + 2) // 3, stop - start + 1, (), generator=generator))
+            size = int(
+                torch.randint((stop - start + 2) // 3, stop - start + 1, (), generator=generator)
+            )
             segment = size if depth == 3 else (size + 3) // 4
             inner = slice(start, start + segment)
             base = 0 if above < 0 else int(positions[above]) + 1
@@ -92,7 +128,9 @@ def random_row(length: int, used: int, vocabulary: int) -> RowTensors:
 
 
 def moved(row: RowTensors, where: torch.device) -> RowTensors:
-    return RowTensors(**{name: tensor.to(where) for name, tensor in vars(row).items() if tensor is not None})
+    return RowTensors(
+        **{name: tensor.to(where) for name, tensor in vars(row).items() if tensor is not None}
+    )
 
 
 def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
@@ -100,7 +138,10 @@ def evaluate(policy: Policy, row: RowTensors) -> dict[str, torch.Tensor]:
     outputs = policy(row)
     weights = torch.linspace(-1, 1, len(outputs.logprobs), device=outputs.logprobs.device)
     ((outputs.logprobs * weights + 0.1 * outputs.entropy).mean()).backward()
-    result = {"logprobs": outputs.logprobs.detach().cpu(), "entropy": outputs.entropy.detach().cpu()}
+    result = {
+        "logprobs": outputs.logprobs.detach().cpu(),
+        "entropy": outputs.entropy.detach().cpu(),
+    }
     for name, parameter in policy.lora_parameters().items():
         assert parameter.grad is not None, f"{name} has no gradient"
         result[name], parameter.grad = parameter.grad.float().cpu(), None
@@ -121,7 +162,10 @@ def parity(directory: Path) -> bool:
     good = True
     # In bf16 some tokens go to other experts than in fp32.
     bf16 = (0.2, 0.6) if arch.moe else (0.05, 0.15)
-    for dtype, (log_prob_bound, gradient_bound) in ((torch.float32, (2e-3, 2e-3)), (torch.bfloat16, bf16)):
+    for dtype, (log_prob_bound, gradient_bound) in (
+        (torch.float32, (2e-3, 2e-3)),
+        (torch.bfloat16, bf16),
+    ):
         for recompute in ("none", "full"):
             for kernel in ("sdpa", "flex"):
                 policy = make(directory, arch, dtype=dtype, recompute=recompute)
@@ -129,19 +173,23 @@ def parity(directory: Path) -> bool:
                 actual = evaluate(policy, row)
                 log_prob = (actual["logprobs"] - expected["logprobs"]).abs().mean().item()
                 names = list(policy.lora_parameters())
-                worst = max(((actual[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
+                worst = max(
+                    ((actual[n] - expected[n]).norm() / expected[n].norm()).item() for n in names
+                )
                 fine = log_prob <= log_prob_bound and worst <= gradient_bound
                 good &= fine
                 print(
-                    f"{'ok ' if fine else 'BAD'} {dtype!s:15} recompute={recompute:4} {kernel}: log-probs differ by "
-                    f"{log_prob:.1e} on average, the worst gradient by {worst:.1e} of its norm",
+                    f"{'ok ' if fine else 'BAD'} {dtype!s:15} recompute={recompute:4} {kernel}:"
+                    f" log-probs differ by {log_prob:.1e} on average, the worst gradient by"
+                    f" {worst:.1e} of its norm",
                     flush=True,
                 )
     return good
 
 
 def speed(config: dict[str, Any], slots: int = 8192) -> None:
-    """Seconds and peak bytes of one row of `slots` on a model of that shape with random bf16 weights."""
+    """Seconds and peak bytes of one row of `slots` on a model of that shape with random bf16
+    weights."""
     arch = arch_from_config(config)
     row = moved(random_row(slots, slots, arch.vocab_size), device.device())
     for recompute in ("none", "full"):
@@ -160,9 +208,10 @@ def speed(config: dict[str, Any], slots: int = 8192) -> None:
             device.synchronize()
             seconds = time.perf_counter() - start
             print(
-                f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots, {len(row.item_token)} "
-                f"items, forward {forward:.2f} s, with backward {seconds:.2f} s, {slots / seconds:.0f} slots/s, "
-                f"peak {memory.stats()['allocated_peak'] / 2**30:.1f} GiB",
+                f"recompute={recompute} {'first' if attempt == 0 else 'again'}: {slots} slots,"
+                f" {len(row.item_token)} items, forward {forward:.2f} s, with backward"
+                f" {seconds:.2f} s, {slots / seconds:.0f} slots/s, peak"
+                f" {memory.stats()['allocated_peak'] / 2**30:.1f} GiB",
                 flush=True,
             )
         del policy, outputs
@@ -170,7 +219,9 @@ def speed(config: dict[str, Any], slots: int = 8192) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--cpu-side", type=Path, help=argparse.SUPPRESS)
@@ -184,7 +235,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_model(directory, SMALL_EXPERTS if arguments.experts else SMALL)
-        subprocess.run([sys.executable, "-m", "bench.model_gpu_check", "--cpu-side", name], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "bench.model_gpu_check", "--cpu-side", name], check=True
+        )
         device.activate("cuda")
         parallel.init_parallel()
         good = parity(directory)

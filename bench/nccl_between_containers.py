@@ -1,10 +1,12 @@
-"""Which path NCCL takes between two processes that are kept apart as two containers are, and how fast it is.
+"""Which path NCCL takes between two processes that are kept apart as two containers are, and how
+fast it is.
 
-    python3 bench/nccl_between_containers.py [--out result.json]        (as root, on a machine with two GPUs)
+    python3 bench/nccl_between_containers.py [--out result.json]        (as root, on a machine with
+                                                                        two GPUs)
 
-Each rank gets namespaces of its own (mount with a /dev/shm of its own, IPC, PID, UTS with its own host name, network)
-made by unshare(1), as a container runtime makes them, and broadcasts 2.1 GB. What differs between the cases is what
-they share. A case that can't work within its time says so.
+Each rank gets namespaces of its own (mount with a /dev/shm of its own, IPC, PID, UTS with its own
+host name, network) made by unshare(1), as a container runtime makes them, and broadcasts 2.1 GB.
+What differs between the cases is what they share. A case that can't work within its time says so.
 """
 
 import argparse
@@ -29,17 +31,27 @@ CASES: dict[str, tuple[bool, list[str], dict[str, str]]] = {
     "containers, all GPUs": (True, [*BASE, "ipc", "net", "shm"], {}),
     "containers, all GPUs, NCCL_HOSTID": (True, [*BASE, "ipc", "net", "shm"], SAME_HOST),
     "containers, all GPUs, NCCL_HOSTID, shared IPC": (True, [*BASE, "net"], SAME_HOST),
-    "containers, all GPUs, NCCL_HOSTID, shared IPC, no cuMem":
-        (True, [*BASE, "net"], SAME_HOST | {"NCCL_CUMEM_ENABLE": "0"}),
-    "containers, all GPUs, NCCL_HOSTID, shared IPC, shared host name": (True, ["mount", "pid", "net"], SAME_HOST),
+    "containers, all GPUs, NCCL_HOSTID, shared IPC, no cuMem": (
+        True,
+        [*BASE, "net"],
+        SAME_HOST | {"NCCL_CUMEM_ENABLE": "0"},
+    ),
+    "containers, all GPUs, NCCL_HOSTID, shared IPC, shared host name": (
+        True,
+        ["mount", "pid", "net"],
+        SAME_HOST,
+    ),
     "containers, all GPUs, shared IPC": (True, [*BASE, "net"], {}),
     "containers, own GPU only, NCCL_HOSTID, shared IPC": (False, [*BASE, "net"], SAME_HOST),
-    "containers, own GPU only, NCCL_HOSTID, shared IPC, no P2P":
-        (False, [*BASE, "net"], SAME_HOST | {"NCCL_P2P_DISABLE": "1"}),
+    "containers, own GPU only, NCCL_HOSTID, shared IPC, no P2P": (
+        False,
+        [*BASE, "net"],
+        SAME_HOST | {"NCCL_P2P_DISABLE": "1"},
+    ),
     "containers, all GPUs, NCCL_HOSTID, shared network": (True, [*BASE, "ipc", "shm"], SAME_HOST),
     "containers, all GPUs, NCCL_HOSTID, shared IPC and network": (True, BASE, SAME_HOST),
     "containers, own GPU only, NCCL_HOSTID, shared IPC and network": (False, BASE, SAME_HOST),
-}  # fmt: skip
+}
 
 
 def rank() -> None:
@@ -61,7 +73,9 @@ def rank() -> None:
     dist.destroy_process_group()
 
 
-def start(index: int, visible: bool, own: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start(
+    index: int, visible: bool, own: list[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
     """Rank `index` in its namespaces."""
     net = "net" in own
     setup = ["set -e"]
@@ -77,20 +91,28 @@ def start(index: int, visible: bool, own: list[str], environment: dict[str, str]
     flags = [f"--{name}" for name in ("mount", "pid", "uts", "ipc") if name in own]
     # Without a mount of its own /proc, a PID namespace would see the wrong /proc/self.
     flags += ["--fork", "--mount-proc"] if "pid" in own else []
-    command = ["unshare", *flags, "bash", "-c", "\n".join(setup)] if own else ["bash", "-c", setup[-1]]
+    command = (
+        ["unshare", *flags, "bash", "-c", "\n".join(setup)] if own else ["bash", "-c", setup[-1]]
+    )
     if net:
         command = ["nsenter", f"--net=/var/run/netns/rank{index}", *command]
     variables = os.environ | {
-        "RANK": str(index), "WORLD_SIZE": "2", "MASTER_ADDR": "10.99.0.1" if net else "127.0.0.1",
-        "MASTER_PORT": "29533", "CUDA_VISIBLE_DEVICES": str(index) if visible else "0", "NCCL_DEBUG": "INFO",
-        "NCCL_SOCKET_IFNAME": "veth" if net else "lo", **environment,
-    }  # fmt: skip
+        "RANK": str(index),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.99.0.1" if net else "127.0.0.1",
+        "MASTER_PORT": "29533",
+        "CUDA_VISIBLE_DEVICES": str(index) if visible else "0",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SOCKET_IFNAME": "veth" if net else "lo",
+        **environment,
+    }
     with log.open("wb") as out:
         return subprocess.Popen(command, env=variables, stdout=out, stderr=out)
 
 
 def network() -> None:
-    """Two network namespaces joined by a virtual cable, as a container bridge joins them. Needs pyroute2."""
+    """Two network namespaces joined by a virtual cable, as a container bridge joins them. Needs
+    pyroute2."""
     from pyroute2 import IPRoute, NetNS, netns
 
     for index in (0, 1):
@@ -98,10 +120,15 @@ def network() -> None:
     with IPRoute() as here:
         here.link("add", ifname="veth0", kind="veth", peer={"ifname": "veth1"})
         for index in (0, 1):
-            here.link("set", index=here.link_lookup(ifname=f"veth{index}")[0], net_ns_fd=f"rank{index}")
+            here.link(
+                "set", index=here.link_lookup(ifname=f"veth{index}")[0], net_ns_fd=f"rank{index}"
+            )
     for index in (0, 1):
         with NetNS(f"rank{index}") as there:
-            cable, loopback = there.link_lookup(ifname=f"veth{index}")[0], there.link_lookup(ifname="lo")[0]
+            cable, loopback = (
+                there.link_lookup(ifname=f"veth{index}")[0],
+                there.link_lookup(ifname="lo")[0],
+            )
             there.addr("add", index=cable, address=f"10.99.0.{index + 1}", prefixlen=24)
             there.link("set", index=cable, state="up")
             there.link("set", index=loopback, state="up")

@@ -1,4 +1,5 @@
-"""Writes models of random bf16 weights fast: shapes of tens of gigabytes in seconds, where the volume takes them."""
+"""Writes models of random bf16 weights fast: shapes of tens of gigabytes in seconds, where the
+volume takes them."""
 
 import json
 import os
@@ -19,18 +20,25 @@ THREADS = 16
 
 
 def write_random_model(directory: Path, config: dict[str, Any], device: str) -> Path:
-    """`config.json` and shards, kept where they are there already. Written by another process, so that this one holds
-    no GPU memory."""
+    """`config.json` and shards, kept where they are there already. Written by another process, so
+    that this one holds no GPU memory."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-6} | config))
-        subprocess.run([sys.executable, "-m", "bench.random_model", str(directory), device], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "bench.random_model", str(directory), device], check=True
+        )
     return directory
 
 
 def _write_shards(directory: Path, device: str) -> None:
-    """Each tensor is a stretch of one block of normal noise, scaled by 1 / sqrt(its input features)."""
-    shapes = {name: shape for rule in weight_rules(read_arch(str(directory))) for name, shape in rule.sources.items()}
+    """Each tensor is a stretch of one block of normal noise, scaled by 1 / sqrt(its input
+    features)."""
+    shapes = {
+        name: shape
+        for rule in weight_rules(read_arch(str(directory)))
+        for name, shape in rule.sources.items()
+    }
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():

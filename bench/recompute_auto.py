@@ -1,10 +1,11 @@
-"""Does `TANDEM_RECOMPUTE=auto` find the fastest levels that fit, and never run out of memory where `full` fits?
+"""Does `TANDEM_RECOMPUTE=auto` find the fastest levels that fit, and never run out of memory where
+`full` fits?
 
     python -m bench.recompute_auto [--cases 30] [--seed 0] [--seconds 200]
 
-Each case is a random shape (dense or a mixture of experts), row length, LoRA rank and targets, and a random limit of
-memory: more than `full` needs, up to a little more than `none` needs. `auto` is compared with every fixed number of
-layers that keep everything while the others keep the least.
+Each case is a random shape (dense or a mixture of experts), row length, LoRA rank and targets, and
+a random limit of memory: more than `full` needs, up to a little more than `none` needs. `auto` is
+compared with every fixed number of layers that keep everything while the others keep the least.
 """
 
 import argparse
@@ -53,9 +54,12 @@ def fits(policy: Policy, row: RowTensors, levels: list[Keep]) -> bool:
 
 
 def seconds(policy: Policy, row: RowTensors, candidates: dict[str, list[Keep]]) -> dict[str, float]:
-    """Seconds of a step with each candidate's levels, the best of four turns; none of those that run out of memory.
-    After the first turn only `auto` and those within 15 % of the fastest are timed."""
-    times: dict[str, list[float]] = {name: [] for name, levels in candidates.items() if fits(policy, row, levels)}
+    """Seconds of a step with each candidate's levels, the best of four turns; none of those that
+    run out of memory. After the first turn only `auto` and those within 15 % of the fastest are
+    timed."""
+    times: dict[str, list[float]] = {
+        name: [] for name, levels in candidates.items() if fits(policy, row, levels)
+    }
     for turn in range(4):
         fastest = min((min(of) for of in times.values() if of), default=0.0)
         for name in list(times):
@@ -72,7 +76,8 @@ def seconds(policy: Policy, row: RowTensors, candidates: dict[str, list[Keep]]) 
 
 
 def steps_seconds(policy: Policy, row: RowTensors) -> float:
-    """Mean seconds of a step, over at least TIMED_SECONDS: the host paces small models, and it varies."""
+    """Mean seconds of a step, over at least TIMED_SECONDS: the host paces small models, and it
+    varies."""
     device.synchronize()
     begin, count = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - begin) < TIMED_SECONDS:
@@ -106,8 +111,8 @@ def mixed(everything: int, count: int) -> list[Keep]:
 
 
 def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
-    """What a job's second step runs with, and how often it ran out of memory until then (`Training._gradients`). Raises
-    OutOfMemoryError where a job ends so."""
+    """What a job's second step runs with, and how often it ran out of memory until then
+    (`Training._gradients`). Raises OutOfMemoryError where a job ends so."""
     recompute.fit(policy, row)
     lowered = 0
     while True:
@@ -125,19 +130,34 @@ def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
 def case(draw: random.Random) -> dict[str, object]:
     hidden, heads, keys, size, ffn = draw.choice(SHAPES)
     config = {
-        "model_type": "qwen3", "num_hidden_layers": draw.choice([4, 6]), "hidden_size": hidden,
-        "num_attention_heads": heads, "head_dim": size, "num_key_value_heads": keys, "intermediate_size": ffn,
-        "vocab_size": draw.choice([32000, 151936]), "max_position_embeddings": 40960,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "num_hidden_layers": draw.choice([4, 6]),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "head_dim": size,
+        "num_key_value_heads": keys,
+        "intermediate_size": ffn,
+        "vocab_size": draw.choice([32000, 151936]),
+        "max_position_embeddings": 40960,
+    }
     targets = draw.choice(
-        [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")]
+        [
+            ("q_proj", "v_proj"),
+            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        ]
     )
     if hidden == 2048 and draw.random() < 0.5:
-        config |= {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768,
-                   "norm_topk_prob": True}  # fmt: skip
+        config |= {
+            "model_type": "qwen3_moe",
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        }
     arch, length = arch_from_config(config), draw.choice(ROWS)
     gc.collect()
-    limited(1000)  # this empties caches too: else the model would lie in parts of the last case's memory
+    # This empties caches too: else the model would lie in parts of the last case's memory.
+    limited(1000)
     lora = LoraShape(rank=draw.choice([8, 16, 64]), targets=targets)
     policy = build_policy(arch, lora, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -145,7 +165,9 @@ def case(draw: random.Random) -> dict[str, object]:
             parameter.normal_(0.0, 0.02)
     slots = torch.arange(length)
     row = moved(
-        RowTensors(slots % arch.vocab_size, slots, torch.full_like(slots, length), slots[:-1], slots[1:]),
+        RowTensors(
+            slots % arch.vocab_size, slots, torch.full_like(slots, length), slots[:-1], slots[1:]
+        ),
         device.device(),
     )
     count, needs = len(policy.gpt.decoder.layers), {}
@@ -166,24 +188,44 @@ def case(draw: random.Random) -> dict[str, object]:
     with suppress(torch.OutOfMemoryError):
         levels, lowered = chosen_levels(policy, row)
     clear(policy)
-    fixed = [name for name, of in candidates.items() if of == levels]  # where `auto` chose the same, it is timed once
-    times = seconds(policy, row, candidates if fixed or not levels else candidates | {"auto": levels})
-    best, best_name = min(((of, name) for name, of in times.items() if name != "auto"), default=(float("nan"), ""))
+    # Where `auto` chose the same, it is timed once.
+    fixed = [name for name, of in candidates.items() if of == levels]
+    times = seconds(
+        policy, row, candidates if fixed or not levels else candidates | {"auto": levels}
+    )
+    best, best_name = min(
+        ((of, name) for name, of in times.items() if name != "auto"), default=(float("nan"), "")
+    )
     auto = times.get(fixed[0] if fixed else "auto", float("nan"))
     return {
-        "model": config["model_type"], "hidden": hidden, "layers": count, "row": length, "rank": lora.rank,
-        "targets": len(targets), "full GiB": needs["full"], "none GiB": needs["none"], "limit GiB": limit,
-        "keep all": sum(level is Keep.ALL for level in levels), "lowered": lowered,
-        "out of memory": math.isnan(auto), "auto s": auto, "best fixed s": best, "best keeps all": best_name,
+        "model": config["model_type"],
+        "hidden": hidden,
+        "layers": count,
+        "row": length,
+        "rank": lora.rank,
+        "targets": len(targets),
+        "full GiB": needs["full"],
+        "none GiB": needs["none"],
+        "limit GiB": limit,
+        "keep all": sum(level is Keep.ALL for level in levels),
+        "lowered": lowered,
+        "out of memory": math.isnan(auto),
+        "auto s": auto,
+        "best fixed s": best,
+        "best keeps all": best_name,
         "auto / best": auto / best,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins after that")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no case begins after that"
+    )
     arguments = parser.parse_args()
     device.activate("cuda")
     parallel.init_parallel()

@@ -20,7 +20,9 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
     for key in rows[0]:
         table.add_column(key, justify="right")
     for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     # A table that is too wide for where it is printed loses its columns there, not here.
     Console(width=None if sys.stdout.isatty() else 40 + 14 * len(rows[0])).print(table)
     RESULTS.mkdir(exist_ok=True)
@@ -29,4 +31,6 @@ def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps({"title": title, **machine, "rows": rows}, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"title": title, **machine, "rows": rows}, indent=2) + "\n"
+    )

@@ -1,13 +1,16 @@
-"""What exit-after-job costs: the same jobs through the runner under each way to start ranks, on GPUs.
+"""What exit-after-job costs: the same jobs through the runner under each way to start ranks, on
+GPUs.
 
     python -m bench.restart [--shape qwen3-8b] [--jobs 4] [--ways torchrun fork resident]
-                            [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out DIR]
+                            [--ranks 1] [--tensor-parallel 1] [--gpus 0 1 2] [--side-by-side] [--out
+                            DIR]
 
-The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16; each job is two
-optimizer steps of SFT. Times are those of the job's own events; `left` is what nvidia-smi shows between two jobs. After
-each job the memory of everything that stays is read too, so that growth shows: `--jobs 20`. Needs as many GPUs as
-ranks, or as many for each way with --side-by-side, which runs them all at once; with --device cpu and the shape `tiny`
-or `tiny-moe` it shows that it runs.
+The base model has random weights of the shape named (made here, once), the run a LoRA of rank 16;
+each job is two optimizer steps of SFT. Times are those of the job's own events; `left` is what
+nvidia-smi shows between two jobs. After each job the memory of everything that stays is read too,
+so that growth shows: `--jobs 20`. Needs as many GPUs as ranks, or as many for each way with
+--side-by-side, which runs them all at once; with --device cpu and the shape `tiny` or `tiny-moe` it
+shows that it runs.
 """
 
 import argparse
@@ -37,33 +40,73 @@ from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool import Spool
-from tandem.spool.schema import LORA_TARGETS, TERMINAL, JobState, LoraShape, OptimizerSettings, RunSpec, SFTJob
+from tandem.spool.schema import (
+    LORA_TARGETS,
+    TERMINAL,
+    JobState,
+    LoraShape,
+    OptimizerSettings,
+    RunSpec,
+    SFTJob,
+)
 from tandem.system import processes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 WAYS = ("torchrun", "fork", "resident")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
-        "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128,
-        "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
         "rope_theta": 1e6,
     },
     "qwen3-30b-a3b-8l": {
-        "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 32,
-        "head_dim": 128, "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rope_theta": 1e6, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
     },
     "tiny-moe": {
-        "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32,
-        "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096,
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
     },
     "tiny": {
-        "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32,
-        "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 4096,
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
     },
-}  # fmt: skip
+}
 ROW_LENGTH = {"tiny": 256}  # slots of a packed row, by shape
 LONG_ROW = 4096  # of the others
 
@@ -79,7 +122,8 @@ shards, shard, size = [], {}, 0
 for rule in weight_rules(read_arch(str(directory))):
     for name, shape in rule.sources.items():
         noise = torch.randn(shape, generator=generator, device=where)
-        weight = (1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5).to(torch.bfloat16).cpu()
+        scaled = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+        weight = scaled.to(torch.bfloat16).cpu()
         if size + weight.nbytes > 4 * 2**30:
             shards.append(shard)
             shard, size = {}, 0
@@ -99,7 +143,11 @@ def make_model(directory: Path, shape: str, device: str) -> Path:
     """config.json and random bf16 shards; kept where they are there already."""
     if not (directory / "model.safetensors.index.json").exists():
         directory.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6} | SHAPES[shape]
+        config = {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "rms_norm_eps": 1e-6,
+        } | SHAPES[shape]
         (directory / "config.json").write_text(json.dumps(config))
         subprocess.run([sys.executable, "-c", _MAKE_MODEL, str(directory), device], check=True)
     return directory
@@ -111,31 +159,49 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
     length = row // 4
     half = length // 2
     examples = [
-        SFTExample(token_ids=rng.integers(0, vocabulary, length).tolist(), trainable=[False] * half + [True] * half)
+        SFTExample(
+            token_ids=rng.integers(0, vocabulary, length).tolist(),
+            trainable=[False] * half + [True] * half,
+        )
         for _ in range(16)
     ]
 
     def make(name: str, base: int, staged: Path) -> SFTJob:
         data = prepare_sft(
-            examples, tokenizer_path="", vocab_size=vocabulary,
-            packing=PackingSettings(sequence_length=row), out=staged,
-        )  # fmt: skip
+            examples,
+            tokenizer_path="",
+            vocab_size=vocabulary,
+            packing=PackingSettings(sequence_length=row),
+            out=staged,
+        )
         return SFTJob(
-            id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
-            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=2), max_attempts=1,
-        )  # fmt: skip
+            id=name,
+            run="bench",
+            base_step=base,
+            created=time.time(),
+            fingerprint=name,
+            data=data,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=2),
+            max_attempts=1,
+        )
 
     spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
 
 
 @contextlib.contextmanager
 def sampled_memory(out: Path, device: str) -> Iterator[None]:
-    """Used MiB of every GPU with the time, every second, as lines of `out`. Not more often: what starts CUDA or
-    allocates meanwhile waits for the driver to answer."""
+    """Used MiB of every GPU with the time, every second, as lines of `out`. Not more often: what
+    starts CUDA or allocates meanwhile waits for the driver to answer."""
     if device != "cuda":
         yield
         return
-    command = ["nvidia-smi", "--query-gpu=timestamp,index,memory.used", "--format=csv,noheader,nounits", "-lms", "1000"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=timestamp,index,memory.used",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "1000",
+    ]
     with out.open("w") as file, subprocess.Popen(command, stdout=file) as sampler:
         try:
             yield
@@ -144,23 +210,37 @@ def sampled_memory(out: Path, device: str) -> Iterator[None]:
 
 
 def measure(
-    way: str, root: Path, model: Path, gpus: list[int], options: argparse.Namespace, entry: str = DEFAULT_ENTRY
+    way: str,
+    root: Path,
+    model: Path,
+    gpus: list[int],
+    options: argparse.Namespace,
+    entry: str = DEFAULT_ENTRY,
 ) -> dict[str, Any]:
-    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of each job's adapter."""
+    """All jobs in a row in one way: one dict of seconds per job, the losses, and a digest of each
+    job's adapter."""
     spool, arch = Spool.create(root), read_arch(str(model))
     # Of a mixture of experts, attention alone, as the controller would have it.
-    targets = [t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS]
+    targets = [
+        t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS
+    ]
     lora = LoraShape(rank=16, alpha=32, targets=tuple(targets))
     spec = RunSpec(name="bench", base_model=str(model), lora=lora, created=time.time())
-    spool.runs.create(spec, lambda out: write_identity_adapter(out, arch, lora, base_model=spec.base_model, seed=0))
+    spool.runs.create(
+        spec,
+        lambda out: write_identity_adapter(out, arch, lora, base_model=spec.base_model, seed=0),
+    )
     environment = os.environ | {
-        "TANDEM_ROOT": str(root), "TANDEM_DEVICE": options.device, "TANDEM_LAUNCH": way,
-        "TANDEM_TRAINER_RANKS": str(options.ranks), "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
+        "TANDEM_ROOT": str(root),
+        "TANDEM_DEVICE": options.device,
+        "TANDEM_LAUNCH": way,
+        "TANDEM_TRAINER_RANKS": str(options.ranks),
+        "TANDEM_TENSOR_PARALLEL": str(options.tensor_parallel),
         "TANDEM_TRAINER_DEVICES": ",".join(map(str, gpus)) if options.device == "cuda" else "",
         # As in the images: on the volume, so that a second job compiles nothing.
         "TORCHINDUCTOR_CACHE_DIR": str(options.out / f"inductor.{way}"),
         "TRITON_CACHE_DIR": str(options.out / f"triton.{way}"),
-    }  # fmt: skip
+    }
     # In the images everything is compiled.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log = options.out / f"runner.{way}.log"
@@ -169,12 +249,18 @@ def measure(
         command = [sys.executable, "-m", "tandem.trainer.runner", entry]
         runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
-            time.sleep(3 if way == "torchrun" else 12)  # the others have their imports ahead of the first job
+            # The others have their imports ahead of the first job.
+            time.sleep(3 if way == "torchrun" else 12)
             for number in range(options.jobs):
-                submit(spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
+                submit(
+                    spool, f"job-{number}", arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW)
+                )
                 wait(spool, f"job-{number}", log)
-                stays.append({"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid))
-                told = parts(list(spool.events.read(f"job-{number}")))  # now, in case the end is never seen
+                stays.append(
+                    {"device MiB": max(used(gpus, options.device))} | host_memory(runner.pid)
+                )
+                # Now, in case the end is never seen.
+                told = parts(list(spool.events.read(f"job-{number}")))
                 print(json.dumps({"way": way, "job": number, **told, **stays[-1]}), flush=True)
                 if time.monotonic() > options.end:
                     break
@@ -186,7 +272,9 @@ def measure(
         events = list(spool.events.read(f"job-{number}"))
         rows.append(parts(events))
         losses.append([event.data["metrics"]["loss"] for event in events if event.type == "step"])
-        (options.out / f"events.{way}.{number}.jsonl").write_text("\n".join(e.model_dump_json() for e in events))
+        (options.out / f"events.{way}.{number}.jsonl").write_text(
+            "\n".join(e.model_dump_json() for e in events)
+        )
         digests.append(next(event.data["sha256"] for event in events if event.type == "checkpoint"))
     return {"rows": rows, "stays": stays, "losses": losses, "digests": digests}
 
@@ -210,21 +298,31 @@ def used(gpus: list[int], device: str) -> list[int]:
 
 
 def host_memory(runner: int) -> dict[str, float]:
-    """MiB of host memory of the runner and all that descends from it (but for files, which others read too) and of
-    /dev/shm, and their open files."""
+    """MiB of host memory of the runner and all that descends from it (but for files, which others
+    read too) and of /dev/shm, and their open files."""
     members = [runner, *(process.pid for process in processes.descendants(runner))]
     pss, files = 0, 0
     for pid in members:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            pss += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+            pss += sum(
+                int(line.split()[1])
+                for line in lines
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+            )
             files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
     shm = sum(path.stat().st_size for path in Path("/dev/shm").rglob("*") if path.is_file())
-    return {"processes": len(members), "host MiB": pss / 1024, "shm MiB": shm / 2**20, "open files": files}
+    return {
+        "processes": len(members),
+        "host MiB": pss / 1024,
+        "shm MiB": shm / 2**20,
+        "open files": files,
+    }
 
 
 def growth(stays: list[dict[str, float]]) -> dict[str, float]:
-    """What stays after the last job, and how much more that is than after the second: the first may fill caches."""
+    """What stays after the last job, and how much more that is than after the second: the first may
+    fill caches."""
     first, last = stays[min(1, len(stays) - 1)], stays[-1]
     found = {"left MiB": max(each["device MiB"] for each in stays)}
     for name in ("device MiB", "host MiB", "shm MiB", "open files"):
@@ -240,7 +338,10 @@ def parts(events: list[Any]) -> dict[str, float]:
     return {
         "to first step": at["loaded"] - at["claimed"],
         "to process group": at["started"] - at["claimed"],
-        **{name: loaded.get(name, 0.0) for name in ("build", "rehearsal", "state", "base_weights", "probe")},
+        **{
+            name: loaded.get(name, 0.0)
+            for name in ("build", "rehearsal", "state", "base_weights", "probe")
+        },
         "steps": last_step - at["loaded"],
         "last step to 0 MiB": at["released"] - last_step,
         "checkpoint": at.get("checkpoint", math.nan) - last_step,
@@ -249,8 +350,11 @@ def parts(events: list[Any]) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Every way, the same jobs; losses and adapters must be the same. `arguments`: those of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Every way, the same jobs; losses and adapters must be the same. `arguments`: those of the
+    command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--jobs", type=int, default=4)
@@ -258,9 +362,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-lora", action="store_true", help="adapters on experts too")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--gpus", nargs="+", type=int, default=None, help="indices; by default the first ones")
-    parser.add_argument("--side-by-side", action="store_true", help="all ways at once, each on its own GPUs")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no job of a way is begun after that")
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, default=None, help="indices; by default the first ones"
+    )
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="all ways at once, each on its own GPUs"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no job of a way is begun after that"
+    )
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     kept = options.out is not None
@@ -289,7 +399,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append({"way": way, "jobs": len(jobs)} | medians | first | growth(found[way]["stays"]))
         print(json.dumps({"way": way, **found[way]}), flush=True)
     name = f"restart-{options.shape}-{options.ranks}x{options.tensor_parallel}"
-    title = f"{options.shape}, {options.ranks} ranks, TP {options.tensor_parallel}: seconds (medians after the 1st job)"
+    title = (
+        f"{options.shape}, {options.ranks} ranks, TP {options.tensor_parallel}: seconds (medians"
+        " after the 1st job)"
+    )
     report(name, title, rows)
     common = min(len(way["rows"]) for way in found.values())
     for what in ("losses", "digests"):

@@ -1,12 +1,16 @@
-"""Where the time of a job's start goes: what each part of a rank's work took, from the claim to the first step.
+"""Where the time of a job's start goes: what each part of a rank's work took, from the claim to the
+first step.
 
-    python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out DIR] [--samples]
+    python -m bench.start_profile [--shape qwen3-8b] [--way fork] [--jobs 3] [--device cuda] [--out
+    DIR] [--samples]
                                   [--ranks 1] [--tensor-parallel 1]
-                                  [--do 'import tandem.model.weights.safetensors_reader as r; r.CHUNK_BYTES = 2**23']
+                                  [--do 'import tandem.model.weights.safetensors_reader as r;
+                                  r.CHUNK_BYTES = 2**23']
 
-The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other threads name them.
---do: Python to run in the ranks (or what they are forked from) beforehand, to see what another constant would do. With
---samples the main thread's calls too, as milliseconds that they were seen for; it is looked at about every 2.
+The jobs are `bench.restart`'s; shown is the last. Parts within parts are indented, those of other
+threads name them. --do: Python to run in the ranks (or what they are forked from) beforehand, to
+see what another constant would do. With --samples the main thread's calls too, as milliseconds that
+they were seen for; it is looked at about every 2.
 """
 
 import argparse
@@ -98,7 +102,12 @@ def main(root: Path, job: str, attempt: int) -> int:
         threading.Thread(target=_sample, args=(threading.get_ident(), samples), daemon=True).start()
     status = worker.main(root, job, attempt)
     out.mkdir(parents=True, exist_ok=True)
-    told = {"begin": begin, "marks": _marks, "imported": sorted(sys.modules.keys() - had), "samples": samples}
+    told = {
+        "begin": begin,
+        "marks": _marks,
+        "imported": sorted(sys.modules.keys() - had),
+        "samples": samples,
+    }
     (out / f"{job}.{rank}.json").write_text(json.dumps(told))
     return status
 
@@ -107,7 +116,10 @@ def _sample(thread: int, samples: list[tuple[float, list[str]]]) -> None:
     while True:
         time.sleep(0.002)
         codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
-        stack = [f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}" for code in reversed(codes)]
+        stack = [
+            f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"
+            for code in reversed(codes)
+        ]
         samples.append((time.time(), stack))
 
 
@@ -133,7 +145,9 @@ def show(events: list[dict[str, Any]], told: dict[str, Any]) -> None:
     """The timeline of one job's rank 0, in seconds after its claim."""
     at = {event["type"]: event["time"] for event in reversed(events)}
     claimed = at["claimed"]
-    print(f"{'begin':>7} {'end':>7} {'took':>7}\n{told['begin'] - claimed:7.3f} {'':15} the rank runs")
+    print(
+        f"{'begin':>7} {'end':>7} {'took':>7}\n{told['begin'] - claimed:7.3f} {'':15} the rank runs"
+    )
     open_until: dict[str, list[float]] = {}
     for mark in told["marks"]:
         if mark["begin"] > at["step"]:
@@ -143,17 +157,26 @@ def show(events: list[dict[str, Any]], told: dict[str, Any]) -> None:
             within.pop()
         begin, end = mark["begin"] - claimed, mark["end"] - claimed
         thread = "" if mark["thread"] == "MainThread" else f"  ({mark['thread']})"
-        print(f"{begin:7.3f} {end:7.3f} {end - begin:7.3f} {'  ' * len(within)}{mark['part']}{thread}")
+        print(
+            f"{begin:7.3f} {end:7.3f} {end - begin:7.3f} {'  ' * len(within)}{mark['part']}{thread}"
+        )
         within.append(mark["end"])
     print(f"imported by the rank: {' '.join(told['imported'])}")
     if told["samples"]:
         show_samples(told["samples"], at["loaded"])
-    print("  ".join(f"{name} {at[name] - claimed:.3f}" for name in ("started", "loaded", "step", "checkpoint")))
+    print(
+        "  ".join(
+            f"{name} {at[name] - claimed:.3f}"
+            for name in ("started", "loaded", "step", "checkpoint")
+        )
+    )
 
 
 def drive() -> None:
     """Run the jobs, show the last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(restart.SHAPES), default="qwen3-8b")
     parser.add_argument("--way", choices=["torchrun", "fork"], default="fork")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -162,7 +185,9 @@ def drive() -> None:
     parser.add_argument("--jobs", type=int, default=3)
     parser.add_argument("--samples", action="store_true")
     parser.add_argument("--do", default="", metavar="CODE")
-    parser.add_argument("--out", type=Path, default=None, help="its base model is used again where there is one")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="its base model is used again where there is one"
+    )
     options = parser.parse_args()
     out = options.out or Path(tempfile.mkdtemp(prefix="tandem-start-"))
     model = restart.make_model(out / options.shape, options.shape, options.device)
@@ -172,10 +197,15 @@ def drive() -> None:
     fixed = {"expert_lora": False, "end": float("inf"), "out": out}
     jobs = argparse.Namespace(**vars(options) | fixed)
     spool = Path(tempfile.mkdtemp(prefix="spool-", dir=out))
-    restart.measure(options.way, spool, model, list(range(options.ranks)), jobs, entry="bench.start_profile")
+    restart.measure(
+        options.way, spool, model, list(range(options.ranks)), jobs, entry="bench.start_profile"
+    )
     last = f"job-{options.jobs - 1}"
     lines = (out / f"events.{options.way}.{options.jobs - 1}.jsonl").read_text().splitlines()
-    show([json.loads(line) for line in lines], json.loads((out / "marks" / f"{last}.0.json").read_text()))
+    show(
+        [json.loads(line) for line in lines],
+        json.loads((out / "marks" / f"{last}.0.json").read_text()),
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""vLLM's own transfer of weights by NCCL, as its examples drive it: what `bench.swap` compares with.
+"""vLLM's own transfer of weights by NCCL, as its examples drive it: what `bench.swap` compares
+with.
 
     python -m bench.stock_transfer MODEL URL PORT     (in vLLM 0.26's API; vLLM 0.32 has moved it)
 
-CLEAR_CACHE=true leaves the pause's default: vLLM drops the KV cache, and running requests are computed again.
+CLEAR_CACHE=true leaves the pause's default: vLLM drops the KV cache, and running requests are
+computed again.
 
-The process holds the model's weights on its GPU. For each line of its standard input it pauses vLLM, sends all weights,
-packed, and resumes; it answers with a line of JSON: the seconds of each part and the bytes.
+The process holds the model's weights on its GPU. For each line of its standard input it pauses
+vLLM, sends all weights, packed, and resumes; it answers with a line of JSON: the seconds of each
+part and the bytes.
 """
 
 import contextlib
@@ -30,7 +33,10 @@ def sender(model: Path, url: str, admin: dict[str, str], log: Path, gpu: int) ->
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "ADMIN": json.dumps(admin)}
     command = [sys.executable, "-m", "bench.stock_transfer", str(model), url, port]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with log.open("wb") as errors, subprocess.Popen(command, stderr=errors, env=environment, **pipes) as process:
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(command, stderr=errors, env=environment, **pipes) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
         pipe_in, pipe_out = process.stdin, process.stdout
@@ -63,9 +69,11 @@ def main(model: Path, url: str, port: int) -> None:
     for file in sorted(model.glob("*.safetensors")):
         weights |= load_file(file, device="cuda")
     metadata = {
-        "names": list(weights), "dtype_names": [str(value.dtype).removeprefix("torch.") for value in weights.values()],
-        "shapes": [list(value.shape) for value in weights.values()], "packed": True,
-    }  # fmt: skip
+        "names": list(weights),
+        "dtype_names": [str(value.dtype).removeprefix("torch.") for value in weights.values()],
+        "shapes": [list(value.shape) for value in weights.values()],
+        "packed": True,
+    }
     nbytes = sum(value.nbytes for value in weights.values())
     with httpx.Client(base_url=url, headers=json.loads(os.environ["ADMIN"]), timeout=300) as client:
 
@@ -73,7 +81,12 @@ def main(model: Path, url: str, port: int) -> None:
             client.post(path, json=body).raise_for_status()
 
         with ThreadPoolExecutor(1) as pool:
-            meeting = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+            meeting = {
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "rank_offset": 1,
+                "world_size": 2,
+            }
             joined = pool.submit(call, "/init_weight_transfer_engine", init_info=meeting)
             group = NCCLWeightTransferEngine.trainer_init(meeting)
             joined.result()
@@ -84,14 +97,21 @@ def main(model: Path, url: str, port: int) -> None:
                 call("/start_weight_update")
                 paused = time.monotonic()
                 received = pool.submit(call, "/update_weights", update_info=metadata)
-                NCCLWeightTransferEngine.trainer_send_weights(iter(weights.items()), {"group": group, "packed": True})
+                NCCLWeightTransferEngine.trainer_send_weights(
+                    iter(weights.items()), {"group": group, "packed": True}
+                )
                 torch.cuda.synchronize()
                 received.result()
                 sent = time.monotonic()
                 call("/finish_weight_update")
                 call("/resume")
                 end = time.monotonic()
-                told = {"pause": paused - begin, "transfer": sent - paused, "finish": end - sent, "bytes": nbytes}
+                told = {
+                    "pause": paused - begin,
+                    "transfer": sent - paused,
+                    "finish": end - sent,
+                    "bytes": nbytes,
+                }
                 print(json.dumps({**told, "served": end - begin}), flush=True)
 
 

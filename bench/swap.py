@@ -1,18 +1,21 @@
-"""What a new checkpoint costs those who sample: the stall of running requests, and the time until it is served.
+"""What a new checkpoint costs those who sample: the stall of running requests, and the time until
+it is served.
 
-    python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests 64] [--swaps 8]
+    python -m bench.swap [--shape qwen3-8b] [--ways merge-device nccl-device adapter] [--requests
+    64] [--swaps 8]
                          [--gpus 0] [--trainer-gpus 1] [--publications 500]
 
-vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a mixture
-attention's) have random weights. `--requests` streams run all the time. A checkpoint is committed, and Tandem's
-publisher copies, loads, verifies and announces it. The stall of a swap is the longest gap between two tokens of a
-running request around it, less the median gap. With nccl, ipc and volume the ranks of a trainer send or write whole
-weights (they don't train: they have the random adapters); `sent` is how long that takes, `sending` without the time to
-connect. These three ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. vLLM and the trainer each
-have as many tensor-parallel ranks as GPUs. Then `--many` requests, which are not streamed, measure the throughput with
-the newest checkpoint, from the start of the first to the end of the last. The probe is made of vLLM's own log-probs.
-`--publications`: so many more checkpoints follow one another while nobody samples, and the memory of vLLM's processes
-is read now and then.
+vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a
+mixture attention's) have random weights. `--requests` streams run all the time. A checkpoint is
+committed, and Tandem's publisher copies, loads, verifies and announces it. The stall of a swap is
+the longest gap between two tokens of a running request around it, less the median gap. With nccl,
+ipc and volume the ranks of a trainer send or write whole weights (they don't train: they have the
+random adapters); `sent` is how long that takes, `sending` without the time to connect. These three
+ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. vLLM and the trainer each
+have as many tensor-parallel ranks as GPUs. Then `--many` requests, which are not streamed, measure
+the throughput with the newest checkpoint, from the start of the first to the end of the last. The
+probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints follow one another
+while nobody samples, and the memory of vLLM's processes is read now and then.
 """
 
 import argparse
@@ -62,8 +65,9 @@ from whole_weights_sender import Senders
 WHOLE = ("nccl", "ipc", "volume")
 """Ways in which whole weights travel."""
 WAYS = (
-    "adapter", *(f"{way}-{copy}" for way in ("merge", *WHOLE, "stock") for copy in ("device", "host", "auto")),
-)  # fmt: skip
+    "adapter",
+    *(f"{way}-{copy}" for way in ("merge", *WHOLE, "stock") for copy in ("device", "host", "auto")),
+)
 GROUP = 8
 """Requests of the throughput that share a prompt."""
 PROMPTS = [list(range(100, 164)), list(range(400, 448))]
@@ -71,8 +75,8 @@ PROMPTS = [list(range(100, 164)), list(range(400, 448))]
 
 @dataclass
 class Server:
-    """A vLLM that runs, the settings that it runs with, and a publisher that has seen it start: another one would
-    flush the prefix cache for each adapter (before vLLM 0.32)."""
+    """A vLLM that runs, the settings that it runs with, and a publisher that has seen it start:
+    another one would flush the prefix cache for each adapter (before vLLM 0.32)."""
 
     settings: Settings
     variables: dict[str, str]
@@ -81,23 +85,34 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(name: str, transport: str, copy: str, model: Path, options: argparse.Namespace) -> Iterator[Server]:
-    """vLLM as the settings describe it; its log is <logs>/vllm.<name>.log. `copy`: where the second copy is; empty: it
-    serves adapters."""
+def server(
+    name: str, transport: str, copy: str, model: Path, options: argparse.Namespace
+) -> Iterator[Server]:
+    """vLLM as the settings describe it; its log is <logs>/vllm.<name>.log. `copy`: where the second
+    copy is; empty: it serves adapters."""
     with ports.reserve() as reserved:
         port = str(reserved.port)
     variables = {
-        "ROOT": str(options.out / f"spool.{name}"), "BASE_MODEL": str(model), "DEVICE": options.device,
+        "ROOT": str(options.out / f"spool.{name}"),
+        "BASE_MODEL": str(model),
+        "DEVICE": options.device,
         "INFERENCE_DEVICES": ",".join(map(str, options.gpus)) if options.device == "cuda" else "",
         "INFERENCE_TENSOR_PARALLEL": str(len(options.gpus)),
-        "WEIGHTS": "merged" if copy else "adapter", "TRANSPORT": transport if copy else "auto",
-        "SECOND_COPY": copy or "auto", "INFERENCE_PORT": port,
-        "API_KEY": secrets.token_hex(8), "ADMIN_TOKEN": secrets.token_hex(8),
-        "MAX_MODEL_LEN": str(options.prompt + options.tokens + 64), "MAX_LORA_RANK": "16",
+        "WEIGHTS": "merged" if copy else "adapter",
+        "TRANSPORT": transport if copy else "auto",
+        "SECOND_COPY": copy or "auto",
+        "INFERENCE_PORT": port,
+        "API_KEY": secrets.token_hex(8),
+        "ADMIN_TOKEN": secrets.token_hex(8),
+        "MAX_MODEL_LEN": str(options.prompt + options.tokens + 64),
+        "MAX_LORA_RANK": "16",
         "GPU_MEMORY_UTILIZATION": str(options.utilization),
-        "ENFORCE_EAGER": str(int(options.enforce_eager)), "DTYPE": options.dtype,
-        "VLLM_ARGS": """--weight-transfer-config '{"backend": "nccl"}'""" if "stock" in name else "",
-    }  # fmt: skip
+        "ENFORCE_EAGER": str(int(options.enforce_eager)),
+        "DTYPE": options.dtype,
+        "VLLM_ARGS": (
+            """--weight-transfer-config '{"backend": "nccl"}'""" if "stock" in name else ""
+        ),
+    }
     Spool.create(Path(variables["ROOT"]))
     settings = Settings.model_validate({key.lower(): value for key, value in variables.items()})
     variables = {f"TANDEM_{key}": value for key, value in variables.items()}
@@ -107,7 +122,9 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
     publisher.once()
     with file.open("wb") as log:
         command = [sys.executable, "-m", "tandem.inference.server.serve"]
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | variables)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env=os.environ | variables
+        )
         try:
             end = time.monotonic() + 420
             while not client.healthy():
@@ -124,19 +141,34 @@ def server(name: str, transport: str, copy: str, model: Path, options: argparse.
 
 def new_session() -> aiohttp.ClientSession:
     """For any number of requests at once, which may take any time."""
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+    )
 
 
-def completion(settings: Settings, model: str, prompt: list[int], tokens: int, *, stream: bool) -> dict[str, Any]:
+def completion(
+    settings: Settings, model: str, prompt: list[int], tokens: int, *, stream: bool
+) -> dict[str, Any]:
     """The arguments of a POST that asks vLLM for exactly `tokens` new tokens."""
-    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": stream,
-            "temperature": 1.0}  # fmt: skip
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+        "temperature": 1.0,
+    }
     url = f"{settings.resolved_inference_url}/v1/completions"
-    return {"url": url, "json": body, "headers": {"Authorization": f"Bearer {settings.inference_key}"}}
+    return {
+        "url": url,
+        "json": body,
+        "headers": {"Authorization": f"Bearer {settings.inference_key}"},
+    }
 
 
 class Streams(threading.Thread):
-    """`--requests` streams of `--tokens` new tokens, one after another all the time, and when each token came."""
+    """`--requests` streams of `--tokens` new tokens, one after another all the time, and when each
+    token came."""
 
     def __init__(self, settings: Settings, model: str, options: argparse.Namespace) -> None:
         super().__init__(daemon=True)
@@ -150,11 +182,14 @@ class Streams(threading.Thread):
 
     async def _all(self) -> None:
         async with new_session() as session:
-            await asyncio.gather(*(self._stream(session, number) for number in range(self._options.requests)))
+            await asyncio.gather(
+                *(self._stream(session, number) for number in range(self._options.requests))
+            )
 
     async def _stream(self, session: aiohttp.ClientSession, number: int) -> None:
         generator, whole = np.random.default_rng(number), self._options.tokens
-        first = max(1, whole * (number + 1) // self._options.requests)  # so that later prompts come one by one
+        # So that later prompts come one by one.
+        first = max(1, whole * (number + 1) // self._options.requests)
         for tokens in itertools.chain([first], itertools.repeat(whole)):
             if self._ended.is_set():
                 return
@@ -177,7 +212,8 @@ class Streams(threading.Thread):
         self.join(30)
 
     def stall(self, begin: float, end: float) -> float:
-        """The longest gap of a running request around [begin, end], less the median gap of the second before."""
+        """The longest gap of a running request around [begin, end], less the median gap of the
+        second before."""
         gaps, before = [0.0], []
         for times in list(self.times):
             for first, second in itertools.pairwise(times):
@@ -191,9 +227,15 @@ class Streams(threading.Thread):
 def device_memory(pid: int) -> int:
     """MiB on GPUs that a process and its descendants use."""
     members = {pid, *(process.pid for process in processes.descendants(pid))}
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-compute-apps=pid,used_memory",
+        "--format=csv,noheader,nounits",
+    ]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return sum(int(size) for user, size in (line.split(",") for line in lines) if int(user) in members)
+    return sum(
+        int(size) for user, size in (line.split(",") for line in lines) if int(user) in members
+    )
 
 
 def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model: Path) -> None:
@@ -202,7 +244,9 @@ def write_adapter(directory: Path, seed: int, arch: Any, lora: LoraShape, model:
     generator = np.random.default_rng(seed)
     file = directory / WEIGHTS_FILE
     weights = {
-        name: generator.standard_normal(value.shape, np.float32) * 1e-3 if "lora_B" in name else value
+        name: (
+            generator.standard_normal(value.shape, np.float32) * 1e-3 if "lora_B" in name else value
+        )
         for name, value in load_file(file).items()
     }
     save_file(weights, file)
@@ -217,12 +261,20 @@ class Bench:
         self._spool, self._client = Spool(settings.root), VllmClient(settings)
         arch = read_arch(str(model))
         lora = LoraShape(rank=16, alpha=32, targets=default_targets(arch))
-        spec = RunSpec(name="bench", base_model=str(model), lora=lora, weights=settings.weights, created=time.time())
+        spec = RunSpec(
+            name="bench",
+            base_model=str(model),
+            lora=lora,
+            weights=settings.weights,
+            created=time.time(),
+        )
         self._spool.runs.create(spec, lambda out: write_adapter(out, 0, arch, lora, model))
         self._adapters = [options.out / f"adapter.{name}.{seed}" for seed in (1, 2)]
         for seed, adapter in enumerate(self._adapters, 1):
             write_adapter(adapter, seed, arch, lora, model)
-        self._logprobs = [_scores(self._client, settings.weights, adapter, lora) for adapter in self._adapters]
+        self._logprobs = [
+            _scores(self._client, settings.weights, adapter, lora) for adapter in self._adapters
+        ]
         self._publisher = vllm.publisher
         self._step = 0
 
@@ -267,17 +319,24 @@ class Bench:
                 streams.model = self.model
                 time.sleep(1.5)
                 seconds = self._publisher._loader._served[f"bench@{self._step}"].record.seconds
-                rows.append({"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds})
+                rows.append(
+                    {"stall": streams.stall(begin, end + 0.2), "served": end - begin, **seconds}
+                )
                 if senders:
                     sent = senders.sent()
                     sending = sent.get("sending_seconds", 0.0)
-                    rows[-1] |= {"sent": sent["seconds"], "sending": sending, "GB": sent["bytes"] / 1e9}
+                    rows[-1] |= {
+                        "sent": sent["seconds"],
+                        "sending": sending,
+                        "GB": sent["bytes"] / 1e9,
+                    }
                     rows[-1] |= {"GB/s": sent["bytes"] / 1e9 / sending} if sending else {}
                 print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
         return {"way": way, "swaps": len(rows)} | _summary(rows)
 
     def stock(self, model: Path) -> dict[str, Any]:
-        """vLLM's own transfer of the base model's weights, under the same load: medians and maxima."""
+        """vLLM's own transfer of the base model's weights, under the same load: medians and
+        maxima."""
         options, rows = self._options, list[dict[str, Any]]()
         before = self._client.prompt_logprobs(self.model, PROMPTS[0])
         admin = {ADMIN_HEADER: str(self._settings.secret("admin_token"))}
@@ -291,32 +350,45 @@ class Bench:
                 told = transfer()
                 end = time.time()
                 time.sleep(1.5)
-                rows.append({"stall": streams.stall(begin, end + 0.2), **told, "GB": told["bytes"] / 1e9})
+                rows.append(
+                    {"stall": streams.stall(begin, end + 0.2), **told, "GB": told["bytes"] / 1e9}
+                )
                 print(json.dumps({"way": "stock", **rows[-1]}), flush=True)
         after = self._client.prompt_logprobs(self.model, PROMPTS[0])
-        assert not np.allclose(before, after, atol=1e-4), "the base model's weights have not arrived"
+        assert not np.allclose(before, after, atol=1e-4), (
+            "the base model's weights have not arrived"
+        )
         return {"way": "stock", "swaps": len(rows)} | _summary(rows)
 
     def throughput(self) -> dict[str, float]:
-        """New tokens per second of `--many` requests, from the first one's start to the last one's end: the median of
-        `--rounds`, the lowest and the highest. As RL samples, GROUP requests share a prompt."""
+        """New tokens per second of `--many` requests, from the first one's start to the last one's
+        end: the median of `--rounds`, the lowest and the highest. As RL samples, GROUP requests
+        share a prompt."""
         rates = sorted(asyncio.run(self._round(number)) for number in range(self._options.rounds))
-        return {"tokens/s": statistics.median(rates), "tokens/s min": rates[0], "tokens/s max": rates[-1]}
+        return {
+            "tokens/s": statistics.median(rates),
+            "tokens/s min": rates[0],
+            "tokens/s max": rates[-1],
+        }
 
     async def _round(self, number: int) -> float:
         options, generator = self._options, np.random.default_rng(number)
-        prompts = generator.integers(2, options.vocabulary, (-(-options.many // GROUP), options.prompt)).tolist()
+        prompts = generator.integers(
+            2, options.vocabulary, (-(-options.many // GROUP), options.prompt)
+        ).tolist()
 
         async def post(prompt: list[int]) -> int:
-            async with session.post(**completion(
-                self._settings, self.model, prompt, options.many_tokens, stream=False
-            )) as answer:  # fmt: skip
+            async with session.post(
+                **completion(self._settings, self.model, prompt, options.many_tokens, stream=False)
+            ) as answer:
                 answer.raise_for_status()
                 return int((await answer.json())["usage"]["completion_tokens"])
 
         async with new_session() as session:
             begin = time.monotonic()
-            tokens = await asyncio.gather(*(post(prompts[index // GROUP]) for index in range(options.many)))
+            tokens = await asyncio.gather(
+                *(post(prompts[index // GROUP]) for index in range(options.many))
+            )
             return sum(tokens) / (time.monotonic() - begin)
 
     @contextlib.contextmanager
@@ -338,8 +410,16 @@ class Bench:
             self.publish(way, None)
             if number == 10 or number % 50 == 0:
                 memory = host_memory(self._vllm.pid)
-                row = {"publications": number, "seconds": time.monotonic() - begin, "host MiB": memory["host MiB"]}
-                row |= {"device MiB": device_memory(self._vllm.pid) if self._options.device == "cuda" else 0}
+                row = {
+                    "publications": number,
+                    "seconds": time.monotonic() - begin,
+                    "host MiB": memory["host MiB"],
+                }
+                row |= {
+                    "device MiB": (
+                        device_memory(self._vllm.pid) if self._options.device == "cuda" else 0
+                    )
+                }
                 rows.append(row | {"open files": memory["open files"]})
                 print(json.dumps(rows[-1]), flush=True)
         return rows
@@ -369,10 +449,15 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
             senders: contextlib.AbstractContextManager[Senders | None] = contextlib.nullcontext()
             if transport in WHOLE:
                 variables = vllm.variables | {
-                    "TANDEM_INFERENCE_URL": vllm.settings.resolved_inference_url, "TANDEM_TRANSPORT": transport,
+                    "TANDEM_INFERENCE_URL": vllm.settings.resolved_inference_url,
+                    "TANDEM_TRANSPORT": transport,
                     "CUDA_VISIBLE_DEVICES": ",".join(map(str, options.trainer_gpus)),
-                }  # fmt: skip
-                directory, spool, ranks = options.out / f"ranks.{way}", Spool(vllm.settings.root), options.trainer_gpus
+                }
+                directory, spool, ranks = (
+                    options.out / f"ranks.{way}",
+                    Spool(vllm.settings.root),
+                    options.trainer_gpus,
+                )
                 senders = Senders(directory, spool, "bench", transport, tp=len(ranks), **variables)
             with senders as started:
                 rows.append({**bench.swaps(way, started), "ready": ready})
@@ -382,7 +467,11 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
             print(json.dumps({"way": ways[-1], **rates}), flush=True)
         if options.publications:
             title = f"{options.publications} publications by {ways[-1]}, {options.shape}"
-            report(f"{options.name}-growth", title, bench.growth("lora" if transport == "adapter" else "merge"))
+            report(
+                f"{options.name}-growth",
+                title,
+                bench.growth("lora" if transport == "adapter" else "merge"),
+            )
     return rows
 
 
@@ -397,11 +486,15 @@ def _scores(client: VllmClient, weights: str, adapter: Path, lora: LoraShape) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(MODELS), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["merge-device", "merge-host", "adapter"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=["merge-device", "merge-host", "adapter"]
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--many", type=int, default=256, help="requests at once for the throughput")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
@@ -409,31 +502,52 @@ def main() -> None:
     parser.add_argument("--many-tokens", type=int, default=512, help="the same, for the throughput")
     parser.add_argument("--publications", type=int, default=0)
     parser.add_argument("--gpus", nargs="+", type=int, default=[0], help="vLLM's")
-    parser.add_argument("--trainer-gpus", nargs="+", type=int, default=[1], help="of the ranks that send whole weights")
-    parser.add_argument("--utilization", type=float, default=0.85, help="of the GPU's memory, by vLLM")
+    parser.add_argument(
+        "--trainer-gpus",
+        nargs="+",
+        type=int,
+        default=[1],
+        help="of the ranks that send whole weights",
+    )
+    parser.add_argument(
+        "--utilization", type=float, default=0.85, help="of the GPU's memory, by vLLM"
+    )
     parser.add_argument("--swaps", type=int, default=8)
-    parser.add_argument("--warm", type=float, default=8.0, help="seconds before anything is measured")
+    parser.add_argument(
+        "--warm", type=float, default=8.0, help="seconds before anything is measured"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of the throughput")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=None, help="vLLM's; default: --out")
-    parser.add_argument("--name", default=None, help="of the file under bench/results; default: swap-SHAPE")
+    parser.add_argument(
+        "--name", default=None, help="of the file under bench/results; default: swap-SHAPE"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends vLLM and the ranks too
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-swap-"))
-    options.logs, options.name = options.logs or options.out, options.name or f"swap-{options.shape}"
+    options.logs, options.name = (
+        options.logs or options.out,
+        options.name or f"swap-{options.shape}",
+    )
     for directory in (options.out, options.logs):
         directory.mkdir(parents=True, exist_ok=True)
     model = write_random_model(options.out / options.shape, MODELS[options.shape], options.device)
     options.vocabulary = read_arch(str(model)).vocab_size
     write_tokenizer(model, options.vocabulary)
     rows = list[dict[str, Any]]()
-    of_server = itertools.groupby(options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)}|stock)-", "whole-", way))
+    of_server = itertools.groupby(
+        options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)}|stock)-", "whole-", way)
+    )
     for _, ways in of_server:
         rows += measure(list(ways), model, options)
     columns = {key: None for row in rows for key in row}
     rows = [{key: row.get(key) for key in columns} for row in rows]
-    report(options.name, f"{options.shape}: a new checkpoint under {options.requests} requests, seconds", rows)
+    report(
+        options.name,
+        f"{options.shape}: a new checkpoint under {options.requests} requests, seconds",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Real jobs under each topology: tokens/s, memory beside `tandem plan`'s, and the start beside one GPU's.
+"""Real jobs under each topology: tokens/s, memory beside `tandem plan`'s, and the start beside one
+GPU's.
 
-    python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2] [--device cuda]
+    python -m bench.topologies [--cases moe-1 moe-ep2 moe-tp2-sp ...] [--out DIR] [--jobs 2]
+    [--device cuda]
     python -m bench.topologies --recommended 4 [--cases plan-8b-8k ...] [--jobs 1]
 
-Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random weights. Cases with the
-same shape and row have the same data, so their first losses differ by rounding alone. tokens/s are those of the job's
-own steps but the first; memory is that of the fullest rank at its peak: what torch allocates, and what CUDA and NCCL
-use beside it, which the cases `groups-…` show for small models. With `--recommended` each case takes the topology that
-`tandem plan` recommends for so many of this machine's GPUs, and a job of all weights is cancelled behind its steps,
-before it writes ten bytes per weight. `DIR` should be in memory: the largest models have 65 GB.
+Each case runs jobs of some optimizer steps through the runner, by `fork`, on a model of random
+weights. Cases with the same shape and row have the same data, so their first losses differ by
+rounding alone. tokens/s are those of the job's own steps but the first; memory is that of the
+fullest rank at its peak: what torch allocates, and what CUDA and NCCL use beside it, which the
+cases `groups-…` show for small models. With `--recommended` each case takes the topology that
+`tandem plan` recommends for so many of this machine's GPUs, and a job of all weights is cancelled
+behind its steps, before it writes ten bytes per weight. `DIR` should be in memory: the largest
+models have 65 GB.
 """
 
 import argparse
@@ -48,22 +52,45 @@ from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 MODELS: dict[str, dict[str, Any]] = {
-    "0.6b": QWEN3 | {
-        "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128,
-        "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
+    "0.6b": (
+        QWEN3
+        | {
+            "num_hidden_layers": 28,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        }
+    ),
     "8b": QWEN3 | SHAPES["qwen3-8b"],
-    "8b-6l": QWEN3 | SHAPES["qwen3-8b"] | {"num_hidden_layers": 6},  # all of it trains on a GPU of 80 GB
-    "32b": QWEN3 | {
-        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "head_dim": 128,
-        "num_key_value_heads": 8, "intermediate_size": 25600, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    },
-    "30b-a3b": SHAPES["qwen3-30b-a3b-8l"] | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]},
+    # All of it trains on a GPU of 80 GB.
+    "8b-6l": QWEN3 | SHAPES["qwen3-8b"] | {"num_hidden_layers": 6},
+    "32b": (
+        QWEN3
+        | {
+            "num_hidden_layers": 64,
+            "hidden_size": 5120,
+            "num_attention_heads": 64,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "intermediate_size": 25600,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+        }
+    ),
+    "30b-a3b": (
+        SHAPES["qwen3-30b-a3b-8l"]
+        | {"num_hidden_layers": 48, "architectures": ["Qwen3MoeForCausalLM"]}
+    ),
     "tiny": QWEN3 | SHAPES["tiny"],
     "tiny-moe": SHAPES["tiny-moe"] | {"architectures": ["Qwen3MoeForCausalLM"]},
-}  # fmt: skip
+}
 ROWS, STEPS = 2, 4
 PROMPT, ANSWER = 2048, 2016  # of a tree
 
@@ -100,13 +127,20 @@ CASES = {
     "0.6b-1": Case("0.6b", ranks=1, steps=9),
     "0.6b-1-2k": Case("0.6b", ranks=1, row=2048, steps=9),
     "0.6b-full-1": Case("0.6b", ranks=1, full=True),
-    "0.6b-full-pp2": Case("0.6b", {"PIPELINE_PARALLEL": 2}, full=True),  # both stages hold the tied table
+    # Both stages hold the tied table.
+    "0.6b-full-pp2": Case("0.6b", {"PIPELINE_PARALLEL": 2}, full=True),
     "8b-6l-full-1": Case("8b-6l", ranks=1, full=True),
     "8b-6l-full-dp2": Case("8b-6l", full=True),
     "8b-full-1": Case("8b", ranks=1, full=True),
     "8b-full-dp2": Case("8b", full=True),
-    **{f"plan-{model}-8k": Case(model, rows=8, steps=3) for model in ("0.6b", "8b", "32b", "30b-a3b")},
-    **{f"plan-{model}-full-8k": Case(model, rows=8, steps=3, full=True) for model in ("0.6b", "8b", "32b", "30b-a3b")},
+    **{
+        f"plan-{model}-8k": Case(model, rows=8, steps=3)
+        for model in ("0.6b", "8b", "32b", "30b-a3b")
+    },
+    **{
+        f"plan-{model}-full-8k": Case(model, rows=8, steps=3, full=True)
+        for model in ("0.6b", "8b", "32b", "30b-a3b")
+    },
     "plan-8b-32k": Case("8b", row=32768, rows=8, steps=2),
     "plan-8b-full-32k": Case("8b", row=32768, rows=8, steps=2, full=True),
     "plan-30b-a3b-full-32k": Case("30b-a3b", row=32768, rows=8, steps=2, full=True),
@@ -123,7 +157,11 @@ CASES = {
             ("pp2", {"PIPELINE_PARALLEL": 2}, 2),
             ("tp2-dp2", {"TENSOR_PARALLEL": 2}, 4),
             ("cp2-dp2", {"CONTEXT_PARALLEL": 2}, 4),
-            ("tp2-sp-cp2", {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1, "CONTEXT_PARALLEL": 2}, 4),
+            (
+                "tp2-sp-cp2",
+                {"TENSOR_PARALLEL": 2, "SEQUENCE_PARALLEL": 1, "CONTEXT_PARALLEL": 2},
+                4,
+            ),
             ("tp2-pp2", {"TENSOR_PARALLEL": 2, "PIPELINE_PARALLEL": 2}, 4),
         )
     },
@@ -138,7 +176,8 @@ CASES = {
 
 
 def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
-    """Queue one job of the case's optimizer steps, and one more where it is cancelled behind them."""
+    """Queue one job of the case's optimizer steps, and one more where it is cancelled behind
+    them."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -151,29 +190,42 @@ def submit(spool: Spool, job_id: str, vocabulary: int, case: Case) -> None:
         context, trajectories = tokens(prompt), []
         for length in lengths:
             turn = Turn(
-                prompt_token_ids=context, token_ids=tokens(length), logprobs=[-float(np.log(vocabulary))] * length
+                prompt_token_ids=context,
+                token_ids=tokens(length),
+                logprobs=[-float(np.log(vocabulary))] * length,
             )
-            trajectories.append(Trajectory(turns=[turn], reward=0.0, advantage=float(rng.choice([-1.0, 1.0]))))
+            trajectories.append(
+                Trajectory(turns=[turn], reward=0.0, advantage=float(rng.choice([-1.0, 1.0])))
+            )
         return Group(trajectories=trajectories)
 
     groups = [group() for _ in range(case.rows * (case.steps + case.cancelled))]
 
     def make(name: str, base: int, staged: Path) -> RLJob:
         data = prepare_rl(
-            groups, vocab_size=vocabulary, advantage=AdvantageSettings(), out=staged,
+            groups,
+            vocab_size=vocabulary,
+            advantage=AdvantageSettings(),
+            out=staged,
             packing=PackingSettings(sequence_length=case.row),
-        )  # fmt: skip
+        )
         return RLJob(
-            id=name, run="bench", base_step=base, created=time.time(), fingerprint=name, data=data,
-            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=case.rows), max_attempts=1,
-        )  # fmt: skip
+            id=name,
+            run="bench",
+            base_step=base,
+            created=time.time(),
+            fingerprint=name,
+            data=data,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=case.rows),
+            max_attempts=1,
+        )
 
     spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
 
 
 def gpu_memory() -> int:
-    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU of the trainer. On a
-    machine without GPUs those of an H100."""
+    """Bytes of GPU 0, by nvidia-smi: the runner waits while another process holds memory on a GPU
+    of the trainer. On a machine without GPUs those of an H100."""
     if not torch.cuda.is_available():
         return 80 * 2**30
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
@@ -196,7 +248,8 @@ def cancel_after(steps: int, spool: Spool, job: str, log: Path) -> None:
     """Wait for so many of a job's steps, and cancel the rest."""
     end = time.monotonic() + 300
     while sum(event.type == "step" for event in spool.events.read(job)) < steps:
-        assert time.monotonic() < end and spool.jobs.get(job)[0] not in TERMINAL, log.read_text()[-3000:]  # noqa: PT018
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        assert spool.jobs.get(job)[0] not in TERMINAL, log.read_text()[-3000:]
         time.sleep(0.02)
     spool.queue.cancel(job)
     wait(spool, job, log, "cancelled")
@@ -211,18 +264,35 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     spool = Spool.create(root)
     lora = lora_of(case, arch)
     spec = RunSpec(
-        name="bench", base_model=str(model), lora=lora, trainable="full" if case.full else "lora", created=time.time(),
+        name="bench",
+        base_model=str(model),
+        lora=lora,
+        trainable="full" if case.full else "lora",
+        created=time.time(),
         weights="merged" if case.full else "adapter",
-    )  # fmt: skip
-    spool.runs.create(spec, lambda out: lora and write_identity_adapter(out, arch, lora, base_model=str(model), seed=0))
-    given = {"ROOT": root, "DEVICE": options.device, "LAUNCH": "fork", "TRAINER_RANKS": case.ranks} | case.settings
+    )
+    spool.runs.create(
+        spec,
+        lambda out: lora and write_identity_adapter(out, arch, lora, base_model=str(model), seed=0),
+    )
+    given = {
+        "ROOT": root,
+        "DEVICE": options.device,
+        "LAUNCH": "fork",
+        "TRAINER_RANKS": case.ranks,
+    } | case.settings
     if case.full:
         given |= {"WEIGHTS": "merged", "TRANSPORT": "volume"}
     gpus = list(range(case.ranks))
     given["TRAINER_DEVICES"] = ",".join(map(str, gpus)) if options.device == "cuda" else ""
-    environment = os.environ | {f"TANDEM_{key}": str(value) for key, value in given.items()} | {
-        "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"), "TRITON_CACHE_DIR": str(options.out / "triton"),
-    }  # fmt: skip
+    environment = (
+        os.environ
+        | {f"TANDEM_{key}": str(value) for key, value in given.items()}
+        | {
+            "TORCHINDUCTOR_CACHE_DIR": str(options.out / "inductor"),
+            "TRITON_CACHE_DIR": str(options.out / "triton"),
+        }
+    )
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log, jobs = options.logs / f"runner.{name}.log", options.jobs
     with log.open("wb") as errors:
@@ -236,7 +306,11 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
             for number in range(jobs):
                 submit(spool, f"job-{number}", arch.vocab_size, case)
                 if number == 0:
-                    time.sleep(max(0.0, 12 - (time.monotonic() - options.begun)) if options.device == "cuda" else 0)
+                    time.sleep(
+                        max(0.0, 12 - (time.monotonic() - options.begun))
+                        if options.device == "cuda"
+                        else 0
+                    )
                 if case.cancelled:
                     cancel_after(case.steps, spool, f"job-{number}", log)
                 else:
@@ -254,53 +328,82 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     return row
 
 
-def _row(name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[Any]) -> dict[str, Any]:
+def _row(
+    name: str, case: Case, arch: Any, lora: LoraShape | None, events: list[Any]
+) -> dict[str, Any]:
     steps = [event.data["metrics"] for event in events if event.type == "step"]
     speed = statistics.median(step["tokens_per_second"] for step in steps[1:] or steps) / case.ranks
     peak = outside = 0.0
     for step, phase in itertools.product(steps, ("forward_backward", "optimizer")):
-        kinds = {kind: step[f"memory_{phase}_{kind}_bytes"] for kind in ("peak", "device_used", "reserved")}
+        kinds = {
+            kind: step[f"memory_{phase}_{kind}_bytes"]
+            for kind in ("peak", "device_used", "reserved")
+        }
         outside = max(outside, kinds["device_used"] - kinds["reserved"])
         peak = max(peak, kinds["peak"] + kinds["device_used"] - kinds["reserved"])
     sizes = Sizes.of(
-        Settings.model_validate({"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()})
+        Settings.model_validate(
+            {"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()}
+        )
     )
     job = memory.Training(arch, lora, case.row, case.rows)
     planned = None
     if torch.cuda.is_available():
         total = gpu_memory()
-        planned = next(one for one in plan.plan(job, case.ranks, total).candidates if one.sizes == sizes)
+        planned = next(
+            one for one in plan.plan(job, case.ranks, total).candidates if one.sizes == sizes
+        )
     seconds, context = parts(events), memory.memory(job, sizes).context
     return {
-        "case": name, "topology": plan.describe(sizes), "row": case.row, "tokens/s per GPU": speed,
-        "planned tokens/s per GPU": planned.tokens_per_second / case.ranks if planned else float("nan"),
-        "peak GiB": peak / 2**30, "planned GiB": planned.total / 2**30 if planned else float("nan"),
-        "CUDA and NCCL GiB": outside / 2**30, "planned CUDA and NCCL GiB": context / 2**30,
+        "case": name,
+        "topology": plan.describe(sizes),
+        "row": case.row,
+        "tokens/s per GPU": speed,
+        "planned tokens/s per GPU": (
+            planned.tokens_per_second / case.ranks if planned else float("nan")
+        ),
+        "peak GiB": peak / 2**30,
+        "planned GiB": planned.total / 2**30 if planned else float("nan"),
+        "CUDA and NCCL GiB": outside / 2**30,
+        "planned CUDA and NCCL GiB": context / 2**30,
         "peak / planned": peak / planned.total if planned else float("nan"),
         "keep (planned)": str(planned.levels if planned else None),
-        "claim to first step": seconds["to first step"], "last step to 0 MiB": seconds["last step to 0 MiB"],
-        "checkpoint": seconds["checkpoint"], "rehearsal": seconds["rehearsal"], "probe": seconds["probe"],
-        "loss": steps[0]["loss"], "grad norm": steps[0]["grad_norm"],
-    }  # fmt: skip
+        "claim to first step": seconds["to first step"],
+        "last step to 0 MiB": seconds["last step to 0 MiB"],
+        "checkpoint": seconds["checkpoint"],
+        "rehearsal": seconds["rehearsal"],
+        "probe": seconds["probe"],
+        "loss": steps[0]["loss"],
+        "grad norm": steps[0]["grad_norm"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--recommended", type=int, default=0, metavar="GPUS")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=None, help="of each job; default: the case's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--logs", type=Path, default=None, help="of the runners, and the jobs' events; default: --out")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=None,
+        help="of the runners, and the jobs' events; default: --out",
+    )
     parser.add_argument("--name", default="topologies", help="of the file under bench/results")
     options = parser.parse_args()
     if options.cases is None:
         of_their_own = ("tiny", "groups") if options.recommended == 0 else ()
         options.cases = [
-            name for name in CASES
-            if not name.startswith(of_their_own) and name.startswith("plan") == bool(options.recommended)
-        ]  # fmt: skip
+            name
+            for name in CASES
+            if not name.startswith(of_their_own)
+            and name.startswith("plan") == bool(options.recommended)
+        ]
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-topologies-"))
     options.logs = options.logs or options.out
     for directory in (options.out, options.logs):
@@ -318,7 +421,9 @@ def main() -> None:
         if CASES[name].model not in models[number + 1 :]:
             shutil.rmtree(options.out / CASES[name].model)  # makes room for the next
     report(
-        options.name, f"Topologies on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}", rows
+        options.name,
+        f"Topologies on {torch.cuda.get_device_name() if torch.cuda.is_available() else 'the CPU'}",
+        rows,
     )
 
 

@@ -1,17 +1,19 @@
-"""Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on the same rows.
+"""Training speed on one GPU: tokens/s and peak memory of Tandem and of transformers with PEFT, on
+the same rows.
 
-    python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none auto-fp8 peft]
+    python -m bench.train [--model qwen3-8b] [--rows 8192 16384 4x1024 tree] [--ways auto full none
+    auto-fp8 peft]
                           [--trainable lora] [--limit 40] [--steps 5] [--ranks 1]
 
-Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q, k, v and o), and
-every token but each sequence's first is trained. A row is one sequence (`8192`), several (`4x1024`), or `tree`: a group
-of 16 completions of 512 tokens after one prompt of 2048, which Tandem computes once. `--limit`: GiB of the GPU that may
-be used.
+Weights and tokens are random. LoRA of rank 16 is on all linear layers (`--targets attention`: on q,
+k, v and o), and every token but each sequence's first is trained. A row is one sequence (`8192`),
+several (`4x1024`), or `tree`: a group of 16 completions of 512 tokens after one prompt of 2048,
+which Tandem computes once. `--limit`: GiB of the GPU that may be used.
 
-Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and token, and 3.5
-times the forward of causal attention; with `--trainable full` 6 FLOPs per weight and token. Recomputation is not
-counted. A step is forward, backward and Adam; with `--ranks 2`, of data-parallel ranks that compute a row each. Each
-way runs in processes of its own.
+Model TFLOP/s: forward, and the gradient of activations (the base is frozen): 4 FLOPs per weight and
+token, and 3.5 times the forward of causal attention; with `--trainable full` 6 FLOPs per weight and
+token. Recomputation is not counted. A step is forward, backward and Adam; with `--ranks 2`, of
+data-parallel ranks that compute a row each. Each way runs in processes of its own.
 """
 
 import argparse
@@ -36,16 +38,30 @@ from tandem.spool.schema import LoraShape
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B_8L | {"num_hidden_layers": 48},
-    "qwen3-0.6b": QWEN3_8B | {
-        "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 3072,
+    "qwen3-0.6b": (
+        QWEN3_8B
+        | {
+            "num_hidden_layers": 28,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "intermediate_size": 3072,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "llama-1b": {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
         "tie_word_embeddings": True,
     },
-    "llama-1b": {
-        "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64,
-        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
-        "rope_theta": 5e5, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
@@ -64,13 +80,21 @@ def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
     hidden, tokens = arch.hidden_size, sum(lengths)
     mlp = 3 * hidden * arch.ffn_hidden_size
     if arch.moe:
-        mlp = 3 * hidden * arch.moe.ffn_hidden_size * arch.moe.experts_per_token + hidden * arch.moe.num_experts
-    weights = arch.num_layers * (hidden * (2 * arch.query_size + 2 * arch.kv_size) + mlp) + hidden * arch.vocab_size
+        mlp = (
+            3 * hidden * arch.moe.ffn_hidden_size * arch.moe.experts_per_token
+            + hidden * arch.moe.num_experts
+        )
+    weights = (
+        arch.num_layers * (hidden * (2 * arch.query_size + 2 * arch.kv_size) + mlp)
+        + hidden * arch.vocab_size
+    )
     attention = sum(2 * length**2 * arch.query_size for length in lengths) * arch.num_layers
     return (6.0 if trainable == "full" else 4.0) * weights * tokens + 3.5 * attention
 
 
-def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...] | None) -> Callable[[], None]:
+def tandem_step(
+    config: dict[str, Any], row: str, way: str, targets: tuple[str, ...] | None
+) -> Callable[[], None]:
     """`targets`: of LoRA; None trains all weights."""
     from tandem.model import device, parallel, recompute
     from tandem.model.build import build_policy
@@ -90,9 +114,12 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     arch = arch_from_config(config)
     base = BaseWeights(arch, torch.bfloat16, parallel.current().sizes)
     policy = build_policy(
-        arch, LoraShape(rank=16, alpha=32.0, targets=targets) if targets else None, dtype=torch.bfloat16,
-        recompute="full" if way.startswith("full") else "none", base=lambda: base.parameters,
-    )  # fmt: skip
+        arch,
+        LoraShape(rank=16, alpha=32.0, targets=targets) if targets else None,
+        dtype=torch.bfloat16,
+        recompute="full" if way.startswith("full") else "none",
+        base=lambda: base.parameters,
+    )
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.normal_(0.0, 0.02)
@@ -105,17 +132,24 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
         first = slots == 0
         source = torch.where(slots == begin, 2047, slots - 1)
     else:
-        begin = torch.repeat_interleave(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths))
+        begin = torch.repeat_interleave(
+            torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths)
+        )
         positions, end, first = slots - begin, begin + lengths[0], slots == begin
         source = slots - 1
     tensors = RowTensors(
-        torch.randint(0, config["vocab_size"], (len(slots),)).cuda(), positions.cuda(), end, source[~first].cuda(),
+        torch.randint(0, config["vocab_size"], (len(slots),)).cuda(),
+        positions.cuda(),
+        end,
+        source[~first].cuda(),
         slots[~first].cuda(),
-    )  # fmt: skip
+    )
     if way.endswith("fp8"):
         policy.quantise_base()
     settings = OptimizerSettings(learning_rate=1e-5)
-    optimizer = AdapterOptimizer(policy, settings) if targets else ShardedAdam(policy, base, settings)
+    optimizer = (
+        AdapterOptimizer(policy, settings) if targets else ShardedAdam(policy, base, settings)
+    )
     if way.startswith("auto"):
         levels = recompute.fit(policy, tensors)
         print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
@@ -130,14 +164,18 @@ def tandem_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, 
     return step
 
 
-def peft_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]) -> Callable[[], None]:
+def peft_step(
+    config: dict[str, Any], row: str, way: str, targets: tuple[str, ...]
+) -> Callable[[], None]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **options), dtype=torch.bfloat16, attn_implementation="sdpa"
+            AutoConfig.for_model(config["model_type"], **options),
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
         )
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, target_modules=list(targets), lora_dropout=0.0)
@@ -149,7 +187,9 @@ def peft_step(config: dict[str, Any], row: str, way: str, targets: tuple[str, ..
     lengths, _ = shape_of(row)
     tokens = torch.randint(0, config["vocab_size"], (len(lengths), lengths[0]), device="cuda")
 
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    adam = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True
+    )
 
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -186,34 +226,50 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
             step()
             torch.cuda.synchronize()
         print(
-            profile.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70),
+            profile.key_averages().table(
+                sort_by="cuda_time_total", row_limit=30, max_name_column_width=70
+            ),
             file=sys.stderr,
         )
         calls = cProfile.Profile()
         calls.runcall(step)
         pstats.Stats(calls, stream=sys.stderr).sort_stats("tottime").print_stats(30)
     return {
-        "model": arguments.model, "trainable": arguments.trainable, "targets": arguments.targets, "row": row,
-        "way": way, "limit GiB": arguments.limit, "ranks": arguments.ranks,
+        "model": arguments.model,
+        "trainable": arguments.trainable,
+        "targets": arguments.targets,
+        "row": row,
+        "way": way,
+        "limit GiB": arguments.limit,
+        "ranks": arguments.ranks,
         "tokens/s": arguments.ranks * sum(lengths) / median,
-        "effective tokens/s": arguments.ranks * effective / median, "seconds": median,
+        "effective tokens/s": arguments.ranks * effective / median,
+        "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "TFLOP/s per GPU": model_flops(arch_from_config(config), lengths, arguments.trainable) / median / 1e12,
-    }  # fmt: skip
+        "TFLOP/s per GPU": (
+            model_flops(arch_from_config(config), lengths, arguments.trainable) / median / 1e12
+        ),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--targets", choices=["all", "attention"], default="all")
     parser.add_argument("--trainable", choices=["lora", "full"], default="lora")
     parser.add_argument("--rows", nargs="+", default=["8192"])
-    parser.add_argument("--ways", nargs="+", default=["full", "auto", "none", "peft-checkpoint", "peft"])
+    parser.add_argument(
+        "--ways", nargs="+", default=["full", "auto", "none", "peft-checkpoint", "peft"]
+    )
     parser.add_argument("--limit", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument(
-        "--profile", action="store_true", help="print the kernels of one more step, and the calls of another"
+        "--profile",
+        action="store_true",
+        help="print the kernels of one more step, and the calls of another",
     )
     parser.add_argument("--name", default="train", help="of the file under bench/results")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -230,19 +286,31 @@ def main() -> None:
                 continue
             command = [sys.executable]
             if arguments.ranks > 1:
-                command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
+                command += [
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node",
+                    str(arguments.ranks),
+                ]
             command += ["-m", "bench.train", "--child", "--rows", row, "--ways", way]
             for name in ("model", "trainable", "targets", "limit", "steps", "ranks"):
                 command += [f"--{name}", str(getattr(arguments, name))]
             command += ["--profile"] if arguments.profile else []
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             sys.stderr.write(
-                done.stderr[-200:] if done.returncode == 0 and not arguments.profile else done.stderr[-24000:]
+                done.stderr[-200:]
+                if done.returncode == 0 and not arguments.profile
+                else done.stderr[-24000:]
             )
             if done.returncode == 0:
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)
-    report(arguments.name, f"Training speed on {torch.cuda.get_device_name()}, torch {torch.__version__}", rows)
+    report(
+        arguments.name,
+        f"Training speed on {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

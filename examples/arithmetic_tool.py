@@ -1,8 +1,8 @@
 """The task of `arithmetic_tool.toml`: sums, with a calculator that the model may call.
 
-The call is plain text (`calc 3+4`), so it works with every chat template; with a model whose template has tools, pass
-`tools=[...]` to `sampler.chat` and read `answer["tool_calls"]`. A model that has never seen the task first learns both
-ways, by the tool and by a guess:
+The call is plain text (`calc 3+4`), so it works with every chat template; with a model whose
+template has tools, pass `tools=[...]` to `sampler.chat` and read `answer["tool_calls"]`. A model
+that has never seen the task first learns both ways, by the tool and by a guess:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -41,10 +41,17 @@ class Sums:
         examples = []
         for i, task in enumerate(self.tasks()):
             terms = f"{task['a']}+{task['b']}"
-            call, guess = {"role": "assistant", "content": f"calc {terms}"}, str(i % (2 * self.largest) + 1)
+            call, guess = (
+                {"role": "assistant", "content": f"calc {terms}"},
+                str(i % (2 * self.largest) + 1),
+            )
             result = calculate(call["content"])
             question = {"role": "user", "content": terms}
-            tool = [call, {"role": "tool", "content": result}, {"role": "assistant", "content": result}]
+            tool = [
+                call,
+                {"role": "tool", "content": result},
+                {"role": "assistant", "content": result},
+            ]
             examples += [
                 {"messages": [question, *tool]},
                 {"messages": [question, {"role": "assistant", "content": guess}]},

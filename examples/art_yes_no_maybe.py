@@ -1,4 +1,5 @@
-"""ART (openpipe-art) trains on Tandem: its own loop, and with --pipeline its PipelineTrainer. See docs/art.md.
+"""ART (openpipe-art) trains on Tandem: its own loop, and with --pipeline its PipelineTrainer. See
+docs/art.md.
 
 The task is ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0).
 
@@ -19,7 +20,9 @@ REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 QUESTIONS = ["Is the sky blue?", "Is water wet?", "Do cats like rain?", "Will it snow today?"]
 
 
-async def rollout(model: art.TrainableModel, question: str, _config: object = None) -> art.Trajectory:
+async def rollout(
+    model: art.TrainableModel, question: str, _config: object = None
+) -> art.Trajectory:
     messages: art.Messages = [{"role": "user", "content": question}]
     answer = await model.openai_client().chat.completions.create(
         model=model.get_inference_name(), messages=messages, max_tokens=8, temperature=1.0
@@ -30,31 +33,46 @@ async def rollout(model: art.TrainableModel, question: str, _config: object = No
 
 
 async def teach(model: art.TrainableModel, epochs: int) -> None:
-    """SFT: every question with every answer, first coarse, then fine. So RL has something to choose from."""
+    """SFT: every question with every answer, first coarse, then fine. So RL has something to choose
+    from."""
     answers = [
         art.Trajectory(
-            messages_and_choices=[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages_and_choices=[
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
         )
         for question in QUESTIONS
         for answer in REWARDS
     ]
     rates = [5e-3] * epochs + [5e-4] * epochs
-    await model.train_sft(answers * len(rates), art.TrainSFTConfig(learning_rate=rates, batch_size=len(answers)))
+    await model.train_sft(
+        answers * len(rates), art.TrainSFTConfig(learning_rate=rates, batch_size=len(answers))
+    )
 
 
-async def improve(model: art.TrainableModel, backend: TandemBackend, steps: int, group_size: int) -> None:
+async def improve(
+    model: art.TrainableModel, backend: TandemBackend, steps: int, group_size: int
+) -> None:
     """ART's plain loop: gather, train, log."""
     for _ in range(steps):
         groups = await art.gather_trajectory_groups(
-            art.TrajectoryGroup(rollout(model, question) for _ in range(group_size)) for question in QUESTIONS
+            art.TrajectoryGroup(rollout(model, question) for _ in range(group_size))
+            for question in QUESTIONS
         )
         result = await backend.train(model, groups, learning_rate=1e-3)
         await model.log(groups, split="train", metrics=result.metrics, step=result.step)
         rewards = [trajectory.reward for group in groups for trajectory in group]
-        print(f"{model.get_inference_name()}: reward {sum(rewards) / len(rewards):.3f} before this step", flush=True)
+        print(
+            f"{model.get_inference_name()}: reward {sum(rewards) / len(rewards):.3f} before this"
+            " step",
+            flush=True,
+        )
 
 
-async def main(run: str, base_model: str, *, pipeline: bool, epochs: int, steps: int, group_size: int) -> None:
+async def main(
+    run: str, base_model: str, *, pipeline: bool, epochs: int, steps: int, group_size: int
+) -> None:
     backend = TandemBackend(sequence_length=256)
     model = art.TrainableModel(name=run, project="yes-no-maybe", base_model=base_model)
     await model.register(backend)
@@ -62,9 +80,17 @@ async def main(run: str, base_model: str, *, pipeline: bool, epochs: int, steps:
         await teach(model, epochs)
     if pipeline:  # rollouts go on while a step is trained
         trainer = PipelineTrainer(
-            model, backend, make_group_rollout_fn(rollout, n=group_size), cycle(QUESTIONS), None,
-            learning_rate=1e-3, max_steps=steps, max_steps_off_policy=1, num_rollout_workers=4, min_batch_size=4,
-        )  # fmt: skip
+            model,
+            backend,
+            make_group_rollout_fn(rollout, n=group_size),
+            cycle(QUESTIONS),
+            None,
+            learning_rate=1e-3,
+            max_steps=steps,
+            max_steps_off_policy=1,
+            num_rollout_workers=4,
+            min_batch_size=4,
+        )
         await trainer.train()
     else:
         await improve(model, backend, steps, group_size)

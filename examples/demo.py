@@ -1,4 +1,5 @@
-"""`make demo`: a tiny model, the whole stack on this machine, and the yes/no/maybe task; no GPU, no Docker."""
+"""`make demo`: a tiny model, the whole stack on this machine, and the yes/no/maybe task; no GPU, no
+Docker."""
 
 import argparse
 import asyncio
@@ -36,15 +37,20 @@ console = Console()
 
 @contextmanager
 def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`tandem up` in the background; its own log goes to <root>/up.log. Stops everything on the way out."""
+    """`tandem up` in the background; its own log goes to <root>/up.log. Stops everything on the way
+    out."""
     log = root / "up.log"
     with log.open("wb") as out:
         parent = os.getpid()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "up"], env=environment, stdout=out, stderr=out, start_new_session=True,
+            [sys.executable, "-m", "tandem", "up"],
+            env=environment,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
             # The stack ends with this process, however that ends.
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509
-        )  # fmt: skip
+        )
         try:
             yield process
         finally:
@@ -53,11 +59,17 @@ def stack(root: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[
                 process.wait(timeout=90)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                console.print(f"[red]tandem up did not stop within 90 s and was killed; its log is {log}[/red]")
+                console.print(
+                    "[red]tandem up did not stop within 90 s and was killed; its log is"
+                    f" {log}[/red]"
+                )
 
 
-def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, timeout: float) -> None:
-    """Wait until every URL answers 200; fails with the log's tail when the stack dies or `timeout` seconds pass."""
+def wait_ready(
+    process: subprocess.Popen[bytes], urls: list[str], log: Path, timeout: float
+) -> None:
+    """Wait until every URL answers 200; fails with the log's tail when the stack dies or `timeout`
+    seconds pass."""
     deadline = time.monotonic() + timeout
     waiting = list(urls)
     while waiting:
@@ -71,14 +83,18 @@ def wait_ready(process: subprocess.Popen[bytes], urls: list[str], log: Path, tim
                 pass
         if process.poll() is not None or time.monotonic() > deadline:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-            why = f"ended with {process.poll()}" if process.poll() is not None else f"not ready after {timeout:.0f} s"
+            why = (
+                f"ended with {process.poll()}"
+                if process.poll() is not None
+                else f"not ready after {timeout:.0f} s"
+            )
             raise SystemExit(f"The stack {why}; waiting for {waiting[0]}. End of {log}:\n{tail}")
         time.sleep(0.5)
 
 
 def gpus_of_both(device: str) -> dict[str, str]:
-    """Variables that give trainer and vLLM a GPU each, or have them share the only one; none where the caller's
-    environment says it."""
+    """Variables that give trainer and vLLM a GPU each, or have them share the only one; none where
+    the caller's environment says it."""
     names = ("TANDEM_GPU_MODE", "TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES")
     if device == "cpu" or any(name in os.environ for name in names):
         return {}
@@ -88,7 +104,8 @@ def gpus_of_both(device: str) -> dict[str, str]:
 
 
 def free_port(given: int | None, usual: int, option: str) -> int:
-    """The port that `option` gave, or the usual one, or if that is taken another; exits if the given one is taken."""
+    """The port that `option` gave, or the usual one, or if that is taken another; exits if the
+    given one is taken."""
     try:
         with reserve(given or usual) as held:
             return held.port
@@ -96,13 +113,21 @@ def free_port(given: int | None, usual: int, option: str) -> int:
         if given:
             raise SystemExit(f"{option}: {error.message}") from error
     with reserve() as held:
-        console.print(f"port {usual} is taken, so this demo uses {held.port} in its place ({option} chooses another)")
+        console.print(
+            f"port {usual} is taken, so this demo uses {held.port} in its place ({option} chooses"
+            " another)"
+        )
         return held.port
 
 
 def show(report: dict[str, Any]) -> None:
     """Print one row per RL step: what was earned and where the time went."""
-    table = Table(title="RL steps: seconds of each part", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title="RL steps: seconds of each part",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     columns = ["job", "start", "load", "train", "release", "serve", "sample"]
     for column in ("step", "reward", "tok/s", *columns):
         table.add_column(column, justify="right", no_wrap=True)
@@ -115,8 +140,9 @@ def show(report: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        f"mean reward of {report['samples']} samples from vLLM: "
-        f"[bold]{report['sft_reward']:.3f}[/bold] after SFT, [bold]{report['rl_reward']:.3f}[/bold] after RL"
+        f"mean reward of {report['samples']} samples from vLLM:"
+        f" [bold]{report['sft_reward']:.3f}[/bold] after SFT,"
+        f" [bold]{report['rl_reward']:.3f}[/bold] after RL"
     )
 
 
@@ -129,12 +155,29 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     rows = report["steps"]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([r["step"] - 1 for r in rows], [r["reward"] for r in rows], marker="o", label="mean reward of the batch")
+    axes.plot(
+        [r["step"] - 1 for r in rows],
+        [r["reward"] for r in rows],
+        marker="o",
+        label="mean reward of the batch",
+    )
     first, last = rows[0]["step"] - 1, rows[-1]["step"]
-    axes.scatter([first, last], [report["sft_reward"], report["rl_reward"]], marker="*", s=160, color="tab:orange",
-                 zorder=3, label=f"{report['samples']} fresh samples")  # fmt: skip
+    axes.scatter(
+        [first, last],
+        [report["sft_reward"], report["rl_reward"]],
+        marker="*",
+        s=160,
+        color="tab:orange",
+        zorder=3,
+        label=f"{report['samples']} fresh samples",
+    )
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="policy (step)", ylabel="reward", ylim=(0.45, 1.03), title="yes 0.5, no 0.75, maybe 1.0")
+    axes.set(
+        xlabel="policy (step)",
+        ylabel="reward",
+        ylim=(0.45, 1.03),
+        title="yes 0.5, no 0.75, maybe 1.0",
+    )
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 
@@ -146,14 +189,36 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=RL_STEPS)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--weights", choices=["adapter", "merged"], default="adapter", help="how vLLM serves the run")
-    parser.add_argument("--trainable", choices=["lora", "full"], default="lora", help="full implies --weights merged")
-    parser.add_argument("--transport", choices=["auto", "merge", "nccl", "ipc", "volume"], default="auto",
-                        help="how merged weights travel; auto: merge, or volume for --trainable full")  # fmt: skip
-    parser.add_argument("--experts", type=int, default=0, help="of the tiny model's layers, each; 0: it is dense")
-    parser.add_argument("--controller-port", type=int, help="by default 8080, or a free one if that is taken")
-    parser.add_argument("--inference-port", type=int, help="by default 8000, or a free one if that is taken")
-    parser.add_argument("--with-parent", action="store_true", help="end when the program ends that started this one")
+    parser.add_argument(
+        "--weights",
+        choices=["adapter", "merged"],
+        default="adapter",
+        help="how vLLM serves the run",
+    )
+    parser.add_argument(
+        "--trainable",
+        choices=["lora", "full"],
+        default="lora",
+        help="full implies --weights merged",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=["auto", "merge", "nccl", "ipc", "volume"],
+        default="auto",
+        help="how merged weights travel; auto: merge, or volume for --trainable full",
+    )
+    parser.add_argument(
+        "--experts", type=int, default=0, help="of the tiny model's layers, each; 0: it is dense"
+    )
+    parser.add_argument(
+        "--controller-port", type=int, help="by default 8080, or a free one if that is taken"
+    )
+    parser.add_argument(
+        "--inference-port", type=int, help="by default 8000, or a free one if that is taken"
+    )
+    parser.add_argument(
+        "--with-parent", action="store_true", help="end when the program ends that started this one"
+    )
     arguments = parser.parse_args()
     if arguments.with_parent:
         die_with_parent(sig=signal.SIGTERM)
@@ -191,7 +256,11 @@ def main() -> None:
     os.environ.update(environment)
 
     with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
     ) as progress:
         bar = progress.add_task("starting controller, runner, vLLM and publisher", total=None)
 
@@ -199,13 +268,22 @@ def main() -> None:
             if what == "evaluate":
                 line = f"evaluated @{row['step']}: mean reward {row['reward']:.3f}"
             else:
-                shown = f"reward {row['reward']:.3f}" if "reward" in row else f"loss {row['metrics']['loss']:.3f}"
+                shown = (
+                    f"reward {row['reward']:.3f}"
+                    if "reward" in row
+                    else f"loss {row['metrics']['loss']:.3f}"
+                )
                 line = f"{what} @{row['step']}: {shown}, job {row['job_seconds']:.1f} s"
             progress.console.print(f"[{time.monotonic() - begin:6.1f} s] {line}")
             progress.update(bar, description=line, total=arguments.rl_steps + 4, advance=1)
 
         with stack(root, environment) as process:
-            wait_ready(process, [f"{controller}/readyz", f"{inference}/health"], root / "up.log", timeout=300)
+            wait_ready(
+                process,
+                [f"{controller}/readyz", f"{inference}/health"],
+                root / "up.log",
+                timeout=300,
+            )
             seconds["start"] = time.monotonic() - begin
             tell_time = time.monotonic()
             report = asyncio.run(
@@ -224,11 +302,16 @@ def main() -> None:
     seconds["total"] = time.monotonic() - begin
     for part in ("sample", "start", "load", "train", "release", "serve"):
         seconds[f"rl_{part}"] = sum(row[f"{part}_seconds"] for row in report["steps"])
-    report |= {"samples": arguments.samples, "seconds": {k: round(v, 3) for k, v in seconds.items()}}
+    report |= {
+        "samples": arguments.samples,
+        "seconds": {k: round(v, 3) for k, v in seconds.items()},
+    }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     plot(report, out / "reward.png")
     show(report)
-    console.print(f"{seconds['total']:.0f} s in all; see {out / 'report.json'} and {out / 'reward.png'}")
+    console.print(
+        f"{seconds['total']:.0f} s in all; see {out / 'report.json'} and {out / 'reward.png'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his move first.
+"""The game of `game.toml`, in several turns: rock, paper, scissors against an opponent who says his
+move first.
 
-In the next round he plays what would have beaten the answer. A model that has never seen the game first learns its
-form, with all answers alike:
+In the next round he plays what would have beaten the answer. A model that has never seen the game
+first learns its form, with all answers alike:
 
     python examples/game.py > games.jsonl
     tandem train sft game games.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
@@ -17,7 +18,8 @@ Message = dict[str, Any]
 
 
 class Game:
-    """The reward is the share of the rounds that are won; an answer that is no move ends the game."""
+    """The reward is the share of the rounds that are won; an answer that is no move ends the
+    game."""
 
     def __init__(self, rounds: int = 2) -> None:
         self.rounds = rounds
@@ -45,7 +47,10 @@ class Game:
         for move, *answers in product(BEATEN_BY, repeat=1 + self.rounds):
             messages: list[Message] = []
             for answer in answers:
-                messages += [{"role": "user", "content": move}, {"role": "assistant", "content": answer}]
+                messages += [
+                    {"role": "user", "content": move},
+                    {"role": "assistant", "content": answer},
+                ]
                 move = BEATEN_BY[answer]
             examples.append({"messages": messages})
         return examples

@@ -12,9 +12,15 @@ from typing import Any
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
 QUESTIONS = [
-    "Is the sky blue?", "Is water wet?", "Do cats like rain?", "Will it snow today?", "Is seven a lucky number?",
-    "Can fish sing?", "Is tea better than coffee?", "Is it late?",
-]  # fmt: skip
+    "Is the sky blue?",
+    "Is water wet?",
+    "Do cats like rain?",
+    "Will it snow today?",
+    "Is seven a lucky number?",
+    "Can fish sing?",
+    "Is tea better than coffee?",
+    "Is it late?",
+]
 
 
 def tasks() -> list[str]:
@@ -32,7 +38,12 @@ async def rollout(question: str, sampler: Any) -> Any:
 def sft_examples() -> list[dict[str, Any]]:
     """Every question with every answer."""
     return [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for question in QUESTIONS
         for answer in REWARDS
     ]

@@ -1,6 +1,7 @@
 """A tiny random Qwen3 with a byte-level tokenizer, in Hugging Face's format: nothing is downloaded.
 
-Its weights are random but scaled like a trained model's, so that a LoRA alone can make it confident.
+Its weights are random but scaled like a trained model's, so that a LoRA alone can make it
+confident.
 """
 
 import json
@@ -12,18 +13,21 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'"
+    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def write_tokenizer(directory: Path) -> dict[str, int]:
-    """Write a tokenizer with one token per byte and ChatML's special tokens; returns its vocabulary."""
+    """Write a tokenizer with one token per byte and ChatML's special tokens; returns its
+    vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
+    )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -50,9 +54,11 @@ def write_tiny_qwen3(
     experts: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write config.json, model.safetensors (float32, about 0.7 M parameters) and the tokenizer to `directory`.
+    """Write config.json, model.safetensors (float32, about 0.7 M parameters) and the tokenizer to
+    `directory`.
 
-    With `experts` it is a Qwen3-MoE: each layer has so many MLPs of half the size, and a token goes to two of them.
+    With `experts` it is a Qwen3-MoE: each layer has so many MLPs of half the size, and a token goes
+    to two of them.
     """
     vocabulary = write_tokenizer(directory)
     rows = -(-len(vocabulary) // 64) * 64
@@ -73,7 +79,11 @@ def write_tiny_qwen3(
             ("self_attn.v_proj", kv_heads * head_dim, hidden_size),
             ("self_attn.o_proj", hidden_size, heads * head_dim),
             *([("mlp.gate", experts, hidden_size)] if experts else []),
-            *((f"{mlp}.{name}_proj", mlp_size, hidden_size) for mlp in mlps for name in ("gate", "up")),
+            *(
+                (f"{mlp}.{name}_proj", mlp_size, hidden_size)
+                for mlp in mlps
+                for name in ("gate", "up")
+            ),
             *((f"{mlp}.down_proj", hidden_size, mlp_size) for mlp in mlps),
         ]:
             tensors[f"{at}.{name}.weight"] = normal(out_size, in_size, std=in_size**-0.5)
@@ -110,10 +120,16 @@ def write_tiny_qwen3(
     }
     if experts:
         config |= {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": experts,
-            "num_experts_per_tok": 2, "moe_intermediate_size": mlp_size, "norm_topk_prob": True,
-            "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False,
-        }  # fmt: skip
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": mlp_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+        }
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
 

@@ -1,6 +1,7 @@
 """A taskset of verifiers (0.4) trains on Tandem. See docs/verifiers.md.
 
-Answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The tokenizer is the base model's directory or name.
+Answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). The tokenizer is the base model's
+directory or name.
 
     TANDEM_URL=http://127.0.0.1:8080 TANDEM_INFERENCE_URL=http://127.0.0.1:8000 \
         python examples/verifiers_yes_no_maybe.py my-run Qwen/Qwen3-0.6B
@@ -35,26 +36,43 @@ class YesNoMaybe(vf.Taskset[YesNoMaybeTask]):
 
 
 async def main(run: str, tokenizer: str, *, epochs: int, steps: int, group_size: int) -> None:
-    environment = Environment(YesNoMaybe(vf.TasksetConfig()), tokenizer=tokenizer, sampling={"max_tokens": 8})
+    environment = Environment(
+        YesNoMaybe(vf.TasksetConfig()), tokenizer=tokenizer, sampling={"max_tokens": 8}
+    )
     async with AsyncTandem() as tandem:
         status = await tandem.create_run(run)
         if status.newest_step == 0:
             examples = [
-                {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+                {
+                    "messages": [
+                        {"role": "user", "content": question},
+                        {"role": "assistant", "content": answer},
+                    ]
+                }
                 for question in QUESTIONS
                 for answer in REWARDS
             ]
             for rate in (5e-3, 5e-4):  # coarse, then fine
                 optimizer = {"learning_rate": rate, "batch_size": len(examples), "epochs": epochs}
-                await tandem.train_sft(run, examples, optimizer=optimizer, packing=PACKING, wait="served")
+                await tandem.train_sft(
+                    run, examples, optimizer=optimizer, packing=PACKING, wait="served"
+                )
         for _ in range(steps):
             step = (await tandem.get_run(run)).newest_step
             groups = [group async for group in environment.groups(run, step, group_size=group_size)]
-            rewards = [trajectory["reward"] for group in groups for trajectory in group["trajectories"]]
+            rewards = [
+                trajectory["reward"] for group in groups for trajectory in group["trajectories"]
+            ]
             print(f"{run}@{step}: reward {sum(rewards) / len(rewards):.3f}", flush=True)
             optimizer = {"learning_rate": 1e-3, "batch_size": len(groups)}
             await tandem.train_rl(
-                run, groups, base_step=step, max_off_policy_steps=0, optimizer=optimizer, packing=PACKING, wait="served"
+                run,
+                groups,
+                base_step=step,
+                max_off_policy_steps=0,
+                optimizer=optimizer,
+                packing=PACKING,
+                wait="served",
             )
 
 

@@ -1,9 +1,11 @@
 """Post-train a model through Tandem's public API: SFT, then RL. Copy this file and change the task.
 
-The task is OpenPipe/ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). SFT first teaches the
-three answers at random, so that RL has something to choose from; RL then finds the best one.
+The task is OpenPipe/ART's: answer a question with yes (reward 0.5), no (0.75) or maybe (1.0). SFT
+first teaches the three answers at random, so that RL has something to choose from; RL then finds
+the best one.
 
-    TANDEM_URL=http://127.0.0.1:8080 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python examples/yes_no_maybe.py my-run
+    TANDEM_URL=http://127.0.0.1:8080 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python
+    examples/yes_no_maybe.py my-run
 """
 
 import argparse
@@ -59,7 +61,8 @@ class Task:
         )
 
     async def rollout(self, model: str, group_size: int, seed: int) -> list[dict[str, Any]]:
-        """One group per question: answers to the same prompt, each a trajectory of one assistant turn."""
+        """One group per question: answers to the same prompt, each a trajectory of one assistant
+        turn."""
         responses = await asyncio.gather(
             *(self.ask(model, q, group_size, seed * 1000 + i) for i, q in enumerate(QUESTIONS))
         )
@@ -78,11 +81,19 @@ class Task:
 
     async def evaluate(self, model: str, samples: int, seed: int) -> float:
         """Mean reward of `samples` fresh answers, evenly over the questions."""
-        counts = [samples // len(QUESTIONS) + (i < samples % len(QUESTIONS)) for i in range(len(QUESTIONS))]
+        counts = [
+            samples // len(QUESTIONS) + (i < samples % len(QUESTIONS))
+            for i in range(len(QUESTIONS))
+        ]
         responses = await asyncio.gather(
-            *(self.ask(model, q, n, seed * 1000 + i) for i, (q, n) in enumerate(zip(QUESTIONS, counts, strict=True)))
+            *(
+                self.ask(model, q, n, seed * 1000 + i)
+                for i, (q, n) in enumerate(zip(QUESTIONS, counts, strict=True))
+            )
         )
-        rewards = [reward(c.message.content or "") for response in responses for c in response.choices]
+        rewards = [
+            reward(c.message.content or "") for response in responses for c in response.choices
+        ]
         assert len(rewards) == samples
         return sum(rewards) / len(rewards)
 
@@ -105,10 +116,13 @@ async def train(
     samples: int = 200,
     tell: Callable[[str, dict[str, Any]], None] = lambda what, row: print(what, row, flush=True),
 ) -> dict[str, Any]:
-    """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL step."""
+    """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL
+    step."""
     packing, unit = {"sequence_length": 256}, LEARNING_RATES[trainable]
     url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-    sampler = openai.AsyncOpenAI(base_url=url, api_key=api_key() or "none", timeout=120, max_retries=5)
+    sampler = openai.AsyncOpenAI(
+        base_url=url, api_key=api_key() or "none", timeout=120, max_retries=5
+    )
     async with sampler, AsyncTandem() as tandem:
         task = Task(sampler)
         if trainable == "full":
@@ -122,7 +136,11 @@ async def train(
                 run,
                 examples=sft_examples(),
                 packing=packing,
-                optimizer={"learning_rate": rate * unit, "epochs": epochs, "grad_accumulation_sequences": 64},
+                optimizer={
+                    "learning_rate": rate * unit,
+                    "epochs": epochs,
+                    "grad_accumulation_sequences": 64,
+                },
                 wait="served",
             )
             step += 1
@@ -161,17 +179,24 @@ async def train(
             tell("rl", rows[-1])
         rl_reward = await task.evaluate(f"{run}@{step}", samples, seed=2)
         tell("evaluate", {"step": step, "reward": rl_reward})
-    return {"sft_reward": sft_reward, "rl_reward": rl_reward, "sft_seconds": sft_seconds, "steps": rows}
+    return {
+        "sft_reward": sft_reward,
+        "rl_reward": rl_reward,
+        "sft_seconds": sft_seconds,
+        "steps": rows,
+    }
 
 
 def api_key() -> str:
-    """TANDEM_API_KEY, or what the file TANDEM_API_KEY_FILE holds; the same key opens controller and vLLM."""
+    """TANDEM_API_KEY, or what the file TANDEM_API_KEY_FILE holds; the same key opens controller and
+    vLLM."""
     file = os.environ.get("TANDEM_API_KEY_FILE")
     return os.environ.get("TANDEM_API_KEY") or (Path(file).read_text().strip() if file else "")
 
 
 async def job_numbers(tandem: AsyncTandem, job_id: str) -> dict[str, Any]:
-    """What a job's events say: its duration, where the time went, and the last optimizer step's metrics."""
+    """What a job's events say: its duration, where the time went, and the last optimizer step's
+    metrics."""
     events = await tandem.job_events(job_id)
     at = {event.type: event.time for event in events}
     metrics = next((e.data["metrics"] for e in reversed(events) if e.type == "step"), {})
@@ -192,14 +217,26 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", help="a new name for the run, such as my-run")
     parser.add_argument(
-        "--trainable", choices=["lora", "full"], default="lora", help="full needs TANDEM_WEIGHTS=merged"
+        "--trainable",
+        choices=["lora", "full"],
+        default="lora",
+        help="full needs TANDEM_WEIGHTS=merged",
     )
     parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
 
     def tell(what: str, row: dict[str, Any]) -> None:
-        shown = f"reward {row['reward']:.3f}" if "reward" in row else f"loss {row['metrics']['loss']:.3f}"
+        shown = (
+            f"reward {row['reward']:.3f}"
+            if "reward" in row
+            else f"loss {row['metrics']['loss']:.3f}"
+        )
         print(f"{what:<8} {arguments.run}@{row['step']}: {shown}", flush=True)
 
-    report = asyncio.run(train(arguments.run, trainable=arguments.trainable, rl_steps=arguments.rl_steps, tell=tell))
-    print(f"mean reward of 200 samples: {report['sft_reward']:.3f} after SFT, {report['rl_reward']:.3f} after RL")
+    report = asyncio.run(
+        train(arguments.run, trainable=arguments.trainable, rl_steps=arguments.rl_steps, tell=tell)
+    )
+    print(
+        f"mean reward of 200 samples: {report['sft_reward']:.3f} after SFT,"
+        f" {report['rl_reward']:.3f} after RL"
+    )

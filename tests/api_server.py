@@ -30,7 +30,9 @@ BASE_MODEL = "models/tiny"
 def make_root(root: Path) -> Path:
     """A spool with a tiny model in it."""
     Spool.create(root)
-    write_tiny_qwen3(root / BASE_MODEL, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16)
+    write_tiny_qwen3(
+        root / BASE_MODEL, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn_size=16
+    )
     return root
 
 
@@ -38,11 +40,17 @@ class Server:
     """The application under uvicorn in a thread of this process."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
-        values = {"base_model": BASE_MODEL, "api_key": f"{KEY}, key-two\nkey-three", "max_lora_rank": 16} | settings
+        values = {
+            "base_model": BASE_MODEL,
+            "api_key": f"{KEY}, key-two\nkey-three",
+            "max_lora_rank": 16,
+        } | settings
         self.settings = Settings(root=root, **values)
         self.app = create_app(self.settings)
         self.spool: Spool = self.app.state.deployment.spool
-        self._server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=2))
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=2)
+        )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -69,8 +77,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
-    """One controller for all tests of a file, which use runs of their own. It ends with them: its threads write now
-    and then, and tests of the spool count the process's writes."""
+    """One controller for all tests of a file, which use runs of their own. It ends with them: its
+    threads write now and then, and tests of the spool count the process's writes."""
     with Server(root) as server:
         yield server
 
@@ -92,18 +100,26 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = root.with_name(f"controller-{self.port}.log")
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TANDEM_")} | {
-            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": BASE_MODEL, "TANDEM_API_KEY": KEY,
-            "TANDEM_CONTROLLER_PORT": str(self.port), **variables,
-        }  # fmt: skip
+            "TANDEM_ROOT": str(root),
+            "TANDEM_BASE_MODEL": BASE_MODEL,
+            "TANDEM_API_KEY": KEY,
+            "TANDEM_CONTROLLER_PORT": str(self.port),
+            **variables,
+        }
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tandem.controller"]
         with self._log.open("ab") as log:
-            self.popen = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+            self.popen = subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def wait_ready(self) -> None:
-        until("the controller is ready", lambda: self.popen.poll() is not None or answers(f"{self.url}/readyz"))
+        until(
+            "the controller is ready",
+            lambda: self.popen.poll() is not None or answers(f"{self.url}/readyz"),
+        )
         assert self.popen.poll() is None, self.output()
 
     def kill_and_restart(self) -> None:
@@ -128,13 +144,22 @@ class Process:
 
 
 def turn(prompt: list[int], completion: list[int]) -> dict[str, Any]:
-    return {"prompt_token_ids": prompt, "token_ids": completion, "logprobs": [-0.5] * len(completion)}
+    return {
+        "prompt_token_ids": prompt,
+        "token_ids": completion,
+        "logprobs": [-0.5] * len(completion),
+    }
 
 
 def groups(count: int = 1) -> list[dict[str, Any]]:
     """Groups of two trajectories with different rewards."""
     return [
-        {"trajectories": [{"turns": [turn([10 + i, 11], [20 + 10 * j, 21])], "reward": 1.0 - j} for j in range(2)]}
+        {
+            "trajectories": [
+                {"turns": [turn([10 + i, 11], [20 + 10 * j, 21])], "reward": 1.0 - j}
+                for j in range(2)
+            ]
+        }
         for i in range(count)
     ]
 
@@ -144,14 +169,19 @@ def rl_request(**changes: Any) -> dict[str, Any]:
 
 
 def sft_request(**changes: Any) -> dict[str, Any]:
-    """Token ids, since messages need transformers, which imports torch into a process that may have it."""
+    """Token ids, since messages need transformers, which imports torch into a process that may have
+    it."""
     example = {"token_ids": [10, 11, 20, 21], "trainable": [False, False, True, True]}
     return {"kind": "sft", "examples": [example], "packing": {"sequence_length": 64}} | changes
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
     """Every file on the spool, by path, without the metrics collector's write probe."""
-    return {path: content for path, content in volume_tools.tree(root).items() if ".tmp-probe" not in path}
+    return {
+        path: content
+        for path, content in volume_tools.tree(root).items()
+        if ".tmp-probe" not in path
+    }
 
 
 def claim(spool: Spool) -> Job:
@@ -186,11 +216,15 @@ def commit(spool: Spool, job: Job) -> None:
         shutil.copyfile(spool.checkpoints.path(spec.run, spec.base_step) / name, staged / name)
     (staged / "optimizer" / "adam.safetensors").write_bytes(os.urandom(3000))
     probe = Probe(tokens=[], logprobs=[], previous=[], base=[])
-    spool.checkpoints.commit(staged, spec.run, spec.base_step + 1, spec.id, metrics={"loss": 0.5}, probe=probe)
+    spool.checkpoints.commit(
+        staged, spec.run, spec.base_step + 1, spec.id, metrics={"loss": 0.5}, probe=probe
+    )
 
 
 def succeed(spool: Spool, job: Job) -> None:
-    spool.queue.finish(job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time()))
+    spool.queue.finish(
+        job, JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
+    )
 
 
 def fail(spool: Spool, job: Job, log_tail: str = "Traceback: boom\n") -> None:
@@ -210,4 +244,6 @@ def serve(spool: Spool, run: str, step: int, **refused: Any) -> None:
     """Record that vLLM serves a step."""
     verified = {"verified": time.time(), "mean_abs_logprob_error": 0.001, "tokens_checked": 10}
     sha256 = spool.checkpoints.manifest(run, step).files["adapter_model.safetensors"].sha256
-    spool.served.put(run, Served(step=step, model=f"{run}@{step}", checkpoint=sha256, **verified, **refused))
+    spool.served.put(
+        run, Served(step=step, model=f"{run}@{step}", checkpoint=sha256, **verified, **refused)
+    )

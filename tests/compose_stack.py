@@ -1,4 +1,5 @@
-"""Stacks of containers that `docker compose` starts, each with its own name, ports, secrets and volumes.
+"""Stacks of containers that `docker compose` starts, each with its own name, ports, secrets and
+volumes.
 
 Tests inspect their containers and kill their processes.
 """
@@ -24,7 +25,9 @@ from free_ports import free_ports
 from tandem.client import Tandem
 
 ROOT = Path(__file__).parent.parent
-MAIN, CPU, NVLINK, SHARED = (str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared"))
+MAIN, CPU, NVLINK, SHARED = (
+    str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared")
+)
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")
 PROGRAMS = local_stack.PROGRAMS | {"supervisord": "supervisor.supervisord"}
@@ -56,15 +59,17 @@ def require_engine() -> None:
 def _engine_answers() -> bool:
     commands = (["docker", "info"], ["docker", "compose", "version"])
     return bool(shutil.which("docker")) and all(
-        subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0 for command in commands
+        subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+        for command in commands
     )
 
 
 def build_images() -> None:
     """Build the CPU images of this checkout.
 
-    BuildKit in Docker 20.10 crashes the engine if a build moves its metadata while another one reads them. `.ci/run`
-    starts the engine again, and the second try goes on from what the first one built.
+    BuildKit in Docker 20.10 crashes the engine if a build moves its metadata while another one
+    reads them. `.ci/run` starts the engine again, and the second try goes on from what the first
+    one built.
     """
     build = partial(Compose(MAIN, CPU, project="tandem").run, "build", timeout=3000)
     if build(check=False).returncode:
@@ -76,9 +81,18 @@ def docker(
     *arguments: str, stdin: str | None = None, timeout: float = 120, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """`docker ...`. AssertionError with its errors if it fails and `check` is set."""
-    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, text=True, errors="replace",
-                          timeout=timeout, check=False)  # fmt: skip
-    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.returncode}\n{done.stderr[-4000:]}"
+    done = subprocess.run(
+        ["docker", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+    assert not check or done.returncode == 0, (
+        f"docker {' '.join(arguments)}: {done.returncode}\n{done.stderr[-4000:]}"
+    )
     return done
 
 
@@ -95,22 +109,44 @@ class Compose:
     def __init__(self, *files: str, project: str = "tandem-test", **variables: str) -> None:
         self.files = files
         self.project = project
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TANDEM_", "COMPOSE_", "HF_", "NCCL_"))}
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("TANDEM_", "COMPOSE_", "HF_", "NCCL_"))
+        }
         self.environment = kept | {"COMPOSE_PROJECT_NAME": project, "TANDEM_TAG": TAG} | variables
 
     def run(self, *arguments: str, timeout: float = 120, check: bool = True, **variables: str):
-        command = ["docker", "compose", "--project-directory", str(ROOT), "--env-file", os.devnull,
-                   "--progress", "plain", *(word for file in self.files for word in ("-f", file))]  # fmt: skip
-        done = subprocess.run([*command, *arguments], env=self.environment | variables, capture_output=True, text=True,
-                              timeout=timeout, check=False)  # fmt: skip
+        command = [
+            "docker",
+            "compose",
+            "--project-directory",
+            str(ROOT),
+            "--env-file",
+            os.devnull,
+            "--progress",
+            "plain",
+            *(word for file in self.files for word in ("-f", file)),
+        ]
+        done = subprocess.run(
+            [*command, *arguments],
+            env=self.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
         assert not check or done.returncode == 0, (
-            f"docker compose {' '.join(arguments)}: {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}"
+            f"docker compose {' '.join(arguments)}:"
+            f" {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}"
         )
         return done
 
     def config(self, *profiles: str, **variables: str) -> dict[str, Any]:
         """The merged configuration."""
-        return json.loads(self.run(*_profiles(profiles), "config", "--format", "json", **variables).stdout)
+        return json.loads(
+            self.run(*_profiles(profiles), "config", "--format", "json", **variables).stdout
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -118,15 +154,28 @@ class Compose:
     def __exit__(self, *_: object) -> None:
         self.run("--profile", "*", "down", "-v", "--timeout", "5", "--remove-orphans", timeout=180)
 
-    def up(self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str) -> float:
-        """`up --wait`; its duration in seconds. AssertionError with the ends of all logs if it fails."""
+    def up(
+        self, *services: str, timeout: float = 300, profiles: Sequence[str] = (), **variables: str
+    ) -> float:
+        """`up --wait`; its duration in seconds. AssertionError with the ends of all logs if it
+        fails."""
         begin = time.monotonic()
-        words = [*_profiles(profiles), "up", "--wait", "--wait-timeout", str(int(timeout)), *services]
+        words = [
+            *_profiles(profiles),
+            "up",
+            "--wait",
+            "--wait-timeout",
+            str(int(timeout)),
+            *services,
+        ]
         done = self.run(*words, check=False, timeout=timeout + 60, **variables)
         seconds = time.monotonic() - begin
         # Compose up to 5.5 may exit with 0 at its timeout.
         came_up = done.returncode == 0 and seconds < timeout
-        assert came_up, f"up --wait: {done.returncode} after {seconds:.0f} s\n{done.stderr[-3000:]}\n{self.tails()}"
+        assert came_up, (
+            f"up --wait: {done.returncode} after {seconds:.0f}"
+            f" s\n{done.stderr[-3000:]}\n{self.tails()}"
+        )
         return seconds
 
     def container(self, service: str) -> str:
@@ -149,7 +198,10 @@ class Compose:
     def wait_healthy(self, *services: str, timeout: float = 240) -> None:
         for service in services:
             until(
-                f"{service} is healthy, it is {self.status(service)}", partial(self.healthy, service), timeout, poll=2
+                f"{service} is healthy, it is {self.status(service)}",
+                partial(self.healthy, service),
+                timeout,
+                poll=2,
             )
 
     def logs(self, service: str) -> str:
@@ -157,12 +209,23 @@ class Compose:
         return done.stdout + done.stderr
 
     def exits(self, since: float, container: str | None = None) -> dict[str, int]:
-        """Service → exit status of its last (or this) container that ended after `since` (Unix seconds)."""
-        words = ["--since", f"{since:.3f}", "--until", f"{time.time() + 1:.3f}", "--format", "{{json .}}"]
+        """Service → exit status of its last (or this) container that ended after `since` (Unix
+        seconds)."""
+        words = [
+            "--since",
+            f"{since:.3f}",
+            "--until",
+            f"{time.time() + 1:.3f}",
+            "--format",
+            "{{json .}}",
+        ]
         filters = ["event=die", f"label=com.docker.compose.project={self.project}"]
         for one in filters if container is None else [*filters, f"container={container}"]:
             words += ["--filter", one]
-        actors = [json.loads(line)["Actor"]["Attributes"] for line in docker("events", *words).stdout.splitlines()]
+        actors = [
+            json.loads(line)["Actor"]["Attributes"]
+            for line in docker("events", *words).stdout.splitlines()
+        ]
         return {actor["com.docker.compose.service"]: int(actor["exitCode"]) for actor in actors}
 
     def tails(self, characters: int = 3000) -> str:
@@ -171,22 +234,30 @@ class Compose:
         for identity in self.run("--profile", "*", "ps", "-a", "-q", check=False).stdout.split():
             about = json.loads(docker("inspect", identity).stdout)[0]
             log = docker("logs", identity, check=False)
-            state = {key: about["State"].get(key) for key in ("Status", "ExitCode", "OOMKilled", "Error")}
+            state = {
+                key: about["State"].get(key) for key in ("Status", "ExitCode", "OOMKilled", "Error")
+            }
             health = about["State"].get("Health", {})
             state |= {"restarts": about["RestartCount"], "health": health.get("Status")}
             last = [check["Output"][-300:] for check in health.get("Log", [])[-1:]]
-            parts.append(f"==== {about['Name']} {state} {last}\n{(log.stdout + log.stderr)[-characters:]}")
+            parts.append(
+                f"==== {about['Name']} {state} {last}\n{(log.stdout + log.stderr)[-characters:]}"
+            )
         return "\n".join(parts)
 
     def exec(self, service: str, *command: str, timeout: float = 60, check: bool = True):
         return docker("exec", self.container(service), *command, timeout=timeout, check=check)
 
     def pids(self, service: str, program: str, then: str = "") -> list[int]:
-        """The pids of a program's processes in the container; `then`: a shell command for each `$pid`."""
+        """The pids of a program's processes in the container; `then`: a shell command for each
+        `$pid`."""
         word = PROGRAMS[program]
-        find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"  # the brackets keep it from finding itself
+        # The brackets keep it from finding itself.
+        find = f"grep -lzx '[{word[0]}]{word[1:]}' /proc/[0-9]*/cmdline"
         script = f"for pid in $({find} | cut -d/ -f3); do echo $pid; {then or ':'}; done"
-        return [int(pid) for pid in self.exec(service, "sh", "-c", script, check=False).stdout.split()]
+        return [
+            int(pid) for pid in self.exec(service, "sh", "-c", script, check=False).stdout.split()
+        ]
 
     def kill_program(self, service: str, program: str, number: int = signal.SIGKILL) -> None:
         """Wait for a program's process and signal it."""
@@ -194,7 +265,8 @@ class Compose:
         until(f"a process of {program}", lambda: self.pids(service, program, kill))
 
     def kill_first(self, service: str) -> None:
-        """Kill the container's first process as the kernel's OOM killer does, without the engine."""
+        """Kill the container's first process as the kernel's OOM killer does, without the
+        engine."""
         os.kill(self.inspect(service)["State"]["Pid"], signal.SIGKILL)
 
     def kill_container(self, service: str) -> None:
@@ -234,7 +306,9 @@ class ComposeStack(Compose):
         subprocess.run([create], check=True, capture_output=True)
         self.controller_port, self.inference_port, self.prometheus_port = free_ports(3)
         super().__init__(
-            MAIN, CPU, *overrides,
+            MAIN,
+            CPU,
+            *overrides,
             project=f"tandem-test-{secrets.token_hex(3)}",
             **{
                 "TANDEM_SECRETS_DIR": str(self.secrets_dir),
@@ -247,7 +321,7 @@ class ComposeStack(Compose):
                 "TANDEM_LEASE_SECONDS": "10",
                 **variables,
             },
-        )  # fmt: skip
+        )
         self.controller_url = f"http://127.0.0.1:{self.controller_port}"
         self.inference_url = f"http://127.0.0.1:{self.inference_port}"
 
@@ -267,7 +341,11 @@ class ComposeStack(Compose):
 
     def chat_status(self, model: str) -> int | None:
         """The HTTP status of a chat; None without an answer."""
-        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Is it?"}]}
+        body = {
+            "model": model,
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": "Is it?"}],
+        }
         url = f"{self.inference_url}/v1/chat/completions"
         try:
             return httpx.post(url, json=body, headers=self.api_headers, timeout=60).status_code

@@ -15,15 +15,18 @@ from tandem.system.environment import omp_waiting
 
 # Before torch is loaded: what computes in this process has neighbours, too.
 os.environ.update(omp_waiting(os.environ))
-# Where several programs share two cores, two threads for a tiny model only wait for each other: they took a fifth of
-# the CPU of tests with a real vLLM. tests/stack/test_stack.py and the containers have as many as a deployment.
+# Where several programs share two cores, two threads for a tiny model only wait for each other:
+# they took a fifth of the CPU of tests with a real vLLM. tests/stack/test_stack.py and the
+# containers have as many as a deployment.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where it is set, every process that a test starts compiles torch, Megatron and vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")]))
-# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls a port: 20 to 40 ms
-# of CPU. It took a tenth of a vLLM server's start.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")])
+)
+# httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls
+# a port: 20 to 40 ms of CPU. It took a tenth of a vLLM server's start.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
@@ -32,11 +35,18 @@ SEED = os.environ.setdefault("SAMPLE_SEED", str(random.SystemRandom().randrange(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run every case of the tests that are marked `sample`")
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run every case of the tests that are marked `sample`",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"large matrices: {'all cases' if config.option.all_cases else f'a sample, SAMPLE_SEED={SEED}'}"
+    return (
+        "large matrices:"
+        f" {'all cases' if config.option.all_cases else f'a sample, SAMPLE_SEED={SEED}'}"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,22 +56,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip("needs a GPU"))
-    # Workers take groups in this order. The longest come first, so that no worker ends long before the other.
-    items.sort(key=lambda item: FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST))
+    # Workers take groups in this order. The longest come first, so that no worker ends long before
+    # the other.
+    items.sort(
+        key=lambda item: (
+            FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST)
+        )
+    )
 
 
-FIRST = ["docker", "tests/stack/test_stack.py", "tests/rl/test_rl_stack.py", "tests/integrations/test_clients.py",
-         "tests/stack/test_merged_stack.py",
-         "tests/inference/test_merged_faults.py", "tests/inference/test_whole_vllm.py", "tests/soak/test_soak.py",
-         "tests/inference/test_merged_vllm.py", "tests/stack/test_fine_tuning.py", "tests/inference/test_real_vllm.py",
-         "tests/runner/test_shared_gpus.py", "tests/supervise/test_up.py", "tests/model/test_compiled.py",
-         "tests/runner/test_resident.py", "tests/runner/test_runner_lives.py"]  # fmt: skip
+FIRST = [
+    "docker",
+    "tests/stack/test_stack.py",
+    "tests/rl/test_rl_stack.py",
+    "tests/integrations/test_clients.py",
+    "tests/stack/test_merged_stack.py",
+    "tests/inference/test_merged_faults.py",
+    "tests/inference/test_whole_vllm.py",
+    "tests/soak/test_soak.py",
+    "tests/inference/test_merged_vllm.py",
+    "tests/stack/test_fine_tuning.py",
+    "tests/inference/test_real_vllm.py",
+    "tests/runner/test_shared_gpus.py",
+    "tests/supervise/test_up.py",
+    "tests/model/test_compiled.py",
+    "tests/runner/test_resident.py",
+    "tests/runner/test_runner_lives.py",
+]
 
 
 def _group(nodeid: str) -> str:
-    """Tests of one group run in one worker, in their order: those of a file, or all that share the Docker engine."""
+    """Tests of one group run in one worker, in their order: those of a file, or all that share the
+    Docker engine."""
     file = nodeid.partition("::")[0]
-    return "docker" if file.startswith("tests/docker/") or file == "tests/helm/test_live.py" else file
+    return (
+        "docker" if file.startswith("tests/docker/") or file == "tests/helm/test_live.py" else file
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,8 +106,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests with the mark `one_of(fixture)`, keep those of one of the fixture's parameters. Of what is left with the
-    mark `sample(n)`, keep n cases of each test, or n of all tests with the same `of`. The seed chooses."""
+    """Of tests with the mark `one_of(fixture)`, keep those of one of the fixture's parameters. Of
+    what is left with the mark `sample(n)`, keep n cases of each test, or n of all tests with the
+    same `of`. The seed chooses.
+    """
     left_out: set[pytest.Item] = set()
     parameters: dict[str, dict[int, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
@@ -87,11 +119,15 @@ def _keep_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
             parameters[f"{item.path.name} {fixture}"][indices[fixture]].append(item)
     for name, of_parameter in parameters.items():
         kept = random.Random(f"{SEED} {name}").choice(list(of_parameter))
-        left_out |= {item for index, several in of_parameter.items() if index != kept for item in several}
+        left_out |= {
+            item for index, several in of_parameter.items() if index != kept for item in several
+        }
     matrices: dict[tuple[int, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("sample")) and item not in left_out:
-            matrices[mark.args[0], mark.kwargs.get("of") or item.nodeid.partition("[")[0]].append(item)
+            matrices[mark.args[0], mark.kwargs.get("of") or item.nodeid.partition("[")[0]].append(
+                item
+            )
     for (count, name), cases in matrices.items():
         chosen = random.Random(f"{SEED} {name}").sample(cases, min(count, len(cases)))
         left_out |= set(cases) - set(chosen)

@@ -1,8 +1,8 @@
 """The ranks that tests/model/test_topologies.py starts: python cut_rank.py ORDERS.
 
-ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each in turn the ranks compute rows of
-<directory>/model with <directory>/adapter, and leave the results in <directory>/<world>.<number>.<rank>.pt.
-`BREAKS` are mistakes that the oracle must see.
+ORDERS is a JSON file, {directory: {world: {number: `Sizes`' fields}}}. For each in turn the ranks
+compute rows of <directory>/model with <directory>/adapter, and leave the results in
+<directory>/<world>.<number>.<rank>.pt. `BREAKS` are mistakes that the oracle must see.
 """
 
 import json
@@ -51,13 +51,16 @@ SOURCES = torch.tensor([*range(129), 69, *range(130, 179), *range(180, SLOTS - 1
 
 
 def row(number: int, arch) -> RowTensors:
-    """A tree of two branches and a sequence; some slots of a mixture come with the experts that the sampler chose."""
+    """A tree of two branches and a sequence; some slots of a mixture come with the experts that the
+    sampler chose."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, arch.vocab_size, (SLOTS,), generator=generator)
     targets = torch.tensor([*range(1, 180), *range(181, SLOTS)])
     experts = None
     if arch.moe is not None:
-        experts = torch.full((SLOTS, arch.num_layers, arch.moe.experts_per_token), -1, dtype=torch.int16)
+        experts = torch.full(
+            (SLOTS, arch.num_layers, arch.moe.experts_per_token), -1, dtype=torch.int16
+        )
         for slot in range(0, SLOTS, 20):
             for layer in range(arch.num_layers):
                 chosen = torch.randperm(arch.moe.num_experts, generator=generator)
@@ -66,7 +69,8 @@ def row(number: int, arch) -> RowTensors:
 
 
 def compute(policy: Policy) -> dict[str, object]:
-    """Two optimizer steps on ROWS rows. The same on any topology: gradients and moments are gathered."""
+    """Two optimizer steps on ROWS rows. The same on any topology: gradients and moments are
+    gathered."""
     topology, arch = policy.topology, policy.arch
     optimizer = AdapterOptimizer(policy, SETTINGS)
     result: dict[str, object] = {}
@@ -79,14 +83,18 @@ def compute(policy: Policy) -> dict[str, object]:
                 outputs = policy(row(number, arch), temperature=0.8)
                 weights = torch.linspace(-1.0, 2.0, len(outputs.logprobs))
                 loss = (outputs.logprobs * weights + 0.1 * outputs.entropy).sum()
-                losses[number] = loss.item() if topology.place.context == 0 and policy.stage.last else 0.0
+                losses[number] = (
+                    loss.item() if topology.place.context == 0 and policy.stage.last else 0.0
+                )
                 yield loss
 
         policy.stage.backward(of_rows())
         for group in (topology.data, topology.pipeline):
             parallel.all_reduce(losses, group=group)
         optimizer.reduce_gradients()
-        gradients = policy.adapter.whole({name: parameter.grad for name, parameter in policy.lora_parameters().items()})
+        gradients = policy.adapter.whole(
+            {name: parameter.grad for name, parameter in policy.lora_parameters().items()}
+        )
         norm = optimizer.gradient_norm()
         result |= {f"loss{step}": losses, f"norm{step}": norm, f"gradients{step}": gradients}
         optimizer.step(norm, SETTINGS.learning_rate)
@@ -107,9 +115,13 @@ def _ring(tensor, group):
 
 
 GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, ADDED, PRODUCT = (
-    parallel.gather, parallel.all_reduce, MoeBlock._sum, ExpertLinear.add_gradients, ExpertLinear._add_gradients,
+    parallel.gather,
+    parallel.all_reduce,
+    MoeBlock._sum,
+    ExpertLinear.add_gradients,
+    ExpertLinear._add_gradients,
     LoraLinear._product,
-)  # fmt: skip
+)
 
 
 def _summed_backward(ctx, gradient):
@@ -174,11 +186,19 @@ def _of_shared_expert(original, attribute, mistake):
 
 
 def _bias_on_every_rank(self, ends, rows):
-    return None if self.bias is None else self.bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+    return (
+        None
+        if self.bias is None
+        else self.bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+    )
 
 
 def _other_experts(self, sizes, place):
-    return 0 if self.experts is None else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+    return (
+        0
+        if self.experts is None
+        else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+    )
 
 
 def _own_positions(row, topology):
@@ -187,7 +207,9 @@ def _own_positions(row, topology):
 
 
 def _first_slots(ends, kernel, rotation, window=None, deal=None):
-    return TREE_PARAMS(ends, kernel, rotation, window, deal and replace(deal, slots=torch.arange(len(deal.slots))))
+    return TREE_PARAMS(
+        ends, kernel, rotation, window, deal and replace(deal, slots=torch.arange(len(deal.slots)))
+    )
 
 
 def _gradient_of_all(ctx, gradient):
@@ -234,37 +256,69 @@ BREAKS = {
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
     "cp: keys in the ranks' order": (rows, "_reordered", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
-    "cp: the loss counts on every rank": (rows._Together, "backward", staticmethod(_gradient_of_all)),
+    "cp: the loss counts on every rank": (
+        rows._Together,
+        "backward",
+        staticmethod(_gradient_of_all),
+    ),
     "cp: no sum of the adapters' gradients": (
-        AdapterOptimizer, "reduce_gradients", lambda _: None,
+        AdapterOptimizer,
+        "reduce_gradients",
+        lambda _: None,
     ),
     "pp: stages have one another's layers": (Sizes, "layers", _other_way),
     "pp: hidden states come in another order": (_Lane, "receive", _shifted),
-    "pp: the stage before gets no gradient": (_Received, "backward", staticmethod(_no_gradient_back)),
+    "pp: the stage before gets no gradient": (
+        _Received,
+        "backward",
+        staticmethod(_no_gradient_back),
+    ),
     "pp: the norm is of one stage": (AdapterOptimizer, "gradient_norm", _norm_of_one_stage),
     "sp: no sum of the adapters' gradients": (
-        LoraLinear, "add_gradients", _without_sum(LoraLinear.add_gradients),
+        LoraLinear,
+        "add_gradients",
+        _without_sum(LoraLinear.add_gradients),
     ),
-    "sp: the gradient of gathered tokens is summed": (_AllTokens, "backward", staticmethod(_summed_backward)),
-    "sp: partial products are cut, not summed": (LoraLinear, "_summed", lambda self, x: _own_part(x, self.group)),
+    "sp: the gradient of gathered tokens is summed": (
+        _AllTokens,
+        "backward",
+        staticmethod(_summed_backward),
+    ),
+    "sp: partial products are cut, not summed": (
+        LoraLinear,
+        "_summed",
+        lambda self, x: _own_part(x, self.group),
+    ),
     "tokens are gathered in another order": (parallel, "gather", _ring),
-    "etp: no sum of the adapters' gradients": (ExpertLinear, "add_gradients", _without_sum(ADAPTER_GRADIENTS)),
+    "etp: no sum of the adapters' gradients": (
+        ExpertLinear,
+        "add_gradients",
+        _without_sum(ADAPTER_GRADIENTS),
+    ),
     "etp: cut gradients are summed too": (ExpertLinear, "add_gradients", _summed_twice),
     "etp: the adapters' scale": (ExpertLinear, "add_gradients", _scaled),
     "ep: ranks' sums of a token are not added": (parallel, "scatter_sum", _own_part),
     "ep: another rank's experts are read": (WeightRule, "first_expert", _other_experts),
-    "ep: experts' gradients are summed over data ranks": (Sizes, "experts_apart", property(lambda _self: False)),
+    "ep: experts' gradients are summed over data ranks": (
+        Sizes,
+        "experts_apart",
+        property(lambda _self: False),
+    ),
     "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
     "biases of experts on every rank": (ExpertLinear, "row_biases", _bias_on_every_rank),
     "shared expert: no gradient of its tokens": (
-        MoeBlock, "backward", _of_shared_expert(MOE_BACKWARD, "input_gradient", _no_gradient_of_tokens),
+        MoeBlock,
+        "backward",
+        _of_shared_expert(MOE_BACKWARD, "input_gradient", _no_gradient_of_tokens),
     ),
     "shared expert: partial products are cut, not summed": (
-        MoeBlock, "forward", _of_shared_expert(MOE_FORWARD, "added_to", _own_tokens_only),
+        MoeBlock,
+        "forward",
+        _of_shared_expert(MOE_FORWARD, "added_to", _own_tokens_only),
     ),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
-}  # fmt: skip
+}
 """Name -> what is replaced, and by what."""
 
 
@@ -276,12 +330,22 @@ def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
         buffer = torch.full((sum(part.size for part in parts),), torch.nan)
         weights.fill(parts, buffer)
         values = buffer.split([part.size for part in parts])
-        found += [(part.name, part.of, value.view(part.shape)) for part, value in zip(parts, values, strict=True)]
+        found += [
+            (part.name, part.of, value.view(part.shape))
+            for part, value in zip(parts, values, strict=True)
+        ]
     return found
 
 
-def run(rank: int, world: int, port: int, directory: Path, topologies: dict[str, dict[str, object]]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run(
+    rank: int, world: int, port: int, directory: Path, topologies: dict[str, dict[str, object]]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     device.activate("cpu")

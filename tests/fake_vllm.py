@@ -1,6 +1,8 @@
-"""A fake vLLM: the part of its HTTP API that Tandem uses, and a one-line language model that adapters change.
+"""A fake vLLM: the part of its HTTP API that Tandem uses, and a one-line language model that
+adapters change.
 
-It answers thousands of times faster than the real one, which `test_real_vllm.py` holds to the same behaviour.
+It answers thousands of times faster than the real one, which `test_real_vllm.py` holds to the same
+behaviour.
 """
 
 import hashlib
@@ -18,7 +20,10 @@ from safetensors.numpy import load_file
 from free_ports import free_ports
 
 API_KEY, ADMIN_TOKEN = "key", "token"
-_LORA_INFO = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}} {!r}'
+_LORA_INFO = (
+    'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters=""}}'
+    " {!r}"
+)
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 MERGED = "/tandem/merged"
 
@@ -49,7 +54,8 @@ class FakeVllm:
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
         self.asleep = False
         self.dead = False  # the engine; the server still answers
-        self.on_sleep: Callable[[], None] = lambda: None  # called before it sleeps; an exception is answered by 500
+        # Called before it sleeps; an exception is answered by 500.
+        self.on_sleep: Callable[[], None] = lambda: None
         self.on_wake: Callable[[], None] = lambda: None
         self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
@@ -61,7 +67,8 @@ class FakeVllm:
 
     def start(self, port: int = 0) -> None:
         """Start without adapters, on the port of the last time."""
-        self._port = port or self._port or free_ports(1)[0]  # the kernel gives one of its own to others after `stop`
+        # The kernel gives one of its own to others after `stop`.
+        self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
         self.asleep = self.dead = False
         fake = self
@@ -107,10 +114,18 @@ class FakeVllm:
         request.wfile.write(content)
         request.close_connection = True
 
-    def _route(self, path: str, body: dict[str, Any], request: BaseHTTPRequestHandler) -> tuple[int, Any]:
+    def _route(
+        self, path: str, body: dict[str, Any], request: BaseHTTPRequestHandler
+    ) -> tuple[int, Any]:
         if path.startswith("/v1/") and request.headers.get("Authorization") != f"Bearer {API_KEY}":
             return 401, {"error": "Unauthorized"}
-        admin = path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", MERGED, *SLEEP)
+        admin = path in (
+            "/v1/load_lora_adapter",
+            "/v1/unload_lora_adapter",
+            "/reset_prefix_cache",
+            MERGED,
+            *SLEEP,
+        )
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
         if self.statuses.get(path):
@@ -124,9 +139,13 @@ class FakeVllm:
                 return 200, {"version": self.version}
             case "/v1/models":
                 time.sleep(self.list_seconds)
-                served = {"base": "/model"} | {name: path for name, (path, _) in self.adapters.items()}
+                served = {"base": "/model"} | {
+                    name: path for name, (path, _) in self.adapters.items()
+                }
                 length = {"max_model_len": self.max_model_len}
-                return 200, {"data": [{"id": name, "root": root} | length for name, root in served.items()]}
+                return 200, {
+                    "data": [{"id": name, "root": root} | length for name, root in served.items()]
+                }
             case "/v1/load_lora_adapter":
                 name = body["lora_name"]
                 if name in self.adapters:
@@ -138,13 +157,20 @@ class FakeVllm:
                 return 200, "Success"
             case "/v1/unload_lora_adapter":
                 found = self.adapters.pop(body["lora_name"], None)
-                return (200, "Success") if found else (404, {"error": {"message": "cannot be found"}})
+                return (
+                    (200, "Success") if found else (404, {"error": {"message": "cannot be found"}})
+                )
             case "/reset_prefix_cache":
                 return 200, {"success": True} if self.version >= "0.32" else ""
             case "/v1/completions":
                 return self._complete(body)
             case "/tandem/merged" if self.merged_phase:
-                return 200, {"phase": self.merged_phase, "name": "base", "path": "base", "in_flight": 0}
+                return 200, {
+                    "phase": self.merged_phase,
+                    "name": "base",
+                    "path": "base",
+                    "in_flight": 0,
+                }
             case "/metrics":
                 return 200, self._metrics()
         return 404, {"error": {"message": "no such route"}}
@@ -169,25 +195,50 @@ class FakeVllm:
         for tokens in body["prompt"]:
             if len(tokens) + body["max_tokens"] > self.max_model_len:
                 return 400, {"error": {"message": "the prompt is too long"}}
-            values = [None if math.isnan(value) else value for value in self._scores(body["model"], tokens)]
-            entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], values, strict=True)]
+            values = [
+                None if math.isnan(value) else value
+                for value in self._scores(body["model"], tokens)
+            ]
+            entries = [
+                {str(token): {"logprob": value}}
+                for token, value in zip(tokens[1:], values, strict=True)
+            ]
             choices.append({"prompt_logprobs": [None, *entries]})
         return 200, {"choices": choices}
 
     def _scores(self, model: str, tokens: list[int]) -> list[float]:
-        return logprobs(tokens, 0.0 if model == "base" or self.ignores_weights else self.adapters[model][1])
+        return logprobs(
+            tokens, 0.0 if model == "base" or self.ignores_weights else self.adapters[model][1]
+        )
 
     def _metrics(self) -> str:
         now = time.time()
         return "\n".join(
             [
-                f'vllm:num_requests_running{{engine="0",model_name="base"}} {float(len(self.in_use))}',
+                (
+                    'vllm:num_requests_running{engine="0",model_name="base"}'
+                    f" {float(len(self.in_use))}"
+                ),
                 'vllm:num_requests_waiting{engine="0",model_name="base"} 0.0',
-                f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {float(not self.asleep)}',
-                f'vllm:engine_sleep_state{{engine="0",sleep_state="weights_offloaded"}} {float(self.asleep)}',
-                'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",waiting_lora_adapters=""} 1.5e+09',
-                f'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{",".join(sorted(self.in_use))}",'
-                f'waiting_lora_adapters=""}} {now!r}',
+                (
+                    'vllm:engine_sleep_state{engine="0",sleep_state="awake"}'
+                    f" {float(not self.asleep)}"
+                ),
+                (
+                    'vllm:engine_sleep_state{engine="0",sleep_state="weights_offloaded"}'
+                    f" {float(self.asleep)}"
+                ),
+                (
+                    'vllm:lora_requests_info{max_lora="2",running_lora_adapters="old@1",'
+                    'waiting_lora_adapters=""}'
+                    " 1.5e+09"
+                ),
+                (
+                    f'vllm:lora_requests_info{{max_lora="2",'
+                    f'running_lora_adapters="{",".join(sorted(self.in_use))}",'
+                    'waiting_lora_adapters=""}'
+                    f" {now!r}"
+                ),
                 *(_LORA_INFO.format(name, at) for name, at in self.used.items()),
             ]
         )

@@ -1,4 +1,5 @@
-"""Families with what is special in each, and a packed row with its sequences, for comparisons with transformers."""
+"""Families with what is special in each, and a packed row with its sequences, for comparisons with
+transformers."""
 
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from tandem.model.rows import RowTensors
 
 GENERATOR = torch.Generator().manual_seed(8)
-PREFIX, FIRST, SECOND, OTHER = (torch.randint(0, 260, (n,), generator=GENERATOR) for n in (20, 15, 12, 18))
+PREFIX, FIRST, SECOND, OTHER = (
+    torch.randint(0, 260, (n,), generator=GENERATOR) for n in (20, 15, 12, 18)
+)
 SEQUENCES = [torch.cat([PREFIX, FIRST]), torch.cat([PREFIX, SECOND]), OTHER]
 WEIGHTS = [torch.randn(len(sequence) - 1, generator=GENERATOR) for sequence in SEQUENCES]
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
@@ -44,10 +47,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss, truncated": {
         "family": "gpt_oss",
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
         },
     },
-}  # fmt: skip
+}
 
 
 def packed_row() -> RowTensors:
@@ -56,7 +62,11 @@ def packed_row() -> RowTensors:
     tokens, padding = torch.cat([PREFIX, FIRST, SECOND, OTHER]), 6
     subtree_end = torch.cat([torch.full((n,), end) for n, end in zip(lengths, ends, strict=True)])
     positions = torch.cat([torch.arange(35), torch.arange(20, 32), torch.arange(18)])
-    slots = [torch.arange(35), torch.cat([torch.arange(20), torch.arange(35, 47)]), torch.arange(47, 65)]
+    slots = [
+        torch.arange(35),
+        torch.cat([torch.arange(20), torch.arange(35, 47)]),
+        torch.arange(47, 65),
+    ]
     return RowTensors(
         tokens=torch.cat([tokens, torch.zeros(padding).long()]),
         positions=torch.cat([positions, torch.zeros(padding).long()]),

@@ -9,12 +9,13 @@ from tandem.errors import Conflict
 from tandem.system import ports
 
 _marks: list[socket.socket] = []
-"""For as long as this process lives, no other process of tests is given its ports: their programs listen later."""
+"""For as long as this process lives, no other process of tests is given its ports: their programs
+listen later."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, below those that the kernel gives to whoever asks for any: such a one can be taken
-    before the test's program listens."""
+    """Ports that nobody uses, below those that the kernel gives to whoever asks for any: such a one
+    can be taken before the test's program listens."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     with ExitStack() as held:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -37,7 +38,8 @@ class Full:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Their buffers, by the weights' names."""
-        return {name: parameter.gradient_sum for name, parameter in self.policy.base().items()}  # type: ignore[attr-defined]
+        base: dict[str, Any] = self.policy.base()
+        return {name: parameter.gradient_sum for name, parameter in base.items()}
 
 
 def make_full(model: Path, settings: OptimizerSettings, dtype: torch.dtype = torch.float32) -> Full:
@@ -58,7 +60,8 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of the model's parameters by the names of its files, as transformers writes them."""
+    """The values of the model's parameters by the names of its files, as transformers writes
+    them."""
     other = transformers.AutoModelForCausalLM.from_config(model.config)
     with torch.no_grad():
         for name, parameter in other.named_parameters():

@@ -1,4 +1,5 @@
-"""Bytes of tensors that are alive, on the CPU as `torch.cuda.memory_allocated` has them on a GPU."""
+"""Bytes of tensors that are alive, on the CPU as `torch.cuda.memory_allocated` has them on a
+GPU."""
 
 import contextlib
 import weakref
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the storages that operations in its context make, whoever holds them: Python, autograd's graph, a cycle.
+    """Counts the storages that operations in its context make, whoever holds them: Python,
+    autograd's graph, a cycle.
 
     A storage that an operation was given (a view's, an in-place result's) is not counted by it.
     """
@@ -44,7 +46,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def counted(device: torch.device) -> Iterator[Callable[[], int]]:
-    """A function that says how many bytes of tensors are alive: on the GPU all, on the CPU those made inside."""
+    """A function that says how many bytes of tensors are alive: on the GPU all, on the CPU those
+    made inside."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         yield torch.cuda.memory_allocated

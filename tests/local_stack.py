@@ -1,4 +1,5 @@
-"""The whole stack in a temporary directory, started by `tandem up`, and the means to kill its programs."""
+"""The whole stack in a temporary directory, started by `tandem up`, and the means to kill its
+programs."""
 
 import os
 import signal
@@ -21,8 +22,12 @@ API_KEY, ADMIN_TOKEN = "test-api-key", "test-admin-token"
 # `TANDEM_TEST_DEVICE=cuda` runs the same tests on two GPUs.
 DEVICES = {"TANDEM_DEVICE": "cpu"}
 if os.environ.get("TANDEM_TEST_DEVICE") == "cuda":
-    DEVICES = {"TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "1", "TANDEM_INFERENCE_DEVICES": "0",
-               "TANDEM_ENFORCE_EAGER": "1"}  # fmt: skip
+    DEVICES = {
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_TRAINER_DEVICES": "1",
+        "TANDEM_INFERENCE_DEVICES": "0",
+        "TANDEM_ENFORCE_EAGER": "1",
+    }
 # A word on the command line of each program's processes.
 PROGRAMS = {
     "controller": "tandem.controller",
@@ -43,7 +48,9 @@ EXAMPLES = [
 def train(client: Tandem, run: str, epochs: int, *, learning_rate: float, **options: Any) -> str:
     """Submit an SFT job of the length that `epochs` sets; its id."""
     optimizer = {"learning_rate": learning_rate, "epochs": epochs}
-    return client.train_sft(run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options).spec.id
+    return client.train_sft(
+        run, EXAMPLES, packing={"sequence_length": 128}, optimizer=optimizer, **options
+    ).spec.id
 
 
 def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
@@ -51,7 +58,9 @@ def seen(client: Tandem, job: str, kind: str, timeout: float = 180) -> None:
 
     def check() -> bool:
         kinds = [event.type for event in client.job_events(job)]
-        assert kind in kinds or not set(kinds) & set(TERMINAL), f"the job ended before {kind}: {kinds}"
+        assert kind in kinds or not set(kinds) & set(TERMINAL), (
+            f"the job ended before {kind}: {kinds}"
+        )
         return kind in kinds
 
     until(f"{kind} of job {job}", check, timeout, poll=0.02)
@@ -79,7 +88,9 @@ class LocalStack:
     def __init__(self, root: Path, **variables: str) -> None:
         self.root = root
         if not (root / "models" / "tiny").exists():
-            tiny_model.write_tiny_qwen3(root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1)
+            tiny_model.write_tiny_qwen3(
+                root / "models" / "tiny", hidden_size=64, layers=2, heads=2, kv_heads=1
+            )
         controller, inference, metrics = map(str, free_ports(3))
         self.environment = os.environ | {
             "TANDEM_ROOT": str(root),
@@ -105,7 +116,9 @@ class LocalStack:
     def __enter__(self) -> Self:
         self.log = (self.root / "up.log").open("ab")
         command = [sys.executable, "-m", "tandem", "up"]
-        self.process = subprocess.Popen(command, env=self.environment, stdout=self.log, stderr=self.log)
+        self.process = subprocess.Popen(
+            command, env=self.environment, stdout=self.log, stderr=self.log
+        )
         try:
             self.wait_ready()
         except BaseException:
@@ -141,7 +154,9 @@ class LocalStack:
         pids = []
         for process in processes.marked("TANDEM_ROOT", str(self.root)):
             with suppress(OSError):  # it is gone by now
-                if PROGRAMS[program].encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"):
+                if PROGRAMS[program].encode() in Path(
+                    f"/proc/{process.pid}/cmdline"
+                ).read_bytes().split(b"\0"):
                     pids.append(process.pid)
         return sorted(pids)
 

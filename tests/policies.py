@@ -17,7 +17,9 @@ from tandem.spool.schema import LoraShape
 LORA = LoraShape(rank=4, alpha=10.0)
 
 
-def make_policy(model: Path, lora: LoraShape = LORA, adapter: Path | None = None, **options) -> Policy:
+def make_policy(
+    model: Path, lora: LoraShape = LORA, adapter: Path | None = None, **options
+) -> Policy:
     policy = build_policy(read_arch(str(model)), lora, **options)
     load_base(policy, model)
     if adapter is not None:
@@ -29,7 +31,9 @@ def load_base(policy: Policy, model: Path) -> None:
     load_weights(model, policy.arch, policy.base, policy.topology.sizes, policy.topology.place)
 
 
-def write_random_adapter(directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0) -> Path:
+def write_random_adapter(
+    directory: Path, model: Path, lora: LoraShape = LORA, seed: int = 0
+) -> Path:
     """An adapter that changes the logits a lot: A and B are both random."""
     generator = torch.Generator().manual_seed(seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -60,10 +64,14 @@ def linear_row(
 
 def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     """All logits of a row, fp32 [S, vocabulary], on every tensor-parallel rank."""
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # after tandem's import
+    # After tandem's import.
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     row = policy.laid_out(row)
-    local = policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0] @ policy.head.t()
+    local = (
+        policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0]
+        @ policy.head.t()
+    )
     return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()
 
 
@@ -80,7 +88,9 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return taken
 
 
-def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> None:
+def assert_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float
+) -> None:
     """Each tensor's difference is at most `relative` of its norm."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -90,7 +100,8 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str, torch.Tensor]:
-    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's tensors."""
+    """The weights of a mixture of experts plus `alpha / rank * B A`, as functions of the adapter's
+    tensors."""
     weights = dict(model.named_parameters())
     for key in (key for key in adapter if "lora_A" in key):
         path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -98,7 +109,8 @@ def merged(model, adapter: dict[str, torch.Tensor], lora: LoraShape) -> dict[str
         if ".experts." not in path:
             weights[path + ".weight"] = weights[path + ".weight"] + delta
             continue
-        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj [experts, hidden, in]
+        # transformers stacks the experts: gate_up_proj [experts, gate then up, hidden], down_proj
+        # [experts, hidden, in]
         block, expert, projection = path.rsplit(".", 2)
         name = f"{block}.down_proj" if projection == "down_proj" else f"{block}.gate_up_proj"
         first = len(delta) if projection == "up_proj" else 0

@@ -1,4 +1,5 @@
-"""One of two ranks that tests/model/test_two_ranks.py starts: python rank_of_two.py <directory> cpu|cuda.
+"""One of two ranks that tests/model/test_two_ranks.py starts: python rank_of_two.py <directory>
+cpu|cuda.
 
 The ranks read the base weights together. What each did is left in <directory>/rank<r>.pt.
 """
@@ -18,10 +19,12 @@ from tandem.model.weights.base_weights import load_weights
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:
-    """The names of the parameters that this rank read first and then, whether all have the right values in the end,
-    and how many it would read the next time."""
+    """The names of the parameters that this rank read first and then, whether all have the right
+    values in the end, and how many it would read the next time."""
     arch = read_arch(str(model))
-    alone, shared = (BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups))
+    alone, shared = (
+        BaseWeights(arch, torch.float32, Sizes(), groups=each) for each in (None, groups)
+    )
     for weights in (alone, shared):
         for parameter in weights.parameters.values():
             parameter.fill_(torch.nan)
@@ -31,7 +34,10 @@ def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[s
     if missing := shared.exchange():
         load_weights(model, arch, lambda: missing, Sizes(), Sizes().place(0))
     device.synchronize()
-    same = all(torch.equal(shared.parameters[name], parameter) for name, parameter in alone.parameters.items())
+    same = all(
+        torch.equal(shared.parameters[name], parameter)
+        for name, parameter in alone.parameters.items()
+    )
     return {"read": read, "missing": list(missing), "same": same, "next": len(shared.own_share())}
 
 

@@ -1,4 +1,5 @@
-"""Ranks as processes of their own, as torchrun would start them, for what a test has one rank do."""
+"""Ranks as processes of their own, as torchrun would start them, for what a test has one rank
+do."""
 
 import faulthandler
 import multiprocessing
@@ -23,12 +24,15 @@ from tandem.system import processes
 
 
 def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None:
-    """`run(rank, count, port, *arguments)` in each of `count` processes at once, all of which succeed.
+    """`run(rank, count, port, *arguments)` in each of `count` processes at once, all of which
+    succeed.
 
     They are forked from this process, which has imported everything.
     """
     fork, [port] = multiprocessing.get_context("fork"), free_ports(1)
-    ranks = [fork.Process(target=run, args=(rank, count, port, *arguments)) for rank in range(count)]
+    ranks = [
+        fork.Process(target=run, args=(rank, count, port, *arguments)) for rank in range(count)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -37,7 +41,8 @@ def fork_ranks(count: int, run: Callable[..., None], *arguments: object) -> None
 
 
 def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: str) -> BaseProcess:
-    """`python <script> <arguments>` in this environment, forked from a server that has imported what ranks import.
+    """`python <script> <arguments>` in this environment, forked from a server that has imported
+    what ranks import.
 
     Importing it takes a process 5 s of CPU. What the rank prints goes to `log`.
     """
@@ -68,7 +73,8 @@ def _run(environment: dict[str, str], log: Path, script: str, arguments: tuple[s
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # libraries read the variable when they were loaded
+    # Libraries read the variable when they were loaded.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
@@ -77,12 +83,17 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
     """Run `python <script> <arguments>` as each of `count` ranks at once. All of them succeed."""
     [port] = free_ports(1)
     environment = os.environ | {
-        "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     with tempfile.TemporaryDirectory() as directory:
         logs = [Path(directory) / str(rank) for rank in range(count)]
         ranks = [
-            start_rank(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log, script, *arguments)
+            start_rank(
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log, script, *arguments
+            )
             for rank, log in enumerate(logs)
         ]
         try:
@@ -95,7 +106,8 @@ def run_ranks(count: int, script: str, *arguments: str) -> None:
 
 
 def run_program(script: str, *arguments: str, seconds: float) -> str:
-    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`; what it printed."""
+    """`python <script> <arguments>`, forked like `start_rank`, which succeeds within `seconds`;
+    what it printed."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         program = start_rank(os.environ | {"OMP_NUM_THREADS": "1"}, log, script, *arguments)
@@ -109,12 +121,16 @@ def run_program(script: str, *arguments: str, seconds: float) -> str:
 
 
 def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait until all have ended, for `seconds` at most. Those that have not print their stacks and are ended."""
+    """Wait until all have ended, for `seconds` at most. Those that have not print their stacks and
+    are ended."""
     end = time.monotonic() + seconds
     for rank in ranks:
         rank.join(max(0.0, end - time.monotonic()))
     for rank in ranks:
         if rank.pid is not None and rank.is_alive():
-            for process in [*processes.descendants(rank.pid), *filter(None, [processes.read(rank.pid)])]:
+            for process in [
+                *processes.descendants(rank.pid),
+                *filter(None, [processes.read(rank.pid)]),
+            ]:
                 processes.send(process, signal.SIGABRT)
     time.sleep(2 if any(rank.is_alive() for rank in ranks) else 0)

@@ -1,4 +1,5 @@
-"""Settings: the ancestor's names are understood, secrets come from files, and every variable is documented."""
+"""Settings: the ancestor's names are understood, secrets come from files, and every variable is
+documented."""
 
 import re
 from pathlib import Path
@@ -14,9 +15,9 @@ DOCUMENT = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 
 def test_settings_and_their_documentation_have_the_same_names():
     rows = " ".join(line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(TANDEM_\w+)`", rows)) == {f"TANDEM_{f.upper()}" for f in Settings.model_fields} | {
-        "TANDEM_URL"
-    }
+    assert set(re.findall(r"`(TANDEM_\w+)`", rows)) == {
+        f"TANDEM_{f.upper()}" for f in Settings.model_fields
+    } | {"TANDEM_URL"}
 
 
 @pytest.mark.parametrize("variable", ["RL_DOCKER", "TANDEM_DOCKER"])
@@ -48,19 +49,37 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
 @pytest.mark.parametrize(
     ("variables", "match"),
     [
-        ({"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_INFERENCE_DEVICES": "1"}, "TANDEM_INFERENCE_DEVICES both name 1"),
-        (SHARED | {"TANDEM_TRAINER_DEVICES": "0", "TANDEM_INFERENCE_DEVICES": "1"}, "must name the same GPUs"),
+        (
+            {"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_INFERENCE_DEVICES": "1"},
+            "TANDEM_INFERENCE_DEVICES both name 1",
+        ),
+        (
+            SHARED | {"TANDEM_TRAINER_DEVICES": "0", "TANDEM_INFERENCE_DEVICES": "1"},
+            "must name the same GPUs",
+        ),
         (SHARED | {"TANDEM_TRAINER_DEVICES": "0"}, "must name the same GPUs"),
         (SHARED | {"TANDEM_DEVICE": "cpu"}, "no GPU to share"),
         ({"TANDEM_TRAINER_RANKS": "3", "TANDEM_TENSOR_PARALLEL": "2"}, "TANDEM_TENSOR_PARALLEL"),
-        ({"TANDEM_TOPOLOGY": "auto", "TANDEM_EXPERT_PARALLEL": "1"}, "but TANDEM_EXPERT_PARALLEL is set too"),
+        (
+            {"TANDEM_TOPOLOGY": "auto", "TANDEM_EXPERT_PARALLEL": "1"},
+            "but TANDEM_EXPERT_PARALLEL is set too",
+        ),
         ({"TANDEM_TRANSPORT": "volume"}, "TANDEM_TRANSPORT=volume is for merged weights"),
         (MERGED | SHARED | {"TANDEM_TRANSPORT": "nccl"}, "vLLM sleeps while a job trains"),
-        (MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"}, "fp8 quantises; use merge"),
-        (MERGED | {"TANDEM_TRANSPORT": "ipc", "TANDEM_DEVICE": "cpu"}, "no GPU has memory to share"),
+        (
+            MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"},
+            "fp8 quantises; use merge",
+        ),
+        (
+            MERGED | {"TANDEM_TRANSPORT": "ipc", "TANDEM_DEVICE": "cpu"},
+            "no GPU has memory to share",
+        ),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         ({"TANDEM_OPTIMIZER_STATE_EVERY": "2"}, "set TANDEM_LAUNCH=resident"),
-        ({"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"}, "_JOB=0 contradicts TANDEM_LAUNCH=fork"),
+        (
+            {"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"},
+            "_JOB=0 contradicts TANDEM_LAUNCH=fork",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(monkeypatch, variables, match):
@@ -88,7 +107,9 @@ def test_secrets_come_from_files_and_stay_out_of_repr(monkeypatch, tmp_path):
 
 def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", str(tmp_path / "nothing"))
-    with pytest.raises(InvalidInput, match=r"TANDEM_ADMIN_TOKEN_FILE: can't read .*nothing: No such file"):
+    with pytest.raises(
+        InvalidInput, match=r"TANDEM_ADMIN_TOKEN_FILE: can't read .*nothing: No such file"
+    ):
         Settings().secret("admin_token")
 
 
@@ -103,15 +124,21 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, co
     assert Settings(api_key_file=tmp_path / "token").api_keys == ["key-one", "key-two"]
 
 
-@pytest.mark.parametrize("url", ["vllm:8000", "127.0.0.1:8000", "http://vllm:port", "http://", "ftp://vllm:8000"])
+@pytest.mark.parametrize(
+    "url", ["vllm:8000", "127.0.0.1:8000", "http://vllm:port", "http://", "ftp://vllm:8000"]
+)
 def test_an_inference_url_that_is_none_is_refused(url):
     with pytest.raises(ValidationError, match="is no URL such as"):
         Settings(inference_url=url)
-    assert Settings(inference_url="https://vllm/prefix").resolved_inference_url == "https://vllm/prefix"
+    assert (
+        Settings(inference_url="https://vllm/prefix").resolved_inference_url
+        == "https://vllm/prefix"
+    )
 
 
 def test_a_vllm_that_could_verify_no_step_is_refused():
-    """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that fills its length."""
+    """The longest probe has 64 tokens; vLLM needs room for one more, and refuses a prompt that
+    fills its length."""
     with pytest.raises(ValidationError, match="66"):
         Settings(max_model_len=65)
     assert Settings(max_model_len=66).max_model_len == 66
@@ -119,12 +146,16 @@ def test_a_vllm_that_could_verify_no_step_is_refused():
 
 def test_a_model_under_the_root_is_taken_from_there(tmp_path):
     (tmp_path / "models" / "tiny").mkdir(parents=True)
-    assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(tmp_path / "models" / "tiny")
+    assert Settings(root=tmp_path, base_model="models/tiny").model_path() == str(
+        tmp_path / "models" / "tiny"
+    )
     for name in ("Qwen/Qwen3-8B", "a" * 300):  # longer than a file's name may be
         assert Settings(root=tmp_path, base_model=name).model_path() == name
 
 
-@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")])
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")]
+)
 def test_vllms_address_is_that_at_which_it_listens(host, url):
     assert Settings(inference_host=host).resolved_inference_url == url
 

@@ -1,8 +1,8 @@
 """Ranks that train a tied model in two pipeline stages: python tied_rank.py DIRECTORY DATA.
 
-The ranks of DATA pipelines train all weights of DIRECTORY/model. Each leaves its copy of the table after each step in
-DIRECTORY/<DATA>.<rank>.pt. They sum gradients in an order that begins behind the owner, as NCCL's ring does, and
-several ranks own parts of each table.
+The ranks of DATA pipelines train all weights of DIRECTORY/model. Each leaves its copy of the table
+after each step in DIRECTORY/<DATA>.<rank>.pt. They sum gradients in an order that begins behind the
+owner, as NCCL's ring does, and several ranks own parts of each table.
 """
 
 import os
@@ -33,12 +33,20 @@ def as_a_ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def run(rank: int, world: int, port: int, directory: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     device.activate("cpu")
     topology = parallel.init_parallel(Sizes(pipeline=2), timeout_seconds=300)
     tables = []
-    with mock.patch.object(base_memory, "SEGMENT", 512), mock.patch.object(parallel, "scatter_sum", as_a_ring):
+    with (
+        mock.patch.object(base_memory, "SEGMENT", 512),
+        mock.patch.object(parallel, "scatter_sum", as_a_ring),
+    ):
         full = make_full(directory / "model", SETTINGS)
         for step in range(STEPS):
             full.optimizer.zero_grad()

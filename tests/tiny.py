@@ -49,9 +49,10 @@ def write_random_model(
 ) -> Path:
     """A random fp32 model of `family` (a model_type) in `directory`: config.json and safetensors.
 
-    `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Norm weights and
-    biases are random too, and weights are larger than at initialisation, `spread` times what keeps a layer's output as
-    large as its input, so that a wrong one shows in the logits.
+    `config` overrides `SHAPE` or adds to it (`tie_word_embeddings=True`, `num_hidden_layers=3`,
+    ...). Norm weights and biases are random too, and weights are larger than at initialisation,
+    `spread` times what keeps a layer's output as large as its input, so that a wrong one shows in
+    the logits.
     """
     import torch
     import transformers
@@ -82,7 +83,9 @@ def write_random_model(
                 elif name.endswith("bias"):
                     parameter.normal_(0.0, 0.3)
                 else:
-                    parameter.normal_(0.0, spread * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5)
+                    parameter.normal_(
+                        0.0, spread * parameter.shape[-1] ** -0.5 if "proj" in name else 0.5
+                    )
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
     return directory

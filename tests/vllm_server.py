@@ -1,6 +1,8 @@
-"""A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so tests share one.
+"""A real vLLM on the CPU, started as a deployment starts it. The start takes half a minute, so
+tests share one.
 
-With TANDEM_TEST_GPU=0 it runs on GPU 0, and the ranks that send it weights on GPU 1; with 1 the other way round.
+With TANDEM_TEST_GPU=0 it runs on GPU 0, and the ranks that send it weights on GPU 1; with 1 the
+other way round.
 """
 
 import contextlib
@@ -21,8 +23,13 @@ GPU = os.environ.get("TANDEM_TEST_GPU")
 WHERE = {"TANDEM_DEVICE": "cpu"}
 SENDERS: dict[str, str] = {}  # variables of the ranks that send weights to it
 if GPU is not None:
-    WHERE = {"TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": GPU, "TANDEM_DTYPE": "float32",
-             "TANDEM_ENFORCE_EAGER": "1", "TANDEM_GPU_MEMORY_UTILIZATION": "0.2"}  # fmt: skip
+    WHERE = {
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_INFERENCE_DEVICES": GPU,
+        "TANDEM_DTYPE": "float32",
+        "TANDEM_ENFORCE_EAGER": "1",
+        "TANDEM_GPU_MEMORY_UTILIZATION": "0.2",
+    }
     SENDERS = {"TANDEM_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": str(1 - int(GPU))}
 
 
@@ -50,9 +57,16 @@ class VllmServer:
         health = f"{self.url}/health"
         with self.log.open("wb") as log:
             pipes = {"stdout": log, "stderr": log}
-            self._process = subprocess.Popen(command, env=self._environment, start_new_session=True, **pipes)
+            self._process = subprocess.Popen(
+                command, env=self._environment, start_new_session=True, **pipes
+            )
         try:
-            until("vLLM ends or answers", lambda: self._process.poll() is not None or answers(health), 500, poll=0.1)
+            until(
+                "vLLM ends or answers",
+                lambda: self._process.poll() is not None or answers(health),
+                500,
+                poll=0.1,
+            )
             assert answers(health), "vLLM did not start"
         except BaseException:
             self.__exit__()

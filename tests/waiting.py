@@ -12,8 +12,9 @@ from tandem.system import processes
 def until[T](what: object, check: Callable[[], T], timeout: float = 120, poll: float = 0.05) -> T:
     """The first true answer of `check`; AssertionError naming `what` after `timeout` seconds.
 
-    The default is for a machine on which everything takes ten times as long; what is quick costs no time.
-    Until then `check` may find no server, or one that answers with an error (httpx.HTTPError).
+    The default is for a machine on which everything takes ten times as long; what is quick costs no
+    time. Until then `check` may find no server, or one that answers with an error
+    (httpx.HTTPError).
     """
     deadline = time.monotonic() + timeout
     error: httpx.HTTPError | None = None

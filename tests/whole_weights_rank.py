@@ -1,5 +1,6 @@
-"""`python whole_weights_rank.py DIRECTORY TP`: a rank that writes the whole weights of DIRECTORY/model with
-DIRECTORY/adapter to DIRECTORY/merged, and what it would send to DIRECTORY/sent<rank>.pt."""
+"""`python whole_weights_rank.py DIRECTORY TP`: a rank that writes the whole weights of
+DIRECTORY/model with DIRECTORY/adapter to DIRECTORY/merged, and what it would send to
+DIRECTORY/sent<rank>.pt."""
 
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ def main(directory: Path, tp: int) -> None:
             weights.fill(parts, buffer)
             values = buffer.split([part.size for part in parts])
             sent += [
-                (targets, part.name, part.of, value.view(part.shape)) for part, value in zip(parts, values, strict=True)
+                (targets, part.name, part.of, value.view(part.shape))
+                for part, value in zip(parts, values, strict=True)
             ]
     torch.save(sent, directory / f"sent{top.rank}.pt")
     files = ModelFiles(directory / "merged", arch, weights.dtype)

@@ -1,7 +1,8 @@
-"""Ranks that publish whole weights as a job's ranks do, without training: adapters that a test gives them.
+"""Ranks that publish whole weights as a job's ranks do, without training: adapters that a test
+gives them.
 
-`python whole_weights_sender.py DIRECTORY TP PP` is one rank. It takes its orders from files in DIRECTORY, as `Senders`
-writes them.
+`python whole_weights_sender.py DIRECTORY TP PP` is one rank. It takes its orders from files in
+DIRECTORY, as `Senders` writes them.
 """
 
 import json
@@ -24,10 +25,18 @@ from waiting import until
 
 
 class Senders:
-    """`tp` ranks in each of `pp` stages, of one run. `variables`: TANDEM_INFERENCE_URL and others."""
+    """`tp` ranks in each of `pp` stages, of one run. `variables`: TANDEM_INFERENCE_URL and
+    others."""
 
     def __init__(
-        self, directory: Path, spool: Spool, run: str, way: str, tp: int = 1, pp: int = 1, **variables: str
+        self,
+        directory: Path,
+        spool: Spool,
+        run: str,
+        way: str,
+        tp: int = 1,
+        pp: int = 1,
+        **variables: str,
     ) -> None:
         self.directory, self.spool, self.run, self.tp, self.pp = directory, spool, run, tp, pp
         self._number = 0
@@ -36,16 +45,25 @@ class Senders:
         [port] = free_ports(1)
         self._environment = os.environ | {
             "PYTHONWARNINGS": "ignore",
-            "WORLD_SIZE": str(tp * pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "TANDEM_ROOT": str(spool.root), "TANDEM_WEIGHTS": "merged", "TANDEM_TRANSPORT": way,
+            "WORLD_SIZE": str(tp * pp),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "TANDEM_ROOT": str(spool.root),
+            "TANDEM_WEIGHTS": "merged",
+            "TANDEM_TRANSPORT": way,
             "TANDEM_INFERENCE_URL": "http://127.0.0.1:9",
             **variables,
-        }  # fmt: skip
+        }
 
     def __enter__(self) -> Self:
         command = __file__, str(self.directory), str(self.tp), str(self.pp)
         self.ranks = [
-            start_rank(self._environment | {"RANK": rank, "LOCAL_RANK": rank}, self.directory / f"log.{rank}", *command)
+            start_rank(
+                self._environment | {"RANK": rank, "LOCAL_RANK": rank},
+                self.directory / f"log.{rank}",
+                *command,
+            )
             for rank in map(str, range(self.tp * self.pp))
         ]
         self.run_of(self.run)
@@ -65,7 +83,8 @@ class Senders:
         self._until("ready")
 
     def offer(self, adapter: Path) -> str:
-        """A job that runs, and whose ranks offer these weights; its id. The job before has ended then."""
+        """A job that runs, and whose ranks offer these weights; its id. The job before has ended
+        then."""
         self.end_job()
         self._number += 1
         job = submit_rl(self.spool, self.run, f"{self.run}-{self.directory.name}-{self._number}")
@@ -97,14 +116,21 @@ class Senders:
             os.kill(rank.pid, sig)
 
     def _logs(self) -> str:
-        return "\n".join(log.read_text(errors="replace")[-3000:] for log in sorted(self.directory.glob("log.*")))
+        return "\n".join(
+            log.read_text(errors="replace")[-3000:] for log in sorted(self.directory.glob("log.*"))
+        )
 
     def _write(self, name: str, order: dict[str, Any]) -> None:
         _write(self.directory / f"{name}.{self._number}", order)
 
     def _until(self, name: str, seconds: float = 200.0) -> None:
         path = self.directory / f"{name}.{self._number}"
-        until(f"the ranks write {name}", lambda: path.exists() or not self.ranks[0].is_alive(), seconds, poll=0.01)
+        until(
+            f"the ranks write {name}",
+            lambda: path.exists() or not self.ranks[0].is_alive(),
+            seconds,
+            poll=0.01,
+        )
         assert path.exists(), "a rank has ended:\n" + self._logs()
 
 

@@ -1,11 +1,14 @@
-"""Kills and disturbs a stack at random moments, and checks between the rounds that no promise was broken.
+"""Kills and disturbs a stack at random moments, and checks between the rounds that no promise was
+broken.
 
-    python -m bench.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY] [--record]
+    python -m bench.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY]
+    [--record]
 
-Each round has one way to start ranks. After it the trainer is stopped and started again, every job ends, and
-`bench.soak.check` reads the files. The seed chooses victims, moments, signals, damage and jobs; when a process runs is
-the kernel's choice, so a seed repeats the plan and not the run. Exits with 1 at the first round with a violation, and
-keeps its files. As root the volume is a tmpfs that can get full and read-only; otherwise those two are left out.
+Each round has one way to start ranks. After it the trainer is stopped and started again, every job
+ends, and `bench.soak.check` reads the files. The seed chooses victims, moments, signals, damage and
+jobs; when a process runs is the kernel's choice, so a seed repeats the plan and not the run. Exits
+with 1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that
+can get full and read-only; otherwise those two are left out.
 """
 
 import argparse
@@ -32,7 +35,16 @@ sys.path[:0] = [str(REPOSITORY / name) for name in ("src", "examples", "tests")]
 from bench.report import RESULTS
 from bench.soak import check
 from bench.soak.client import Client, Ledger
-from bench.soak.disturb import CONTAINER, IMPORTS, SIGNALS, WEIGHTS, Conditions, Damage, Moments, Strikes
+from bench.soak.disturb import (
+    CONTAINER,
+    IMPORTS,
+    SIGNALS,
+    WEIGHTS,
+    Conditions,
+    Damage,
+    Moments,
+    Strikes,
+)
 from bench.soak.stack import TRAINER, Stack, Victim, Volume
 
 ROUND = 40
@@ -57,7 +69,8 @@ class Soak:
         self._conditions = Conditions(self.stack, self.volume, self._rng)
         self._damage = Damage(self.root, self._rng, self._ledger)
         self.counts: dict[str, Counter[str]] = {
-            name: Counter() for name in ("program", "moment", "signal", "condition", "damage", "launch")
+            name: Counter()
+            for name in ("program", "moment", "signal", "condition", "damage", "launch")
         }
         self._imports = 1.0  # how many strikes with a costly end are allowed now
         self._again: list[str] = []  # programs to strike again
@@ -78,7 +91,11 @@ class Soak:
             self._meanwhile()
             if self._rng.random() < 0.15 and (kind := self._conditions.begin()):
                 self.counts["condition"][kind] += 1
-            if not self._conditions.refuses_writes and self._rng.random() < 0.35 and (kind := self._damage.inflict()):
+            if (
+                not self._conditions.refuses_writes
+                and self._rng.random() < 0.35
+                and (kind := self._damage.inflict())
+            ):
                 self.counts["damage"][kind] += 1
             self._strike(launch)
         self._strikes.follow(all_now=True)
@@ -98,17 +115,27 @@ class Soak:
         program = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if program in costly and self._imports < 1:
             return
-        # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom comes. A rank comes
-        # again only if its launcher gets the time to start.
+        # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom
+        # comes. A rank comes again only if its launcher gets the time to start.
         self._due += self._options.pace
         early = self._due - time.monotonic()
         late = early < -LATE_SECONDS
-        longest = 20.0 if program in ("rank", "leader") and not late else min(20.0, max(0.4 if late else 1.0, early))
+        longest = (
+            20.0
+            if program in ("rank", "leader") and not late
+            else min(20.0, max(0.4 if late else 1.0, early))
+        )
         before = self._victims(program)
         moment = self._moments.wait(self._moments.choose(program), longest, self._meanwhile)
-        how = "kill" if program == CONTAINER else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
+        how = (
+            "kill"
+            if program == CONTAINER
+            else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
+        )
         # Looking for processes takes a while, and the moment passes.
-        if not (self._struck(program, before, how) or self._struck(program, self._victims(program), how)):
+        if not (
+            self._struck(program, before, how) or self._struck(program, self._victims(program), how)
+        ):
             return
         if program in costly:
             self._imports -= 1
@@ -116,7 +143,8 @@ class Soak:
         self._count(program, moment, how)
 
     def _strike_again(self, program: str) -> None:
-        """The next one dies while it starts and settles what the one before left: before it imports torch."""
+        """The next one dies while it starts and settles what the one before left: before it imports
+        torch."""
         end = time.monotonic() + self._rng.uniform(0.3, 2.0)
         while time.monotonic() < end:
             self._meanwhile()
@@ -140,8 +168,11 @@ class Soak:
 
     def drain(self) -> list[str]:
         """Let everything end undisturbed; what is wrong then."""
-        # A `tandem up` that was killed with supervisord a moment ago left programs, which the next one ends.
-        problems = self._wait("tandem up has started", STOP_SECONDS, lambda: self._none_of("supervisord"))
+        # A `tandem up` that was killed with supervisord a moment ago left programs, which the next
+        # one ends.
+        problems = self._wait(
+            "tandem up has started", STOP_SECONDS, lambda: self._none_of("supervisord")
+        )
         problems += self.stack.stop("up", STOP_SECONDS) + self._trainer_is_gone()
         self.client.pause()
         self.stack.launch("fork")
@@ -156,7 +187,9 @@ class Soak:
     def _roll_back(self) -> None:
         """Take some of a run's steps out of its chain while the controller may die."""
         run, step = self._rng.choice(["a", "b", "c"]), self._rng.randrange(3)
-        newest = max((int(path.name) for path in self.root.glob(f"runs/{run}/checkpoints/0*")), default=0)
+        newest = max(
+            (int(path.name) for path in self.root.glob(f"runs/{run}/checkpoints/0*")), default=0
+        )
         controllers = self._victims("controller")
         if controllers and self._rng.random() < 0.5:
             self._kill_soon(controllers[0])
@@ -189,7 +222,9 @@ class Soak:
                 served = json.loads((run.parent / "served.json").read_text())["step"]
                 job = json.loads((newest / "manifest.json").read_text())["job"]
                 events = self.root / f"jobs/events/{job}.jsonl"
-                told = not events.exists() or '"type":"served"' in events.read_text().replace(" ", "")
+                told = not events.exists() or '"type":"served"' in events.read_text().replace(
+                    " ", ""
+                )
             if not told or served != int(newest.name):
                 missing.append(f"{run.parent.name}@{newest.name}, served is {served}, told: {told}")
         return missing
@@ -199,28 +234,42 @@ class Soak:
 
     def _trainer_is_gone(self) -> list[str]:
         """Of a `tandem up` that was killed, supervisord may still be stopping its programs."""
-        return self._wait("no process of the trainer", STOP_SECONDS, lambda: self._victims(CONTAINER))
+        return self._wait(
+            "no process of the trainer", STOP_SECONDS, lambda: self._victims(CONTAINER)
+        )
 
     def finish(self) -> list[str]:
         """Stop everything, sweep what the strikes left as if it were old, and check once more."""
         problems = self.stack.close(STOP_SECONDS)
-        problems += self._wait("no process is left", STOP_SECONDS, lambda: check.leftovers(self.root))
-        for path in [entry for top in self.root.rglob(".tmp-*") for entry in (top, *top.rglob("*"))]:
+        problems += self._wait(
+            "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)
+        )
+        for path in [
+            entry for top in self.root.rglob(".tmp-*") for entry in (top, *top.rglob("*"))
+        ]:
             os.utime(path, (time.time() - 7200,) * 2)
         self.stack.sweep(lambda: not [*self.root.rglob(".tmp-*")])
         problems += check.leftovers(self.root)
-        return problems + check.violations(self.root, check.Ledger.read(self.work / "ledger"), swept=True)
+        return problems + check.violations(
+            self.root, check.Ledger.read(self.work / "ledger"), swept=True
+        )
 
     def summary(self) -> dict[str, object]:
-        paths = [path for path in self.root.glob("jobs/*ed/*/*.json") if check.JUNK not in path.name]
+        paths = [
+            path for path in self.root.glob("jobs/*ed/*/*.json") if check.JUNK not in path.name
+        ]
         jobs = [json.loads(path.read_text()) for path in paths]
         counts = {name: dict(count.most_common()) for name, count in self.counts.items()}
         return {
             "jobs": Counter(path.parts[-3] for path in paths),
-            "errors": Counter(job["result"]["error"]["type"] for job in jobs if job["result"]["error"]),
+            "errors": Counter(
+                job["result"]["error"]["type"] for job in jobs if job["result"]["error"]
+            ),
             "attempts": dict(sorted(Counter(job["attempt"] for job in jobs).items())),
-            "starts": self.stack.starts, "CPU seconds": round(sum(os.times()[:4])), **counts,
-        }  # fmt: skip
+            "starts": self.stack.starts,
+            "CPU seconds": round(sum(os.times()[:4])),
+            **counts,
+        }
 
     def close(self) -> None:
         self._strikes.follow(all_now=True)
@@ -236,13 +285,19 @@ def run(soak: Soak, options: argparse.Namespace) -> list[str]:
     rng = random.Random(options.seed)
     begin = time.monotonic()
     if not soak.volume.mounted:
-        print("soak: no tmpfs can be mounted here, so the volume never gets full or read-only", flush=True)
+        print(
+            "soak: no tmpfs can be mounted here, so the volume never gets full or read-only",
+            flush=True,
+        )
     wait_ready(soak.stack.url)
     while soak.kills < options.kills and time.monotonic() - begin < options.seconds:
         launch = options.launch or rng.choices(list(LAUNCHES), list(LAUNCHES.values()))[0]
         problems = soak.round(min(options.round, options.kills - soak.kills), launch)
-        print(f"soak: {soak.kills} kills, {time.monotonic() - begin:.0f} s, round of {launch}: "
-              f"{len(problems)} violations", flush=True)  # fmt: skip
+        print(
+            f"soak: {soak.kills} kills, {time.monotonic() - begin:.0f} s, round of {launch}: "
+            f"{len(problems)} violations",
+            flush=True,
+        )
         if problems:
             return problems
     return soak.finish()
@@ -260,17 +315,34 @@ def wait_ready(url: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--pace", type=float, default=1.6, help="seconds per strike, without the rounds' ends")
-    parser.add_argument("--costly", type=float, default=0.08, help="share of strikes that make somebody import torch")
+    parser.add_argument(
+        "--pace", type=float, default=1.6, help="seconds per strike, without the rounds' ends"
+    )
+    parser.add_argument(
+        "--costly",
+        type=float,
+        default=0.08,
+        help="share of strikes that make somebody import torch",
+    )
     parser.add_argument("--round", type=int, default=ROUND, help="kills between two checks")
-    parser.add_argument("--launch", choices=list(LAUNCHES), default=None, help="only this way to start ranks")
+    parser.add_argument(
+        "--launch", choices=list(LAUNCHES), default=None, help="only this way to start ranks"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="no round begins after that")
-    parser.add_argument("--real-vllm", action="store_true", help="vLLM itself under `tandem up --role inference`")
-    parser.add_argument("--work", type=Path, default=None, help="a new directory for everything; kept")
-    parser.add_argument("--record", action="store_true", help="write the numbers to bench/results/soak.json")
+    parser.add_argument(
+        "--real-vllm", action="store_true", help="vLLM itself under `tandem up --role inference`"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=None, help="a new directory for everything; kept"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the numbers to bench/results/soak.json"
+    )
     options = parser.parse_args()
     work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
     work.mkdir(exist_ok=True)
@@ -281,10 +353,19 @@ def main() -> int:
     problems = ["the soak itself failed"]
     try:
         problems = run(soak, options)
-        summary = {"kills": soak.kills, "violations": len(problems), "seconds": round(time.monotonic() - begin)}
+        summary = {
+            "kills": soak.kills,
+            "violations": len(problems),
+            "seconds": round(time.monotonic() - begin),
+        }
         print(json.dumps(summary | soak.summary(), indent=1), flush=True)
         if options.record:
-            record = {"seed": options.seed, "cores": len(os.sched_getaffinity(0)), **summary, **soak.summary()}
+            record = {
+                "seed": options.seed,
+                "cores": len(os.sched_getaffinity(0)),
+                **summary,
+                **soak.summary(),
+            }
             (RESULTS / "soak.json").write_text(json.dumps(record, indent=2) + "\n")
     finally:
         if problems:
@@ -294,8 +375,10 @@ def main() -> int:
             shutil.rmtree(work, ignore_errors=True)
     for problem in problems:
         print(f"soak: VIOLATION: {problem}")
-    print(f"soak: {soak.kills} kills, {len(problems)} violations; --seed {options.seed}"
-          + (f"; files: {work}" if problems else ""))  # fmt: skip
+    print(
+        f"soak: {soak.kills} kills, {len(problems)} violations; --seed {options.seed}"
+        + (f"; files: {work}" if problems else "")
+    )
     return 1 if problems else 0
 
 

@@ -2,7 +2,8 @@
 
     python -m bench.soak.check ROOT LEDGER
 
-Prints one line per violation; exits with 1 if there is any. LEDGER is what the client was promised, see `Ledger`.
+Prints one line per violation; exits with 1 if there is any. LEDGER is what the client was promised,
+see `Ledger`.
 """
 
 import json
@@ -16,7 +17,17 @@ from bench.soak import check_checkpoints
 
 TERMINAL = ("succeeded", "failed", "cancelled")
 # The events of one attempt, in their order. Only `step` may come more than once.
-ORDER = ("claimed", "slept", "started", "loaded", "step", "checkpoint", "released", "woken", "requeued")
+ORDER = (
+    "claimed",
+    "slept",
+    "started",
+    "loaded",
+    "step",
+    "checkpoint",
+    "released",
+    "woken",
+    "requeued",
+)
 # Of these, an attempt has the first ones: nobody goes on without having written the one before.
 CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
 JUNK = "soak-junk"
@@ -27,7 +38,8 @@ JUNK = "soak-junk"
 class Ledger:
     """What the soak did and was told, one JSON object per line: `{"kind": ..., ...}`."""
 
-    asked: dict[str, str] = field(default_factory=dict)  # job id -> run; every request that was sent
+    # Job id -> run; every request that was sent.
+    asked: dict[str, str] = field(default_factory=dict)
     accepted: set[str] = field(default_factory=set)  # job ids that were answered with success
     refused: set[str] = field(default_factory=set)  # job ids that were answered with a refusal
     damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
@@ -76,15 +88,18 @@ class JobFile:
         return found
 
 
-def violations(root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True) -> list[str]:
-    """What is wrong, one line each. `swept`: temporary names were old and were swept. `served`: vLLM and the publisher
-    had time to serve the newest steps."""
+def violations(
+    root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True
+) -> list[str]:
+    """What is wrong, one line each. `swept`: temporary names were old and were swept. `served`:
+    vLLM and the publisher had time to serve the newest steps."""
     found: list[str] = []
     jobs = _jobs(root, ledger, found)
     _check_promises(root, ledger, jobs, found)
     torn = 0
     for job in jobs.values():
-        # The submitter died after it had removed the damaged job's events, and before the new job was there.
+        # The submitter died after it had removed the damaged job's events, and before the new job
+        # was there.
         begun_anew = job.state == "damaged" and job.id in ledger.repeated
         if begun_anew and not (root / "jobs" / "events" / f"{job.id}.jsonl").exists():
             continue
@@ -125,7 +140,9 @@ def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
         if (spec["id"], spec["run"], spec["base_step"]) != (job_id, run, int(base_step)):
             found.append(f"job {job_id}: {path.name} holds job {spec['id']} of run {spec['run']}")
         name = root / "jobs" / "ids" / job_id
-        if not name.exists() or (name.read_text().strip() != path.stem and job_id not in ledger.damaged):
+        if not name.exists() or (
+            name.read_text().strip() != path.stem and job_id not in ledger.damaged
+        ):
             found.append(f"job {job_id}: jobs/ids does not name its key {path.stem}")
         result = record["result"]
         if state in TERMINAL and (result is None or result["state"] != state):
@@ -159,7 +176,9 @@ def _read_events(root: Path, job: JobFile, found: list[str]) -> int:
     for line in lines:
         try:
             event = json.loads(line)
-            job.events.append({name: event[name] for name in ("seq", "job", "type", "attempt", "data")})
+            job.events.append(
+                {name: event[name] for name in ("seq", "job", "type", "attempt", "data")}
+            )
         except (ValueError, TypeError, KeyError):
             torn += 1
     return torn
@@ -198,18 +217,27 @@ def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
         wrong(f"its result is {result}, its terminal event says {end['data']}")
     if job.state == "succeeded" and result["step"] != job.base_step + 1:
         wrong(f"made step {result['step']} from step {job.base_step}")
-    if job.state != "succeeded" and not (result["error"] and result["error"]["type"] and result["error"]["message"]):
+    if job.state != "succeeded" and not (
+        result["error"] and result["error"]["type"] and result["error"]["message"]
+    ):
         wrong("has no reason")
     claims = [event["attempt"] for event in job.events if event["type"] == "claimed"]
-    if end["attempt"] != job.record["attempt"] or any(not 1 <= attempt <= end["attempt"] for attempt in claims):
-        wrong(f"ended in attempt {end['attempt']}, its record says {job.record['attempt']}, its claims were {claims}")
+    if end["attempt"] != job.record["attempt"] or any(
+        not 1 <= attempt <= end["attempt"] for attempt in claims
+    ):
+        wrong(
+            f"ended in attempt {end['attempt']}, its record says {job.record['attempt']}, its"
+            f" claims were {claims}"
+        )
 
 
 def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
     places = [(event["attempt"], ORDER.index(event["type"])) for event in events]
     if places != sorted(places):
         wrong(f"events out of order: {[(event['attempt'], event['type']) for event in events]}")
-    counts = Counter((event["attempt"], event["type"]) for event in events if event["type"] != "step")
+    counts = Counter(
+        (event["attempt"], event["type"]) for event in events if event["type"] != "step"
+    )
     if doubled := [key for key, count in counts.items() if count > 1]:
         wrong(f"doubled events: {doubled}")
     seen = {(event["attempt"], event["type"]) for event in events}
@@ -220,8 +248,9 @@ def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
 
 
 def _check_steps(job: JobFile, wrong: Any) -> None:
-    """Each attempt's optimizer steps are 1, 2, 3, ...; the last one's of a succeeded job are all. A step that another
-    attempt repeats, from the same checkpoint, has the same loss and gradient, bit for bit."""
+    """Each attempt's optimizer steps are 1, 2, 3, ...; the last one's of a succeeded job are all. A
+    step that another attempt repeats, from the same checkpoint, has the same loss and gradient, bit
+    for bit."""
     known: dict[int, dict[str, Any]] = {}
     for attempt, steps in job.steps_by_attempt.items():
         if [data["step"] for data in steps] != list(range(1, len(steps) + 1)):
@@ -231,24 +260,34 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
         for data in steps:
             numbers = {name: data["metrics"][name] for name in ("loss", "grad_norm")}
             if known.setdefault(data["step"], numbers) != numbers:
-                wrong(f"attempt {attempt} computed {numbers} in step {data['step']}, before {known[data['step']]}")
+                wrong(
+                    f"attempt {attempt} computed {numbers} in step {data['step']}, before"
+                    f" {known[data['step']]}"
+                )
     if job.state == "succeeded":
         last = next(reversed(job.steps_by_attempt.values()), [])
         if not last or len(last) != last[0]["steps"]:
             wrong(f"succeeded with {len(last)} optimizer steps in its last attempt")
 
 
-def _check_remains(root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool) -> None:
-    """What a job needs only until it ends is gone, and strikes left few temporary names; `swept`: none."""
+def _check_remains(
+    root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
+) -> None:
+    """What a job needs only until it ends is gone, and strikes left few temporary names; `swept`:
+    none."""
     for kind in ("data", "work", "leases", "cancel"):
         for path in (root / "jobs" / kind).iterdir():
             job = jobs.get(path.name.removesuffix(".json"))
             if job is not None and job.state != "damaged":
                 found.append(f"job {job.id} ({job.state}): left {path.relative_to(root)}")
-    temporary = [path for path in root.rglob(".tmp-*") if "logs" not in path.relative_to(root).parts]
+    temporary = [
+        path for path in root.rglob(".tmp-*") if "logs" not in path.relative_to(root).parts
+    ]
     if len(temporary) > (0 if swept else 2 * ledger.strikes + 5):
         names = ", ".join(str(path.relative_to(root)) for path in temporary[:5])
-        found.append(f"{len(temporary)} temporary names after {ledger.strikes} strikes: {names}, ...")
+        found.append(
+            f"{len(temporary)} temporary names after {ledger.strikes} strikes: {names}, ..."
+        )
 
 
 def leftovers(root: Path) -> list[str]:
@@ -259,7 +298,9 @@ def leftovers(root: Path) -> list[str]:
             continue
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 found.append(f"{entry.name} {command[:200]}")
         except OSError:  # it is gone
             continue

@@ -1,4 +1,5 @@
-"""The part of `bench.soak.check` that reads checkpoints and what vLLM is said to serve. Shares no code with Tandem."""
+"""The part of `bench.soak.check` that reads checkpoints and what vLLM is said to serve. Shares no
+code with Tandem."""
 
 import hashlib
 import json
@@ -14,7 +15,8 @@ ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer/adam.safetensors"
 
 
 def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, served: bool) -> None:
-    """Appends to `found` what is wrong with the checkpoints of all runs; `ledger`, `jobs`: see `bench.soak.check`."""
+    """Appends to `found` what is wrong with the checkpoints of all runs; `ledger`, `jobs`: see
+    `bench.soak.check`."""
     made: dict[str, list[str]] = defaultdict(list)  # by job: its checkpoints
     for run in sorted((root / "runs").iterdir()):
         if run.name.startswith(".tmp-") or not run.is_dir():
@@ -22,7 +24,9 @@ def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, se
         chain = sorted(path for path in (run / "checkpoints").iterdir() if path.name.isdigit())
         if [int(path.name) for path in chain] != list(range(len(chain))) or not chain:
             found.append(f"run {run.name}: its chain is {[path.name for path in chain]}")
-        discarded = [path for path in (run / "discarded").iterdir() if not path.name.startswith(".tmp-")]
+        discarded = [
+            path for path in (run / "discarded").iterdir() if not path.name.startswith(".tmp-")
+        ]
         read = {path: _manifest(path, run.name, found) for path in (*chain, *discarded)}
         manifests = {path: manifest for path, manifest in read.items() if manifest is not None}
         for path, manifest in manifests.items():
@@ -44,22 +48,36 @@ def _manifest(path: Path, run: str, found: list[str]) -> dict[str, Any] | None:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         step = int(path.name.split("-")[0])
         if (manifest["run"], manifest["step"]) != (run, step):
-            found.append(f"{run}/{path.name}: its manifest is of {manifest['run']}@{manifest['step']}")
-        listed = {name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()}
+            found.append(
+                f"{run}/{path.name}: its manifest is of {manifest['run']}@{manifest['step']}"
+            )
+        listed = {
+            name: (entry["size"], entry["sha256"]) for name, entry in manifest["files"].items()
+        }
     except (OSError, ValueError, KeyError) as error:
         found.append(f"{run}/{path.name}: its manifest can't be read: {error!r}")
         return None
-    files = {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    files = {
+        file.relative_to(path).as_posix(): file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_file()
+    }
     files.pop("manifest.json")
-    actual = {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()}
+    actual = {
+        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()
+    }
     for name in sorted(actual.keys() | listed.keys()):
         if actual.get(name) != listed.get(name):
-            found.append(f"{run}/{path.name}: {name} is {actual.get(name)}, the manifest says {listed.get(name)}")
+            found.append(
+                f"{run}/{path.name}: {name} is {actual.get(name)}, the manifest says"
+                f" {listed.get(name)}"
+            )
     return manifest
 
 
 def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[str]) -> None:
-    """The checkpoint was made by a succeeded job of its run, from the step before it, by that job's last step."""
+    """The checkpoint was made by a succeeded job of its run, from the step before it, by that job's
+    last step."""
     name = f"{manifest['run']}/{path.name}"
     if job is None or job.state == "damaged":
         if job is None:
@@ -68,15 +86,23 @@ def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[st
     if (job.run, job.base_step + 1) != (manifest["run"], manifest["step"]):
         found.append(f"{name}: its job {job.id} goes from {job.run}@{job.base_step}")
     steps = next(reversed(job.steps_by_attempt.values()), [])
-    if steps and any(manifest["metrics"][key] != steps[-1]["metrics"][key] for key in ("loss", "grad_norm")):
+    if steps and any(
+        manifest["metrics"][key] != steps[-1]["metrics"][key] for key in ("loss", "grad_norm")
+    ):
         found.append(f"{name}: its metrics are not those of the last step of job {job.id}")
     for event in job.events:
-        if event["type"] == "checkpoint" and event["data"]["sha256"] != manifest["files"][ADAPTER]["sha256"]:
+        if (
+            event["type"] == "checkpoint"
+            and event["data"]["sha256"] != manifest["files"][ADAPTER]["sha256"]
+        ):
             found.append(f"{name}: job {job.id} announced another adapter")
 
 
-def _check_weights(run: str, chain: dict[Path, dict[str, Any]], jobs: dict[str, Any], found: list[str]) -> None:
-    """All adapters have the shapes of step 0 and finite numbers, and Adam counts every optimizer step once."""
+def _check_weights(
+    run: str, chain: dict[Path, dict[str, Any]], jobs: dict[str, Any], found: list[str]
+) -> None:
+    """All adapters have the shapes of step 0 and finite numbers, and Adam counts every optimizer
+    step once."""
     shapes: dict[str, tuple[int, ...]] | None = None
     count = 0
     for path, manifest in chain.items():
@@ -90,20 +116,30 @@ def _check_weights(run: str, chain: dict[Path, dict[str, Any]], jobs: dict[str, 
         now = {name: value.shape for name, value in adapter.items()}
         if now != (shapes := shapes or now):
             found.append(f"{run}/{path.name}: its adapter has other tensors than step 0")
-        if not all(np.isfinite(value).all() for value in (*adapter.values(), *(optimizer or {}).values())):
+        if not all(
+            np.isfinite(value).all() for value in (*adapter.values(), *(optimizer or {}).values())
+        ):
             found.append(f"{run}/{path.name}: has numbers that are not finite")
         stored = 0 if optimizer is None else int(optimizer["step"])
         if job is not None and job.state == "succeeded":
             count += len(next(reversed(job.steps_by_attempt.values()), []))
             if stored != count:
-                found.append(f"{run}/{path.name}: Adam counts {stored} optimizer steps, the events count {count}")
+                found.append(
+                    f"{run}/{path.name}: Adam counts {stored} optimizer steps, the events count"
+                    f" {count}"
+                )
         count = stored
 
 
 def _check_served(
-    run: Path, chain: dict[Path, dict[str, Any]], jobs: dict[str, Any], found: list[str], served: bool
+    run: Path,
+    chain: dict[Path, dict[str, Any]],
+    jobs: dict[str, Any],
+    found: list[str],
+    served: bool,
 ) -> None:
-    """`served.json` names a step of the chain, with the bytes that it has, verified; `served`: the newest step."""
+    """`served.json` names a step of the chain, with the bytes that it has, verified; `served`: the
+    newest step."""
     try:
         record = json.loads((run / "served.json").read_text())
     except FileNotFoundError:
@@ -123,9 +159,15 @@ def _check_served(
         found.append(f"run {run.name}: served.json says {facts} of step {step}")
     error, tokens = record["mean_abs_logprob_error"], record["tokens_checked"]
     if not (math.isfinite(error) and error <= 0.02 and tokens > 0 and record["verified"]):
-        found.append(f"run {run.name}: step {step} was not verified: error {error} over {tokens} tokens")
+        found.append(
+            f"run {run.name}: step {step} was not verified: error {error} over {tokens} tokens"
+        )
     if served and path != (newest := max(chain)):
         found.append(f"run {run.name}: step {step} is served, the newest is {newest.name}")
     job = jobs.get(manifest["job"])
-    if job is not None and job.state == "succeeded" and not any(event["type"] == "served" for event in job.events):
+    if (
+        job is not None
+        and job.state == "succeeded"
+        and not any(event["type"] == "served" for event in job.events)
+    ):
         found.append(f"run {run.name}: step {step} is served, and job {job.id} has no event of it")

@@ -1,4 +1,5 @@
-"""A client that submits, repeats and cancels jobs over HTTP all the time, and writes down what it was promised."""
+"""A client that submits, repeats and cancels jobs over HTTP all the time, and writes down what it
+was promised."""
 
 import json
 import random
@@ -37,9 +38,13 @@ class Client:
     def __init__(self, root: Path, url: str, ledger: Ledger, seed: int) -> None:
         self._root, self._ledger, self._rng = root, ledger, random.Random(seed)
         self._http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=10, trust_env=False
+            base_url=url,
+            headers={"Authorization": f"Bearer {API_KEY}"},
+            timeout=10,
+            trust_env=False,
         )
-        self._bodies: dict[str, tuple[str, dict[str, Any]]] = {}  # of accepted jobs: run and request
+        # Of accepted jobs: run and request.
+        self._bodies: dict[str, tuple[str, dict[str, Any]]] = {}
         self._made: set[str] = set()
         self._count = 0
         self.problems: list[str] = []
@@ -81,7 +86,8 @@ class Client:
             self.request("POST", f"/v1/jobs/{self._rng.choice(list(self._bodies)[-6:])}/cancel")
         elif self._rng.random() < 0.03:
             self.request(
-                self._rng.choice(["PUT", "DELETE"]), f"/v1/runs/{run}/checkpoints/{self._rng.randrange(4)}/pin"
+                self._rng.choice(["PUT", "DELETE"]),
+                f"/v1/runs/{run}/checkpoints/{self._rng.randrange(4)}/pin",
             )
         elif len([*self._root.glob(f"jobs/queued/{run}/*/*.json")]) < PENDING:
             self._submit(run)
@@ -116,28 +122,49 @@ class Client:
         run, body = self._bodies[job]
         self._ledger.write("repeated", id=job)
         answer = self.request("POST", f"/v1/runs/{run}/train", body)
-        if answer is not None and answer.status_code not in (*LATER, 200) and job not in self._ledger.damaged:
-            self.problems.append(f"job {job}, submitted again, was answered {answer.status_code} {answer.text[:300]}")
+        if (
+            answer is not None
+            and answer.status_code not in (*LATER, 200)
+            and job not in self._ledger.damaged
+        ):
+            self.problems.append(
+                f"job {job}, submitted again, was answered {answer.status_code} {answer.text[:300]}"
+            )
 
     def _request_body(self, job: str) -> dict[str, Any]:
         rng = self._rng
         body: dict[str, Any] = {
-            "id": job, "packing": {"sequence_length": 64}, "max_attempts": rng.choice([2, 3, 5, 8]),
-            "stall_seconds": 60, "optimizer": {"learning_rate": 1e-3, "epochs": rng.randint(1, 3)},
-        }  # fmt: skip
+            "id": job,
+            "packing": {"sequence_length": 64},
+            "max_attempts": rng.choice([2, 3, 5, 8]),
+            "stall_seconds": 60,
+            "optimizer": {"learning_rate": 1e-3, "epochs": rng.randint(1, 3)},
+        }
         if rng.random() < 0.5:
-            examples = [[rng.randrange(1, 250) for _ in range(40)] for _ in range(rng.randint(1, 3))]
+            examples = [
+                [rng.randrange(1, 250) for _ in range(40)] for _ in range(rng.randint(1, 3))
+            ]
             trainable = [False] * 10 + [True] * 30
-            return body | {"kind": "sft", "examples": [{"token_ids": ids, "trainable": trainable} for ids in examples]}
+            return body | {
+                "kind": "sft",
+                "examples": [{"token_ids": ids, "trainable": trainable} for ids in examples],
+            }
         return body | {"kind": "rl", "groups": [self._group() for _ in range(rng.randint(1, 3))]}
 
     def _group(self) -> dict[str, Any]:
         prompt = [self._rng.randrange(1, 250) for _ in range(8)]
         completions = [[self._rng.randrange(1, 250) for _ in range(12)] for _ in range(2)]
-        turns = [{"prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-5.5] * len(ids)} for ids in completions]
-        return {"trajectories": [{"turns": [turn], "reward": 1.0 - i} for i, turn in enumerate(turns)]}
+        turns = [
+            {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-5.5] * len(ids)}
+            for ids in completions
+        ]
+        return {
+            "trajectories": [{"turns": [turn], "reward": 1.0 - i} for i, turn in enumerate(turns)]
+        }
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response | None:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> httpx.Response | None:
         """The answer, or None where there is none."""
         self.sending.set()
         try:

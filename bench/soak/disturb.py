@@ -1,4 +1,5 @@
-"""Moments to strike at, damage that the spool tolerates, conditions of the volume, and wrong clocks."""
+"""Moments to strike at, damage that the spool tolerates, conditions of the volume, and wrong
+clocks."""
 
 import random
 import re
@@ -17,31 +18,46 @@ from tandem.spool.paths import Paths
 CONTAINER = "trainer container"
 """All of the trainer's processes at once, with SIGKILL."""
 WEIGHTS = {
-    "rank": 34, "leader": 4, "publisher": 14, "vllm": 14, "controller": 16, "exporter": 2,
-    "runner": 10, "forkserver": 5, "agent": 4, "up": 4, "supervisord": 3, CONTAINER: 3,
-}  # fmt: skip
+    "rank": 34,
+    "leader": 4,
+    "publisher": 14,
+    "vllm": 14,
+    "controller": 16,
+    "exporter": 2,
+    "runner": 10,
+    "forkserver": 5,
+    "agent": 4,
+    "up": 4,
+    "supervisord": 3,
+    CONTAINER: 3,
+}
 IMPORTS = {"runner", "forkserver", "agent", "up", "supervisord", CONTAINER}
-"""After their death somebody imports torch again, which takes seconds: they are struck less often."""
+"""After their death somebody imports torch again, which takes seconds: they are struck less
+often."""
 EVENTS = ("claimed", "started", "loaded", "step", "checkpoint", "released", "requeued", *TERMINAL)
 SIGNALS = {"kill": 70, "term": 15, "stop-kill": 8, "stop-continue": 7}
 CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
 
 
 class Moments:
-    """Waits for a random time, or until a job's newest event, a request or a file is what the moment is called."""
+    """Waits for a random time, or until a job's newest event, a request or a file is what the
+    moment is called."""
 
     def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
         self._root, self._client, self._rng = root, client, rng
 
     def choose(self, program: str) -> str:
         if program in ("rank", "leader"):  # which live while a job runs
-            return self._rng.choice(("claimed", "started", "loaded", "step", "step", "checkpoint", "checkpoint"))
+            return self._rng.choice(
+                ("claimed", "started", "loaded", "step", "step", "checkpoint", "checkpoint")
+            )
         if self._rng.random() < 0.4:
             return "random"
         return "request" if program == "controller" else self._rng.choice(EVENTS)
 
     def wait(self, moment: str, longest: float, meanwhile: Callable[[], None]) -> str:
-        """What came: the moment, or "random" where it did not come within `longest` seconds. Calls `meanwhile`."""
+        """What came: the moment, or "random" where it did not come within `longest` seconds. Calls
+        `meanwhile`."""
         if moment == "random":
             time.sleep(self._rng.uniform(0, min(1.5, longest)))
             return moment
@@ -60,7 +76,9 @@ class Moments:
     def _came(self, moment: str, known: dict[str, str]) -> bool:
         """Whether a job that runs, or ran when it was last asked, has a new event of this type."""
         came = False
-        running = [path.stem.split(",")[-1] for path in (self._root / "jobs/running").glob("[!.]*.json")]
+        running = [
+            path.stem.split(",")[-1] for path in (self._root / "jobs/running").glob("[!.]*.json")
+        ]
         for job in {*running, *known}:
             try:
                 content = (self._root / f"jobs/events/{job}.jsonl").read_bytes()
@@ -121,13 +139,23 @@ class Conditions:
             return None
         if kind == "read-only" and not self._volume.read_only():
             return None
-        self._now[kind] = time.monotonic() + self._rng.uniform(0.5, 2.5 if kind in ("full", "read-only") else 8.0)
+        self._now[kind] = time.monotonic() + self._rng.uniform(
+            0.5, 2.5 if kind in ("full", "read-only") else 8.0
+        )
         if kind == "full":
             self._volume.fill()
         elif kind == "clocks":
-            modules = ("tandem", "tandem.controller", "tandem.trainer.runner", "tandem.inference.publisher",
-                       "tandem.trainer.launch.forkserver", "tandem.trainer.launch.bootstrap")  # fmt: skip
-            self._clock = {module: self._rng.choice(CLOCKS) for module in self._rng.sample(modules, 3)}
+            modules = (
+                "tandem",
+                "tandem.controller",
+                "tandem.trainer.runner",
+                "tandem.inference.publisher",
+                "tandem.trainer.launch.forkserver",
+                "tandem.trainer.launch.bootstrap",
+            )
+            self._clock = {
+                module: self._rng.choice(CLOCKS) for module in self._rng.sample(modules, 3)
+            }
         self._tell()
         return kind
 
@@ -150,7 +178,9 @@ class Conditions:
             self._tell()
 
     def _tell(self) -> None:
-        self._stack.set_conditions({"slow": 0.15 if "slow" in self._now else 0.0, "clock": self._clock})
+        self._stack.set_conditions(
+            {"slow": 0.15 if "slow" in self._now else 0.0, "clock": self._clock}
+        )
 
 
 class Damage:
@@ -159,13 +189,20 @@ class Damage:
     def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
         self._root, self._rng, self._ledger = root, rng, ledger
         self.kinds = {
-            "queued job": self._queued_job, "id": self._id, "half an event": self._half_an_event,
-            "lease": self._lease, "served.json": self._served, "heartbeat": self._heartbeat, "junk": self._junk,
-            "staged file": self._staged, "checkpoint": self._checkpoint,
-        }  # fmt: skip
+            "queued job": self._queued_job,
+            "id": self._id,
+            "half an event": self._half_an_event,
+            "lease": self._lease,
+            "served.json": self._served,
+            "heartbeat": self._heartbeat,
+            "junk": self._junk,
+            "staged file": self._staged,
+            "checkpoint": self._checkpoint,
+        }
 
     def inflict(self) -> str | None:
-        """The kind of what was damaged: the first, in a random order, of which there is something."""
+        """The kind of what was damaged: the first, in a random order, of which there is
+        something."""
         for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
             try:
                 if self.kinds[kind]():
@@ -175,7 +212,11 @@ class Damage:
         return None
 
     def _some(self, pattern: str) -> Path | None:
-        paths = sorted(path for path in self._root.glob(pattern) if ".tmp-" not in path.name and JUNK not in path.name)
+        paths = sorted(
+            path
+            for path in self._root.glob(pattern)
+            if ".tmp-" not in path.name and JUNK not in path.name
+        )
         return self._rng.choice(paths) if paths else None
 
     def _spoil(self, path: Path) -> None:
@@ -187,7 +228,11 @@ class Damage:
                     file.truncate(self._rng.randrange(max(1, len(content) // 2)))
                 case 1:
                     file.seek(0)
-                    file.write(bytes(self._rng.randrange(256) for _ in range(max(1, min(len(content), 64)))))
+                    file.write(
+                        bytes(
+                            self._rng.randrange(256) for _ in range(max(1, min(len(content), 64)))
+                        )
+                    )
                 case 2:
                     file.seek(0)
                     file.write(bytes([content[0] ^ 0x80]) if content else b"\xff")
@@ -210,15 +255,22 @@ class Damage:
         return True
 
     def _half_an_event(self) -> bool:
-        """As a writer that died: under the job's lock, half of a line without its end. More events follow."""
-        jobs = [*self._root.glob("jobs/running/[!.]*.json"), *self._root.glob("jobs/queued/*/*/[!.]*.json")]
+        """As a writer that died: under the job's lock, half of a line without its end. More events
+        follow."""
+        jobs = [
+            *self._root.glob("jobs/running/[!.]*.json"),
+            *self._root.glob("jobs/queued/*/*/[!.]*.json"),
+        ]
         paths = [self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl" for job in jobs]
         if not (paths := [path for path in paths if path.exists()]):
             return False
         path = self._rng.choice(paths)
         self._ledger.write("torn", id=path.stem)
         try:
-            with file_lock(Paths(self._root).job_lock(path.stem), blocking=False), path.open("ab") as file:
+            with (
+                file_lock(Paths(self._root).job_lock(path.stem), blocking=False),
+                path.open("ab") as file,
+            ):
                 file.write(b'{"seq": 3, "time": 17')
         except LockHeldError:
             return False
@@ -234,8 +286,19 @@ class Damage:
         return (path := self._some("jobs/work/*/*/beat.*")) is not None and not self._spoil(path)
 
     def _junk(self) -> bool:
-        where = self._rng.choice(["runs", "jobs", "jobs/queued", "jobs/running", "jobs/succeeded", "jobs/damaged",
-                                  "jobs/ids", "jobs/events", "jobs/data"])  # fmt: skip
+        where = self._rng.choice(
+            [
+                "runs",
+                "jobs",
+                "jobs/queued",
+                "jobs/running",
+                "jobs/succeeded",
+                "jobs/damaged",
+                "jobs/ids",
+                "jobs/events",
+                "jobs/data",
+            ]
+        )
         path = self._root / where / f"{JUNK}-{self._rng.randrange(4)}.json"
         path.write_bytes(b"junk")
         return True
@@ -244,11 +307,14 @@ class Damage:
         """A file that nobody wants in an attempt's work directory."""
         if (path := self._some("jobs/work/*/*")) is None:
             return False
-        (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(b'{"0": ')
+        (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
+            b'{"0": '
+        )
         return True
 
     def _checkpoint(self) -> bool:
-        """A file of a checkpoint, put back from a copy after a moment. Meanwhile the job that needs it may fail."""
+        """A file of a checkpoint, put back from a copy after a moment. Meanwhile the job that needs
+        it may fail."""
         if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())

@@ -22,12 +22,18 @@ REPOSITORY = Path(__file__).parents[2]
 API_KEY, ADMIN_TOKEN = "key", "token"  # the fake vLLM's
 TRAINER = ("up", "supervisord", "runner", "exporter", "forkserver", "leader", "agent", "rank")
 _MODULES = {
-    "tandem": "up", "supervisor.supervisord": "supervisord", "tandem.trainer.runner": "runner",
-    "tandem.metrics.exporter": "exporter", "tandem.trainer.launch.forkserver": "forkserver",
-    "tandem.trainer.launch.torchrun_agent": "agent", "tandem.trainer.launch.bootstrap": "rank",
-    "tandem.controller": "controller", "tandem.inference.publisher": "publisher", "bench.soak.vllm": "vllm",
+    "tandem": "up",
+    "supervisor.supervisord": "supervisord",
+    "tandem.trainer.runner": "runner",
+    "tandem.metrics.exporter": "exporter",
+    "tandem.trainer.launch.forkserver": "forkserver",
+    "tandem.trainer.launch.torchrun_agent": "agent",
+    "tandem.trainer.launch.bootstrap": "rank",
+    "tandem.controller": "controller",
+    "tandem.inference.publisher": "publisher",
+    "bench.soak.vllm": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
-}  # fmt: skip
+}
 RESTART_SECONDS = 0.2
 
 
@@ -54,7 +60,8 @@ def _stat(pid: int) -> list[str]:
 
 
 class Volume:
-    """The spool's directory: a tmpfs, which can get full and read-only, or where mounting is refused a plain one."""
+    """The spool's directory: a tmpfs, which can get full and read-only, or where mounting is
+    refused a plain one."""
 
     def __init__(self, root: Path, mebibytes: int) -> None:
         self.root = root
@@ -78,8 +85,8 @@ class Volume:
         self._filler.unlink(missing_ok=True)
 
     def read_only(self) -> bool:
-        """Whatever is opened from now on is on a read-only mount of the same volume; open files stay as they are.
-        False if that did not succeed."""
+        """Whatever is opened from now on is on a read-only mount of the same volume; open files
+        stay as they are. False if that did not succeed."""
         subprocess.run(["mount", "--bind", str(self.root), str(self.root)], check=True)
         command = ["mount", "-o", "remount,bind,ro", str(self.root)]
         for _ in range(20):
@@ -98,8 +105,8 @@ class Volume:
 
 
 class Stack:
-    """`tandem up --role trainer`, a controller, a publisher and a vLLM. A program that ends is started again, as
-    an orchestrator does."""
+    """`tandem up --role trainer`, a controller, a publisher and a vLLM. A program that ends is
+    started again, as an orchestrator does."""
 
     def __init__(self, work: Path, volume: Volume, *, real_vllm: bool) -> None:
         self.work, self.root = work, volume.root
@@ -107,25 +114,52 @@ class Stack:
         self.logs = work / "logs"
         for directory in (self.logs, work / "tmp"):
             directory.mkdir()
-        shape = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_size": 16}
+        shape = {
+            "hidden_size": 16,
+            "layers": 1,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 8,
+            "ffn_size": 16,
+        }
         write_tiny_qwen3(self.root / "models/tiny", **shape)
         controller, inference, metrics, metrics_2 = map(str, free_ports(4))
         self.url = f"http://127.0.0.1:{controller}"
-        paths = [Path(__file__).parent / "site", *(REPOSITORY / name for name in ("", "src", "tests", "examples"))]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "XDG_"))}
+        paths = [
+            Path(__file__).parent / "site",
+            *(REPOSITORY / name for name in ("", "src", "tests", "examples")),
+        ]
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TANDEM_", "XDG_"))
+        }
         self._environment = inherited | {
-            "TANDEM_ROOT": str(self.root), "TANDEM_BASE_MODEL": "models/tiny", "TANDEM_DEVICE": "cpu",
-            "TANDEM_API_KEY": API_KEY, "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "TANDEM_CONTROLLER_PORT": controller,
-            "TANDEM_INFERENCE_PORT": inference, "TANDEM_METRICS_PORT": metrics, "TANDEM_MAX_LORA_RANK": "8",
-            "TANDEM_HEARTBEAT_SECONDS": "0.5", "TANDEM_LEASE_SECONDS": "10", "TANDEM_MAX_MODEL_LEN": "256",
-            "OMP_NUM_THREADS": "1", "TMPDIR": str(work / "tmp"), "SOAK_CONDITIONS": str(self.conditions),
+            "TANDEM_ROOT": str(self.root),
+            "TANDEM_BASE_MODEL": "models/tiny",
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_API_KEY": API_KEY,
+            "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
+            "TANDEM_CONTROLLER_PORT": controller,
+            "TANDEM_INFERENCE_PORT": inference,
+            "TANDEM_METRICS_PORT": metrics,
+            "TANDEM_MAX_LORA_RANK": "8",
+            "TANDEM_HEARTBEAT_SECONDS": "0.5",
+            "TANDEM_LEASE_SECONDS": "10",
+            "TANDEM_MAX_MODEL_LEN": "256",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(work / "tmp"),
+            "SOAK_CONDITIONS": str(self.conditions),
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        }  # fmt: skip
+        }
         self._commands = {"controller": ["tandem.controller"]}
         if real_vllm:
             self._commands["inference"] = ["tandem", "up", "--role", "inference"]
         else:
-            self._commands |= {"publisher": ["tandem.inference.publisher"], "vllm": ["bench.soak.vllm"]}
+            self._commands |= {
+                "publisher": ["tandem.inference.publisher"],
+                "vllm": ["bench.soak.vllm"],
+            }
         self._extra: dict[str, dict[str, str]] = {"inference": {"TANDEM_METRICS_PORT": metrics_2}}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
@@ -175,16 +209,27 @@ class Stack:
         self.starts += 1
         with (self.logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", *words], env=self._environment | self._extra.get(name, {}), cwd=REPOSITORY,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", *words],
+                env=self._environment | self._extra.get(name, {}),
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def sweep(self, done: Callable[[], bool]) -> None:
-        """Run a runner, which sweeps at its start, until `done` or a minute later. The trainer must be stopped."""
+        """Run a runner, which sweeps at its start, until `done` or a minute later. The trainer must
+        be stopped."""
         environment = self._environment | {"TANDEM_LAUNCH": "torchrun"}
         with (self.logs / "sweep.log").open("ab") as log:
-            runner = subprocess.Popen([sys.executable, "-m", "tandem.trainer.runner"], env=environment, stdout=log,
-                                      stderr=log, cwd=REPOSITORY)  # fmt: skip
+            runner = subprocess.Popen(
+                [sys.executable, "-m", "tandem.trainer.runner"],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+            )
         end = time.monotonic() + 60
         while not done() and time.monotonic() < end:
             time.sleep(0.1)
@@ -200,20 +245,28 @@ class Stack:
             with suppress(OSError, IndexError):
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 module = words[words.index("-m") + 1] if "-m" in words else ""
-                if module not in _MODULES or mark not in (entry / "environ").read_bytes().split(b"\0"):
+                if module not in _MODULES or mark not in (entry / "environ").read_bytes().split(
+                    b"\0"
+                ):
                     continue
                 fields = _stat(int(entry.name))
                 if fields[0] not in "ZX":
                     found[int(entry.name)] = (_MODULES[module], int(fields[1]), fields[19])
-        return [Victim(self._program(pid, found), pid, started) for pid, (_, _, started) in found.items()]
+        return [
+            Victim(self._program(pid, found), pid, started)
+            for pid, (_, _, started) in found.items()
+        ]
 
     def _program(self, pid: int, found: dict[int, tuple[str, int, str]]) -> str:
-        """The fork server's children have its command line: leaders, and their children, the ranks."""
+        """The fork server's children have its command line: leaders, and their children, the
+        ranks."""
         program, parent, _ = found[pid]
         depth = 0
         while program == "forkserver" and found.get(parent, ("",))[0] == "forkserver":
             depth, parent = depth + 1, found[parent][1]
-        return ("forkserver", "leader", "rank")[min(depth, 2)] if program == "forkserver" else program
+        return (
+            ("forkserver", "leader", "rank")[min(depth, 2)] if program == "forkserver" else program
+        )
 
     def close(self, seconds: float = 90) -> list[str]:
         """Stop everything; what is wrong if something does not end."""
@@ -223,5 +276,7 @@ class Stack:
 
     def keep_evidence(self) -> Path:
         """A copy of the spool beside the logs."""
-        shutil.copytree(self.root, self.work / "spool", ignore=shutil.ignore_patterns("soak-junk-filler"))
+        shutil.copytree(
+            self.root, self.work / "spool", ignore=shutil.ignore_patterns("soak-junk-filler")
+        )
         return self.work

@@ -1,4 +1,5 @@
-"""`python -m docs.source.metrics`: makes the tables of docs/metrics.md from the catalogue of metrics."""
+"""`python -m docs.source.metrics`: makes the tables of docs/metrics.md from the catalogue of
+metrics."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +18,8 @@ def with_new_tables(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     vllm = (
-        "## vLLM's own\n\n"
-        "What vLLM 0.32 exports under the job `tandem-vllm`, as far as dashboards and rules use it.\n\n"
+        "## vLLM's own\n\nWhat vLLM 0.32 exports under the job `tandem-vllm`, as far as dashboards"
+        " and rules use it.\n\n"
     )
     return f"{before}{BEGIN}{_table(CATALOGUE)}\n{vllm}{_table(VLLM_METRICS)}{END}{after}"
 
@@ -31,11 +32,18 @@ def _table(metrics: Iterable[Metric]) -> str:
 def _row(metric: Metric) -> str:
     labels = []
     for name, values in metric.labels.items():
-        known = "" if not values or name in ("phase", "error", "collector") else f" ({', '.join(values)})"
+        known = (
+            ""
+            if not values or name in ("phase", "error", "collector")
+            else f" ({', '.join(values)})"
+        )
         labels.append(f"`{name}`{known}")
     exporters = ", ".join(metric.exporters) or "vLLM"
     source = metric.source.replace("<", "&lt;")
-    return f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {metric.help} | {source} | {exporters} |\n"
+    return (
+        f"| `{metric.name}` | {metric.kind} | {', '.join(labels)} | {metric.help} | {source} |"
+        f" {exporters} |\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Makes docs/track.png: one run, followed by TensorBoard, W&B (offline) and MLflow, through a kill and a rollback.
+"""Makes docs/track.png: one run, followed by TensorBoard, W&B (offline) and MLflow, through a kill
+and a rollback.
 
     PYTHONPATH=tests:examples python -m docs.source.track DIRECTORY
 
-Starts a controller and a runner on the CPU. `tandem track` and the runner are killed (SIGKILL) in the middle of the
-second job; the third job comes after a rollback to step 1.
+Starts a controller and a runner on the CPU. `tandem track` and the runner are killed (SIGKILL) in
+the middle of the second job; the third job comes after a rollback to step 1.
 """
 
 import os
@@ -27,9 +28,13 @@ TRACKERS = {"tensorboard": "TensorBoard", "wandb": "W&B", "mlflow": "MLflow"}
 def make_run(directory: Path) -> None:
     root = make_root(directory / "spool")
     environment = os.environ | {
-        "TANDEM_ROOT": str(root), "TANDEM_DEVICE": "cpu", "TANDEM_BASE_MODEL": str(root / "models/tiny"),
-        "TANDEM_API_KEY": KEY, "WANDB_MODE": "offline", "WANDB_DIR": str(directory),
-    }  # fmt: skip
+        "TANDEM_ROOT": str(root),
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_BASE_MODEL": str(root / "models/tiny"),
+        "TANDEM_API_KEY": KEY,
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(directory),
+    }
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", *arguments], env=environment)
@@ -43,7 +48,13 @@ def make_run(directory: Path) -> None:
         def train(learning_rate: float, on_event: Callable[[Event], object] | None = None) -> None:
             optimizer = {"learning_rate": learning_rate, "epochs": STEPS}
             options = {"packing": {"sequence_length": 128}, "optimizer": optimizer}
-            tandem.train_sft(RUN, EXAMPLES, wait="job", on_event=on_event, **options)  # type: ignore[arg-type]
+            tandem.train_sft(
+                RUN,
+                EXAMPLES,
+                wait="job",
+                on_event=on_event,
+                **options,  # type: ignore[arg-type]
+            )
 
         def kill(event: Event) -> None:
             nonlocal runner, tracker
@@ -62,7 +73,11 @@ def make_run(directory: Path) -> None:
         for process in (tracker, runner):
             process.terminate()
             process.wait()
-        subprocess.run([sys.executable, "-m", "tandem", "track", RUN, *to, "--no-follow"], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "tandem", "track", RUN, *to, "--no-follow"],
+            env=environment,
+            check=True,
+        )
 
 
 def plot(directory: Path, image: Path) -> None:

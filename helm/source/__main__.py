@@ -1,6 +1,8 @@
-"""`python helm/source`: makes the chart's README.md and values.schema.json from values.yaml, its comments and `schema`.
+"""`python helm/source`: makes the chart's README.md and values.schema.json from values.yaml, its
+comments and `schema`.
 
-With `--check` nothing is written, and the exit status is 1 where a file is not what would be written.
+With `--check` nothing is written, and the exit status is 1 where a file is not what would be
+written.
 """
 
 import argparse

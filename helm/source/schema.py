@@ -1,7 +1,8 @@
-"""values.schema.json: strict everywhere. Types are those of the defaults, unless `SPECIAL` knows better.
+"""values.schema.json: strict everywhere. Types are those of the defaults, unless `SPECIAL` knows
+better.
 
-Nothing is `required`: `helm upgrade --reuse-values` from an older chart checks values that lack what this one added;
-the templates lay them over the defaults (templates/_checks.tpl).
+Nothing is `required`: `helm upgrade --reuse-values` from an older chart checks values that lack
+what this one added; the templates lay them over the defaults (templates/_checks.tpl).
 """
 
 from typing import Any
@@ -13,7 +14,10 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
-NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"], "properties": {"name": TEXT}}}
+NAMED: Schema = {
+    "type": "array",
+    "items": {"type": "object", "required": ["name"], "properties": {"name": TEXT}},
+}
 MEMORY: Schema = {"type": "string", "pattern": "^[1-9][0-9]*(Mi|Gi|Ti)$"}
 CPU: Schema = {"type": ["string", "number"], "pattern": "^([0-9]+m|[0-9]+([.][0-9]+)?)$"}
 DURATION: Schema = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"}
@@ -47,7 +51,9 @@ def optional(schema: Schema) -> Schema:
     return schema | {"type": [*types, "null"]}
 
 
-_QUANTITIES = closed(**{"cpu": removable(CPU), "memory": removable(MEMORY), "ephemeral-storage": removable(MEMORY)})
+_QUANTITIES = closed(
+    **{"cpu": removable(CPU), "memory": removable(MEMORY), "ephemeral-storage": removable(MEMORY)}
+)
 _ACCESS = enum("ReadWriteMany", "ReadWriteOnce")
 _POSITIVE: Schema = {"type": "number", "exclusiveMinimum": 0}
 
@@ -109,16 +115,24 @@ SPECIAL: dict[str, Schema] = {
     "monitoring.rules.disabled": {"type": "array", "items": TEXT},
     "monitoring.rules.overrides": {
         "type": "object",
-        "additionalProperties": closed(**{"for": DURATION, "severity": enum("critical", "warning", "info")}),
+        "additionalProperties": closed(
+            **{"for": DURATION, "severity": enum("critical", "warning", "info")}
+        ),
     },
     "nameOverride": NAME,
     "fullnameOverride": NAME,
     "global": {"type": "object"},
     "*.image": closed(
-        registry=TEXT, repository=TEXT, tag=TEXT, digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}
+        registry=TEXT,
+        repository=TEXT,
+        tag=TEXT,
+        digest={"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     ),
     "*.resources": closed(requests=_QUANTITIES, limits=_QUANTITIES),
-    "*.extendedResources": {"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+    "*.extendedResources": {
+        "type": "object",
+        "additionalProperties": {"type": ["string", "integer"]},
+    },
     "*.replicas": optional({"type": "integer", "minimum": 0, "maximum": 1}),
     "*.gpus": COUNT,
     "*.cpuRanks": COUNT,
@@ -142,11 +156,16 @@ SPECIAL: dict[str, Schema] = {
     "*.tolerations": {
         "type": "array",
         "items": closed(
-            key=TEXT, operator=enum("Exists", "Equal"), value=TEXT,
-            effect=enum("NoSchedule", "PreferNoSchedule", "NoExecute"), tolerationSeconds={"type": "integer"},
+            key=TEXT,
+            operator=enum("Exists", "Equal"),
+            value=TEXT,
+            effect=enum("NoSchedule", "PreferNoSchedule", "NoExecute"),
+            tolerationSeconds={"type": "integer"},
         ),
     },
-    "*.affinity": closed(**{name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
+    "*.affinity": closed(
+        **{name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}
+    ),
     "*.extraEnv": NAMED,
     "*.extraVolumes": NAMED,
     "*.extraVolumeMounts": NAMED,
@@ -155,7 +174,7 @@ SPECIAL: dict[str, Schema] = {
     "extraObjects": {"type": "array", "items": {"type": ["object", "string"]}},
     "*.controllerHost": HOST,
     "*.inferenceHost": HOST,
-}  # fmt: skip
+}
 
 
 def of(text: str) -> Schema:
@@ -175,7 +194,10 @@ def of(text: str) -> Schema:
             if value.path in at:
                 at[value.path] = schema
         parent["properties"][value.path[-1]] = schema
-    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the chart tandem"} | root
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the chart tandem",
+    } | root
 
 
 def _schema(value: values.Value) -> Schema | None:
@@ -187,10 +209,14 @@ def _schema(value: values.Value) -> Schema | None:
         return dict(special)
     default = value.default
     if default is None:
-        raise KeyError(f"{value.name}: a null default says nothing of its type; describe it in SPECIAL")
+        raise KeyError(
+            f"{value.name}: a null default says nothing of its type; describe it in SPECIAL"
+        )
     if isinstance(default, dict):
         if not default:
-            raise KeyError(f"{value.name}: an empty mapping says nothing of its keys; describe it in SPECIAL")
+            raise KeyError(
+                f"{value.name}: an empty mapping says nothing of its keys; describe it in SPECIAL"
+            )
         return None
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string")):
         if isinstance(default, kind):

@@ -22,7 +22,8 @@ class Value:
 
 
 def read(text: str) -> list[Value]:
-    """Every key of the file, mappings too, in order. Keys of a mapping in one line ({a: 1}) belong to the mapping."""
+    """Every key of the file, mappings too, in order. Keys of a mapping in one line ({a: 1}) belong
+    to the mapping."""
     data = yaml.safe_load(text)
     found: list[Value] = []
     comment: list[str] = []

@@ -1,4 +1,5 @@
-"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or from files."""
+"""Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or
+from files."""
 
 import ipaddress
 import math
@@ -8,7 +9,14 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
@@ -21,7 +29,11 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="TANDEM_", extra="ignore", frozen=True, populate_by_name=True, env_ignore_empty=True
+        env_prefix="TANDEM_",
+        extra="ignore",
+        frozen=True,
+        populate_by_name=True,
+        env_ignore_empty=True,
     )
 
     # ---- shared
@@ -55,11 +67,13 @@ class Settings(BaseSettings):
     # ---- trainer
     launch: Literal["torchrun", "fork", "resident"] = "torchrun"
     exit_after_job: bool | None = Field(
-        default=None, validation_alias=AliasChoices("TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB")
+        default=None,
+        validation_alias=AliasChoices("TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"),
     )
     """The ancestor's setting for the same choice as `launch`: false means `launch=resident`."""
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
-    """The ancestor's setting, accepted without an effect: ranks always start with bare `torchrun`."""
+    """The ancestor's setting, accepted without an effect: ranks always start with bare
+    `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     topology: Literal["given", "auto"] = "given"
     tensor_parallel: int = Field(default=1, ge=1)
@@ -106,7 +120,11 @@ class Settings(BaseSettings):
     @field_validator("trainer_devices", "inference_devices", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return (
+            [part.strip() for part in value.split(",") if part.strip()]
+            if isinstance(value, str)
+            else value
+        )
 
     @field_validator("inference_url")
     @classmethod
@@ -122,16 +140,23 @@ class Settings(BaseSettings):
         if self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
             if "launch" in self.model_fields_set:
                 given = f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)}"
-                raise ValueError(f"{given} contradicts TANDEM_LAUNCH={self.launch}; unset one of them")
+                raise ValueError(
+                    f"{given} contradicts TANDEM_LAUNCH={self.launch}; unset one of them"
+                )
             object.__setattr__(self, "launch", "resident")
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.keep_every is not None and self.keep_checkpoints is None:
-            raise ValueError("TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none")
+            raise ValueError(
+                "TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none"
+            )
         if self.optimizer_state_every > 1 and self.launch != "resident":
-            problem = f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep the state"
+            problem = (
+                f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep"
+                " the state"
+            )
             raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
         self._check_ranks()
         self._check_transport()
@@ -141,9 +166,14 @@ class Settings(BaseSettings):
             if names := ", ".join(sorted(trainer & inference)):
                 raise ValueError(f"{both} both name {names}: each needs devices of its own")
         elif self.device == "cpu":
-            raise ValueError("TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one")
+            raise ValueError(
+                "TANDEM_GPU_MODE=shared: with TANDEM_DEVICE=cpu there is no GPU to share; unset one"
+            )
         elif differ := ", ".join(sorted(trainer ^ inference)):
-            raise ValueError(f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or none; only one has {differ}")
+            raise ValueError(
+                f"TANDEM_GPU_MODE=shared: {both} must name the same GPUs or none; only one has"
+                f" {differ}"
+            )
         return self
 
     def _check_ranks(self) -> None:
@@ -151,26 +181,50 @@ class Settings(BaseSettings):
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
-            given = [f"TANDEM_{name.upper()}={getattr(self, name)}" for name in names if getattr(self, name) > 1]
+            given = [
+                f"TANDEM_{name.upper()}={getattr(self, name)}"
+                for name in names
+                if getattr(self, name) > 1
+            ]
             if ranks % math.prod(getattr(self, name) for name in names):
                 raise ValueError(f"{of} is not a multiple of {' times '.join(given)}")
-        chosen = {*model, "sequence_parallel", "expert_tensor_parallel", "expert_parallel"} & self.model_fields_set
+        chosen = {
+            *model,
+            "sequence_parallel",
+            "expert_tensor_parallel",
+            "expert_parallel",
+        } & self.model_fields_set
         if self.topology == "auto" and chosen:
             wrong = ", ".join(f"TANDEM_{name.upper()}" for name in sorted(chosen))
-            raise ValueError(f"TANDEM_TOPOLOGY=auto chooses the sizes, but {wrong} is set too; unset one of them")
+            raise ValueError(
+                f"TANDEM_TOPOLOGY=auto chooses the sizes, but {wrong} is set too; unset one of them"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it")
+            raise ValueError(
+                "TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it"
+            )
 
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"
         if self.transport != "auto" and self.weights != "merged":
-            raise ValueError(f"{way} is for merged weights; set TANDEM_WEIGHTS=merged, or leave it out")
+            raise ValueError(
+                f"{way} is for merged weights; set TANDEM_WEIGHTS=merged, or leave it out"
+            )
         if self.way != "merge" and self.base_precision == "fp8":
-            raise ValueError(f"{way} sends the base weights, which TANDEM_BASE_PRECISION=fp8 quantises; use merge")
+            raise ValueError(
+                f"{way} sends the base weights, which TANDEM_BASE_PRECISION=fp8 quantises; use"
+                " merge"
+            )
         if self.transport in ("nccl", "ipc") and self.gpu_mode == "shared":
-            raise ValueError(f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or volume")
+            raise ValueError(
+                f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or"
+                " volume"
+            )
         if self.transport == "ipc" and self.device == "cpu":
-            raise ValueError(f"{way}: with TANDEM_DEVICE=cpu no GPU has memory to share; use nccl, volume or merge")
+            raise ValueError(
+                f"{way}: with TANDEM_DEVICE=cpu no GPU has memory to share; use nccl, volume or"
+                " merge"
+            )
 
     @property
     def way(self) -> Literal["merge", "nccl", "ipc", "volume"]:
@@ -183,31 +237,39 @@ class Settings(BaseSettings):
         return self.inference_url or f"http://{host}:{self.inference_port}"
 
     def model_path(self) -> str:
-        """The base model's path in this container, or its hub name. Raises InvalidInput where none is set."""
+        """The base model's path in this container, or its hub name. Raises InvalidInput where none
+        is set."""
         if self.base_model is None:
-            raise InvalidInput("not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL")
+            raise InvalidInput(
+                "not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL"
+            )
         return resolve_model(self.root, self.base_model)
 
     def check_bind(self) -> None:
         """Raises InvalidInput where other machines may reach the controller and no key is set."""
         if not self.api_keys and not is_loopback(self.controller_host):
-            problem = f"no API key is set, and {self.controller_host} can be reached from other machines"
+            problem = (
+                f"no API key is set, and {self.controller_host} can be reached from other machines"
+            )
             remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
             raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
 
     @property
     def api_keys(self) -> list[str]:
-        """The deployment's API keys, separated by commas or whitespace, so that a file may hold one per line."""
+        """The deployment's API keys, separated by commas or whitespace, so that a file may hold one
+        per line."""
         return [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key. vLLM accepts only one from its environment, which unlike its command line is private."""
+        """The first API key. vLLM accepts only one from its environment, which unlike its command
+        line is private."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where neither is set. Raises
-        InvalidInput where the file can't be read, or a header can't carry the value."""
+        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where
+        neither is set. Raises InvalidInput where the file can't be read, or a header can't carry
+        the value."""
         value: SecretStr | None = getattr(self, name)
         path: Path | None = getattr(self, f"{name}_file")
         field = f"TANDEM_{name.upper()}"
@@ -220,18 +282,27 @@ class Settings(BaseSettings):
             try:
                 text = path.read_text(encoding="utf-8-sig").strip()
             except OSError as error:
-                problem = f"can't read {path}: {error.strerror}; correct the path or the file's permissions"
+                problem = (
+                    f"can't read {path}: {error.strerror}; correct the path or the file's"
+                    " permissions"
+                )
                 raise InvalidInput(problem, field=field) from error
             except UnicodeDecodeError as error:
-                raise InvalidInput(f"{path} is not text; write the secret in base64 or hex", field=field) from error
-        parts = text.split() if name == "api_key" else [text]  # keys may stand in lines of their own
+                raise InvalidInput(
+                    f"{path} is not text; write the secret in base64 or hex", field=field
+                ) from error
+        # Keys may stand in lines of their own.
+        parts = text.split() if name == "api_key" else [text]
         if not all(part.isascii() and part.isprintable() for part in parts):
-            raise InvalidInput("may have printable ASCII characters only, in one line; choose another", field=field)
+            raise InvalidInput(
+                "may have printable ASCII characters only, in one line; choose another", field=field
+            )
         return text
 
 
 def load_settings() -> Settings:
-    """The deployment's settings from the environment. Raises InvalidInput that names the first wrong variable."""
+    """The deployment's settings from the environment. Raises InvalidInput that names the first
+    wrong variable."""
     try:
         return Settings()
     except ValidationError as error:
@@ -242,7 +313,8 @@ def load_settings() -> Settings:
 
 
 def resolve_model(root: Path, base_model: str) -> str:
-    """The path of a run's `base_model` if it is a directory under the spool's `root`, else `base_model` itself."""
+    """The path of a run's `base_model` if it is a directory under the spool's `root`, else
+    `base_model` itself."""
     inside = root / base_model
     with suppress(OSError):  # a name that is too long
         if not Path(base_model).is_absolute() and inside.is_dir():

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 _WORDS = {
-    "extra_forbidden": "no such key; correct or remove it", "missing": "is missing; add it",
+    "extra_forbidden": "no such key; correct or remove it",
+    "missing": "is missing; add it",
     "union_tag_not_found": "kind is missing; add rl, sft or dpo",
-}  # fmt: skip
+}
 """Words for pydantic's types of errors that say what to do."""
 
 PATTERN_WORDS: dict[str, str] = {}
@@ -21,17 +22,19 @@ PATTERN_WORDS: dict[str, str] = {}
 class TandemError(Exception):
     """Base of every error Tandem raises on purpose.
 
-    `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is the dotted path of
-    the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong setting, where there is one.
-    `retriable`: whether trying the same job again can help. A kind of error says with class arguments what differs from
-    the class above it.
+    `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is
+    the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong
+    setting, where there is one. `retriable`: whether trying the same job again can help. A kind of
+    error says with class arguments what differs from the class above it.
     """
 
     code = "error"
     http_status = 500
     retriable = False
 
-    def __init_subclass__(cls, *, code: str = "", http_status: int = 0, retriable: bool = False) -> None:
+    def __init_subclass__(
+        cls, *, code: str = "", http_status: int = 0, retriable: bool = False
+    ) -> None:
         cls.code = code or cls.code
         cls.http_status = http_status or cls.http_status
         cls.retriable = retriable or cls.retriable
@@ -50,7 +53,8 @@ class InvalidInput(TandemError, code="invalid_input", http_status=422):
 
 
 class NothingToLearn(InvalidInput, code="nothing_to_learn"):
-    """Every group was dropped (no variance in its rewards, or too long), or no step of the job moved the policy."""
+    """Every group was dropped (no variance in its rewards, or too long), or no step of the job
+    moved the policy."""
 
 
 class RequestTooLarge(InvalidInput, code="request_too_large", http_status=413): ...
@@ -63,18 +67,21 @@ class NotFound(TandemError, code="not_found", http_status=404): ...
 
 
 class Conflict(TandemError, code="conflict", http_status=409):
-    """The input is valid but does not fit the present state (an id in use, a step that is not the newest)."""
+    """The input is valid but does not fit the present state (an id in use, a step that is not the
+    newest)."""
 
 
 class Unauthorized(TandemError, code="unauthorized", http_status=401): ...
 
 
 class CheckpointDamaged(TandemError, code="checkpoint_damaged"):
-    """A checkpoint file is missing, truncated or altered. The job fails; the adapter is never silently reset."""
+    """A checkpoint file is missing, truncated or altered. The job fails; the adapter is never
+    silently reset."""
 
 
 class RunDamaged(CheckpointDamaged, code="run_damaged"):
-    """A run's own files are missing or damaged. The run is left out of lists; the other runs go on."""
+    """A run's own files are missing or damaged. The run is left out of lists; the other runs go
+    on."""
 
 
 class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriable=True):
@@ -95,18 +102,21 @@ class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retri
 class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 
-    `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The message ends with the
-    last lines of the job's log where there is one.
+    `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The
+    message ends with the last lines of the job's log where there is one.
     """
 
-    def __init__(self, message: str, *, field: str | None = None, job_id: str = "", reason: str = "") -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, job_id: str = "", reason: str = ""
+    ) -> None:
         super().__init__(message, field=field)
         self.job_id = job_id
         self.reason = reason
 
 
 class NotServed(TandemError, code="not_served"):
-    """The publisher refused a checkpoint, or did not serve it in the given time; raised by clients that wait."""
+    """The publisher refused a checkpoint, or did not serve it in the given time; raised by clients
+    that wait."""
 
 
 class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):
@@ -117,16 +127,22 @@ def from_validation_error(error: "ValidationError") -> InvalidInput:
     """`invalid_input` at the first error's place."""
     errors = error.errors()
     # Without the tags of unions, which no key of ours looks like.
-    return invalid_input(errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")])
+    return invalid_input(
+        errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")]
+    )
 
 
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
-    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message counts the others."""
+    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message
+    counts the others."""
     first = errors[0]
     known = _WORDS.get(first["type"]) or PATTERN_WORDS.get(first.get("ctx", {}).get("pattern", ""))
     message = known or str(first["msg"]).removeprefix("Value error, ")
     value = first.get("input")
-    if isinstance(value, str | int | float | bool) and first["type"] not in ("value_error", *_WORDS):
+    if isinstance(value, str | int | float | bool) and first["type"] not in (
+        "value_error",
+        *_WORDS,
+    ):
         shown = json.dumps(value) if isinstance(value, float) else repr(value)
         message += f" (got {shown if len(shown) <= 60 else shown[:60] + '…'})"
     if len(errors) > 1:

@@ -51,13 +51,17 @@ def as_json(tandem):
 
 def train(tandem, run: str) -> str:
     """Queue the job of request.json; returns its id."""
-    return json.loads(tandem("train", "job", run, "request.json", "--wait", "no", "--json")[1])["id"]
+    return json.loads(tandem("train", "job", run, "request.json", "--wait", "no", "--json")[1])[
+        "id"
+    ]
 
 
 def train_while(action, tandem, server, *arguments: str) -> tuple[int, str, str]:
     """`tandem train` while `action` does the others' part with the queued job."""
     with ThreadPoolExecutor() as threads:
-        queued = threads.submit(until, "it is queued", lambda: server.spool.jobs.list(states=("queued",)))
+        queued = threads.submit(
+            until, "it is queued", lambda: server.spool.jobs.list(states=("queued",))
+        )
         others = threads.submit(lambda: (queued.result(), action()))
         result = tandem("train", "job", *arguments)
         others.result()
@@ -71,7 +75,14 @@ def test_runs(tandem, as_json, run, server):
     assert run in tandem("run", "list")[1]
     status, out, _ = tandem("run", "show", run)
     assert (status, "rank 2, alpha 4" in out, "KiB" in out) == (0, True, True)
-    serve(server.spool, run, 0, weights="merged", transport="merge", seconds={"load": 0.25, "swap": 0.0213})
+    serve(
+        server.spool,
+        run,
+        0,
+        weights="merged",
+        transport="merge",
+        seconds={"load": 0.25, "swap": 0.0213},
+    )
     out = tandem("run", "show", run)[1]
     assert "merged, by merge" in out
     assert "load 0.25 s, swap 0.021 s" in out
@@ -79,7 +90,11 @@ def test_runs(tandem, as_json, run, server):
 
 def test_commands_that_documents_name_exist():
     root = Path(__file__).parents[2]
-    for path in (root / "README.md", *root.glob("docs/*.md"), *root.glob("images/prometheus/rules/*.yml")):
+    for path in (
+        root / "README.md",
+        *root.glob("docs/*.md"),
+        *root.glob("images/prometheus/rules/*.yml"),
+    ):
         for words in re.findall(r"`tandem ([a-z][^`]*)`", path.read_text()):
             command = get_command(app)
             for word in words.split():
@@ -136,7 +151,9 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
     monkeypatch.setattr("fake_vllm.API_KEY", KEY)
     reach = ["smoke", "reach", "--inference", f"{vllm.url}/v1", "--patience", "0.1"]
     try:
-        status, out, err = tandem(*reach, "--closed", f"{vllm.url}/sleep", "--metrics", f"{server.url}/metrics")
+        status, out, err = tandem(
+            *reach, "--closed", f"{vllm.url}/sleep", "--metrics", f"{server.url}/metrics"
+        )
         assert status == 0, err
         assert "inference" in out
         status, _, err = tandem(*reach, "--closed", f"{vllm.url}/version")
@@ -151,13 +168,26 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):
     (tmp_path / "groups.jsonl").write_text("\n".join(json.dumps(g) for g in groups(2)) + "\n")
     status, out, err = train_while(
-        lambda: (run_one(server.spool), serve(server.spool, run, 1)), tandem, server, run,
-        str(tmp_path / "groups.jsonl"), "--set", "packing.sequence_length=64", "--set", "loss.policy=ppo",
-        "--id", f"{run}-job", "--json",
-    )  # fmt: skip
+        lambda: (run_one(server.spool), serve(server.spool, run, 1)),
+        tandem,
+        server,
+        run,
+        str(tmp_path / "groups.jsonl"),
+        "--set",
+        "packing.sequence_length=64",
+        "--set",
+        "loss.policy=ppo",
+        "--id",
+        f"{run}-job",
+        "--json",
+    )
     assert status == 0, err
     job = json.loads(out)
-    assert (job["id"], job["state"], job["spec"]["loss"]["policy"]) == (f"{run}-job", "succeeded", "ppo")
+    assert (job["id"], job["state"], job["spec"]["loss"]["policy"]) == (
+        f"{run}-job",
+        "succeeded",
+        "ppo",
+    )
     assert job["spec"]["data"]["num_groups"] == 2
 
     for command in (["jobs", "show", job["id"]], ["jobs", "list", "--run", run]):
@@ -192,7 +222,9 @@ def test_logs_and_memory_of_a_job(tandem, as_json, run, server):
 
 def test_a_failing_job_is_exit_status_3(tandem, run, server, tmp_path):
     (tmp_path / "sft.json").write_text(json.dumps(sft_request()))
-    status, _, err = train_while(lambda: fail(server.spool, claim(server.spool)), tandem, server, run, "sft.json")
+    status, _, err = train_while(
+        lambda: fail(server.spool, claim(server.spool)), tandem, server, run, "sft.json"
+    )
     assert (status, "rank_crashed" in err, "boom" in err) == (3, True, True)
     job = server.spool.jobs.list(run=run)[0][1].spec.id
     assert tandem("logs", "-f", job)[0] == 3
@@ -202,7 +234,10 @@ def test_queue_and_cancel(tandem, as_json, run):
     job = train(tandem, run)
     assert as_json("jobs", "show", job)["state"] == "queued"
     assert as_json("jobs", "cancel", job)["state"] == "cancelled"
-    for arguments, problem in ((["request.json", "--base-step", "7"], "base_step"), (["missing.json"], "FILE")):
+    for arguments, problem in (
+        (["request.json", "--base-step", "7"], "base_step"),
+        (["missing.json"], "FILE"),
+    ):
         status, _, err = tandem("train", "job", run, *arguments, "--wait", "no")
         assert (status, problem in err) == (1, True)
 
@@ -239,7 +274,9 @@ def test_files_for_train():
     for example in ({"prompt": "a", "completion": "b"}, {"text": "abc"}):
         assert read_request(json.dumps(example)) == {"kind": "sft", "examples": [example]}
     wrong = {"": "FILE", "[]": "FILE", f"{line}\n{{": "FILE line 2", f"{line}\n3": "FILE line 2"}
-    for text, field in (wrong | {json.dumps([EXAMPLE, GROUP]): "FILE", json.dumps([pair, EXAMPLE]): "FILE"}).items():
+    for text, field in (
+        wrong | {json.dumps([EXAMPLE, GROUP]): "FILE", json.dumps([pair, EXAMPLE]): "FILE"}
+    ).items():
         with pytest.raises(InvalidInput) as refused:
             read_request(text)
         assert refused.value.field == field, text
@@ -249,7 +286,11 @@ def test_settings_on_the_command_line():
     request = {"kind": "rl"}
     apply_setting(request, "optimizer.learning_rate=1e-3")
     apply_setting(request, "labels.note=a=b")
-    assert request == {"kind": "rl", "optimizer": {"learning_rate": 1e-3}, "labels": {"note": "a=b"}}
+    assert request == {
+        "kind": "rl",
+        "optimizer": {"learning_rate": 1e-3},
+        "labels": {"note": "a=b"},
+    }
     for wrong in ("kind", "=1", "kind.x=1"):
         with pytest.raises(InvalidInput):
             apply_setting(request, wrong)
@@ -257,7 +298,11 @@ def test_settings_on_the_command_line():
 
 def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
-    for name, value in (("BASE_MODEL", str(tmp_path / "model")), ("CONTROLLER_HOST", "0.0.0.0"), ("LAUNCH", "rocket")):
+    for name, value in (
+        ("BASE_MODEL", str(tmp_path / "model")),
+        ("CONTROLLER_HOST", "0.0.0.0"),
+        ("LAUNCH", "rocket"),
+    ):
         monkeypatch.setenv(f"TANDEM_{name}", value)
         status, _, err = command("up")
         assert (status, f"TANDEM_{name}: " in err) == (2, True), err

@@ -26,7 +26,9 @@ ASK = {"role": "user", "content": "Is it <b>sunny</b>?"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     root = make_root(tmp_path_factory.mktemp("volume") / "spool")
-    chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()).save_pretrained(root / "models" / "tiny")
+    chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()).save_pretrained(
+        root / "models" / "tiny"
+    )
     config = root / "models" / "tiny" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
     with Server(root) as server:
@@ -35,8 +37,12 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    """302 examples: one is not JSON, one is refused by the template, one too long, two are the same."""
-    records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i} " * (i % 5 + 1)}]} for i in range(300)]
+    """302 examples: one is not JSON, one is refused by the template, one too long, two are the
+    same."""
+    records = [
+        {"messages": [ASK, {"role": "assistant", "content": f"yes {i} " * (i % 5 + 1)}]}
+        for i in range(300)
+    ]
     records[7]["messages"][1]["content"] = "long " * 2000
     records[9] = records[8]
     records[20]["messages"] = [{"role": "assistant", "content": "nothing was asked"}]
@@ -54,10 +60,14 @@ def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
     assert status == 1
     assert tandem("data", "check", str(file), "--tokenizer", str(base)) == (1, out, err)
     assert re.findall(r"broken: (.*?: .*)", err) == [
-        "data.jsonl line 11: not JSON: Expecting property name enclosed in double quotes at column 2; correct it or "
-        "leave it out",
-        "data.jsonl line 22: messages.0: the chat template refuses the conversation: list object has no element 0; "
-        "give token_ids and trainable instead of messages",
+        (
+            "data.jsonl line 11: not JSON: Expecting property name enclosed in double quotes at"
+            " column 2; correct it or leave it out"
+        ),
+        (
+            "data.jsonl line 22: messages.0: the chat template refuses the conversation: list"
+            " object has no element 0; give token_ids and trainable instead of messages"
+        ),
     ]
     assert "⟦<think>\n\n</think>\n\nyes 0 <|im_end|>⟧" in out
     facts = dict(re.findall(r"│ (\w[\w ]*?) +│ (.*?) +│", out))
@@ -66,8 +76,8 @@ def test_check_by_the_controller_and_offline(tandem, server, file, tmp_path):
     assert facts["duplicates"] == "1: data.jsonl line 10 (as data.jsonl line 9)"
     cells = " ".join(re.findall(r"│[^│\n]*│ ([^│\n]*?) +│", out))  # a long one takes several lines
     assert (
-        "1: data.jsonl line 8 (10031). `tandem train` refuses what doesn't fit a row of 2048 tokens; "
-        "raise its --sequence-length, or give it --too-long drop or truncate" in cells
+        "1: data.jsonl line 8 (10031). `tandem train` refuses what doesn't fit a row of 2048"
+        " tokens; raise its --sequence-length, or give it --too-long drop or truncate" in cells
     )
     assert facts["columns left out"] == "source"
     html = page.read_text()
@@ -114,13 +124,21 @@ def test_a_pair_is_as_long_as_in_training(tandem, server, tmp_path, offline):
     slots = found["shown"][0][1]["slots"]
     assert max(found["shown"][0][1]["lengths"]) < slots < sum(found["shown"][0][1]["lengths"])
     for length, too_long in ((slots, []), (slots - 1, [f"pairs.jsonl line 1 ({slots})"])):
-        found = json.loads(tandem("data", "check", str(path), *options, "--sequence-length", str(length))[1])
+        found = json.loads(
+            tandem("data", "check", str(path), *options, "--sequence-length", str(length))[1]
+        )
         assert found["too_long"] == too_long
         out = tmp_path / f"packed {length}"
         out.mkdir()
         packing = PackingSettings(sequence_length=length)
-        with refused(InvalidInput, "pairs.0", match=f"takes {slots} tokens") if too_long else nullcontext():
-            prepare_dpo([pair], tokenizer_path=str(base), vocab_size=10**6, packing=packing, out=out)
+        with (
+            refused(InvalidInput, "pairs.0", match=f"takes {slots} tokens")
+            if too_long
+            else nullcontext()
+        ):
+            prepare_dpo(
+                [pair], tokenizer_path=str(base), vocab_size=10**6, packing=packing, out=out
+            )
     assert found["too long"].endswith("raise its --sequence-length, or give it --too-long drop")
 
 
@@ -133,20 +151,28 @@ def test_tokens_that_the_model_does_not_have_are_broken(tandem, server, tmp_path
         status, out, _ = tandem("data", "check", str(path), "--json", *options)
         (second, first), (third, targets) = json.loads(out)["broken"]
         assert (status, second, third) == (1, "tokens.jsonl line 2", "tokens.jsonl line 3")
-        assert first.startswith("token_ids: token id 1000 at index 1 is outside the model's vocabulary of 1000")
+        assert first.startswith(
+            "token_ids: token id 1000 at index 1 is outside the model's vocabulary of 1000"
+        )
         assert targets.startswith("targets: token id 1000 at index 0")
 
 
 def test_reasoning_and_tools_that_the_template_leaves_out_are_named(tandem, tmp_path):
     chat_tokenizer((TEMPLATES / "phi3.jinja").read_text()).save_pretrained(tmp_path / "tokenizer")
-    record = {"messages": [ASK, {"role": "assistant", "content": "yes", "reasoning": "I should think."}]}
+    record = {
+        "messages": [ASK, {"role": "assistant", "content": "yes", "reasoning": "I should think."}]
+    }
     tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps(record) + "\n" + json.dumps(record | {"tools": [tool]}) + "\n")
-    status, out, _ = tandem("data", "check", str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--json")
+    status, out, _ = tandem(
+        "data", "check", str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--json"
+    )
     found = json.loads(out)
     assert status == 0
-    assert found["reasoning left out"].startswith("2: chats.jsonl line 1, chats.jsonl line 2. The chat template")
+    assert found["reasoning left out"].startswith(
+        "2: chats.jsonl line 1, chats.jsonl line 2. The chat template"
+    )
     assert found["tools left out"].startswith("1: chats.jsonl line 2. The chat template")
 
 
@@ -172,10 +198,16 @@ def test_route(server):
     [
         ({"role": "user", "content": 3}, 13, "messages.0.content"),
         ({"role": "x"}, 13, "messages.0"),
-        ({"role": "assistant", "content": "nothing was asked"}, 14, "messages.0: the chat template refuses"),
+        (
+            {"role": "assistant", "content": "nothing was asked"},
+            14,
+            "messages.0: the chat template refuses",
+        ),
     ],
 )
-def test_training_names_the_line_that_is_refused(tandem, server, tmp_path, options, broken, line, problem):
+def test_training_names_the_line_that_is_refused(
+    tandem, server, tmp_path, options, broken, line, problem
+):
     """By the command's own checks, before any job of a chain is made, and by the template."""
     small = ("--batch-size", "2", "--checkpoint-every", "1") if line == 13 else ()
     records = [{"messages": [ASK, {"role": "assistant", "content": f"yes {i}"}]} for i in range(20)]
@@ -189,7 +221,10 @@ def test_training_names_the_line_that_is_refused(tandem, server, tmp_path, optio
 
 def test_without_transformers(file):
     """The client alone has neither; the error names the extra."""
-    code = "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check', *sys.argv[1:]]\n"
+    code = (
+        "import sys; sys.modules['transformers'] = None; sys.argv = ['tandem', 'data', 'check',"
+        " *sys.argv[1:]]\n"
+    )
     code += "from tandem.cli import main; main()"
     command = [sys.executable, "-c", code, str(file), "--tokenizer", "/nowhere"]
     left = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -34,7 +34,16 @@ def test_a_healthy_deployment(doctor, tandem, root, monkeypatch):
     before = tree(root)
     status, checks = doctor()
     assert status == 0, checks
-    healthy = ["python", "settings", "TANDEM_API_KEY", "volume", "volume: locks", "device", "base model", "controller"]
+    healthy = [
+        "python",
+        "settings",
+        "TANDEM_API_KEY",
+        "volume",
+        "volume: locks",
+        "device",
+        "base model",
+        "controller",
+    ]
     assert {name: checks[name]["status"] for name in healthy} == dict.fromkeys(healthy, "ok")
     assert checks["vLLM"]["status"] == "warn"
     assert checks["weights"]["found"].startswith("adapter")
@@ -68,7 +77,8 @@ def test_settings_that_open_the_controller_or_cannot_be_read(doctor, monkeypatch
 
 
 def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch):
-    """secrets/create makes 0644 files in a 0700 directory: a container's uid reads them, and no user of the machine."""
+    """secrets/create makes 0644 files in a 0700 directory: a container's uid reads them, and no
+    user of the machine."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         directory = Path(name)
         key = directory / "api_key"
@@ -90,7 +100,11 @@ def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch
         ({"DEVICE": "cpu"}, "second copy", "in memory: vLLM runs on the CPU"),
         ({"SECOND_COPY": "host"}, "second copy", "in pinned host memory: TANDEM_SECOND_COPY=host"),
         ({"GPU_MODE": "shared"}, "second copy", "in pinned host memory: on shared GPUs"),
-        ({"GPU_MODE": "shared", "SECOND_COPY": "device"}, "second copy", "on the GPU: TANDEM_SECOND_COPY=device"),
+        (
+            {"GPU_MODE": "shared", "SECOND_COPY": "device"},
+            "second copy",
+            "on the GPU: TANDEM_SECOND_COPY=device",
+        ),
         ({}, "second copy", "on the GPU if half of the memory for the KV cache is left"),
         ({}, "transport", "merge: only adapters travel"),
         ({"TRANSPORT": "nccl"}, "transport", "nccl: whole weights"),
@@ -98,14 +112,20 @@ def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch
         ({"TRANSPORT": "volume"}, "transport", "volume: whole weights"),
     ],
 )
-def test_how_merged_weights_travel_and_where_their_second_copy_is(doctor, monkeypatch, variables, name, found):
+def test_how_merged_weights_travel_and_where_their_second_copy_is(
+    doctor, monkeypatch, variables, name, found
+):
     for setting, value in ({"WEIGHTS": "merged", "DEVICE": "cuda"} | variables).items():
         monkeypatch.setenv(f"TANDEM_{setting}", value)
     assert doctor()[1][f"weights: {name}"]["found"].startswith(found)
 
 
-@pytest.mark.parametrize(("gpus", "found"), [(1, "1 GPU (TANDEM_TOPOLOGY=auto): "), (0, "TANDEM_TOPOLOGY=auto: the ")])
-def test_an_automatic_topology_is_shown_where_the_gpus_are(doctor, model, nvml, monkeypatch, gpus, found):
+@pytest.mark.parametrize(
+    ("gpus", "found"), [(1, "1 GPU (TANDEM_TOPOLOGY=auto): "), (0, "TANDEM_TOPOLOGY=auto: the ")]
+)
+def test_an_automatic_topology_is_shown_where_the_gpus_are(
+    doctor, model, nvml, monkeypatch, gpus, found
+):
     nvml.set(*(fake_nvml.gpu(f"GPU-{n}") for n in range(gpus)))
     monkeypatch.setenv("TANDEM_BASE_MODEL", str(model))
     monkeypatch.setenv("TANDEM_TOPOLOGY", "auto")
@@ -121,7 +141,10 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
     checks = doctor()[1]
     assert checks["weights: runs"]["status"] == "warn"
     assert "run-1, run-2" in checks["weights: runs"]["found"]
-    assert not {"weights: second copy", "weights: transport", "weights: vLLM's arguments"} & checks.keys()
+    assert (
+        not {"weights: second copy", "weights: transport", "weights: vLLM's arguments"}
+        & checks.keys()
+    )
     monkeypatch.setenv("TANDEM_WEIGHTS", "merged")
     status, checks = doctor()
     assert status == 1
@@ -143,13 +166,22 @@ def preflight(tmp_path, model, command, monkeypatch):
         monkeypatch.delenv(name)
 
     def run(**variables: str) -> tuple[int, dict[str, str]]:
-        defaults = {"ROOT": str(tmp_path), "BASE_MODEL": str(model), "API_KEY": "k" * 32, "ADMIN_TOKEN": "t" * 32}
+        defaults = {
+            "ROOT": str(tmp_path),
+            "BASE_MODEL": str(model),
+            "API_KEY": "k" * 32,
+            "ADMIN_TOKEN": "t" * 32,
+        }
         defaults |= {"TRAINER_DEVICES": "0", "INFERENCE_DEVICES": "1"}
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        for name, value in ({f"TANDEM_{name}": value for name, value in defaults.items()} | variables).items():
+        for name, value in (
+            {f"TANDEM_{name}": value for name, value in defaults.items()} | variables
+        ).items():
             monkeypatch.setenv(name, value)
         status, out, _ = command("preflight", "--json")
-        return status, {check["name"]: check["found"] for check in json.loads(out) if check["status"] == "fail"}
+        return status, {
+            check["name"]: check["found"] for check in json.loads(out) if check["status"] == "fail"
+        }
 
     return run
 
@@ -158,10 +190,18 @@ def preflight(tmp_path, model, command, monkeypatch):
     "variables",
     [
         {},
-        {"TANDEM_TRAINER_DEVICES": "0,1", "TANDEM_TRAINER_RANKS": "2", "TANDEM_INFERENCE_DEVICES": "2"},
+        {
+            "TANDEM_TRAINER_DEVICES": "0,1",
+            "TANDEM_TRAINER_RANKS": "2",
+            "TANDEM_INFERENCE_DEVICES": "2",
+        },
         {"TANDEM_TRAINER_DEVICES": "GPU-aa", "TANDEM_INFERENCE_DEVICES": "GPU-ab"},
         {"TANDEM_DEVICE": "cpu", "TANDEM_TRAINER_DEVICES": "", "TANDEM_INFERENCE_DEVICES": ""},
-        {"TANDEM_GPU_MODE": "shared", "TANDEM_TRAINER_DEVICES": "GPU-ab", "TANDEM_INFERENCE_DEVICES": "GPU-ab"},
+        {
+            "TANDEM_GPU_MODE": "shared",
+            "TANDEM_TRAINER_DEVICES": "GPU-ab",
+            "TANDEM_INFERENCE_DEVICES": "GPU-ab",
+        },
         {"TANDEM_MAX_MODEL_LEN": ""},  # compose's way to say "not set"
     ],
 )
@@ -175,7 +215,11 @@ def test_what_can_start(preflight, tmp_path, variables):
     [
         ({"TANDEM_INFERENCE_DEVICES": "0"}, "settings", "both name 0"),
         ({"TANDEM_INFERENCE_DEVICES": "GPU-ab"}, "GPUs", "by index, some by UUID"),
-        ({"TANDEM_TRAINER_DEVICES": "GPU-ab", "TANDEM_INFERENCE_DEVICES": "GPU-abcd"}, "GPUs", "may be one device"),
+        (
+            {"TANDEM_TRAINER_DEVICES": "GPU-ab", "TANDEM_INFERENCE_DEVICES": "GPU-abcd"},
+            "GPUs",
+            "may be one device",
+        ),
         ({"TANDEM_TRAINER_DEVICES": "0,2"}, "GPUs", "TANDEM_TRAINER_RANKS=1"),
         ({"TANDEM_TRAINER_DEVICES": "0,0", "TANDEM_TRAINER_RANKS": "2"}, "GPUs", "names one twice"),
         ({"TANDEM_INFERENCE_DEVICES": "1,2"}, "GPUs", "TANDEM_INFERENCE_TENSOR_PARALLEL=1"),
@@ -194,7 +238,8 @@ def test_what_is_refused_with_its_name(preflight, variables, name, found):
 
 @pytest.mark.parametrize("has_spool", [True, False])
 def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has_spool):
-    """The programs wait for space, and the controller's deletes make some. Without a spool there are none."""
+    """The programs wait for space, and the controller's deletes make some. Without a spool there
+    are none."""
     volume = tmp_path / "volume"
     with mounted(volume, "-t", "tmpfs", "-o", "size=512k", "tmpfs"):
         if has_spool:
@@ -209,7 +254,9 @@ def test_a_full_volume_that_has_a_spool_starts(preflight, command, tmp_path, has
             {"volume": "warn" if has_spool else "fail", "disk": "warn"}
         )
         assert "ENOSPC" in checks["volume"]["found"]
-        checks = {check["name"]: check["status"] for check in json.loads(command("doctor", "--json")[1])}
+        checks = {
+            check["name"]: check["status"] for check in json.loads(command("doctor", "--json")[1])
+        }
         assert (checks["volume"], checks["disk"]) == ("fail", "fail")
 
 

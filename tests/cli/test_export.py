@@ -23,7 +23,9 @@ SOME = LoraShape(rank=3, alpha=7.0, targets=("q_proj", "down_proj"))
 
 
 def load(directory, dtype="auto"):
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True
+    )
     assert not any(report.values()), report
     return model.requires_grad_(False)
 
@@ -36,7 +38,8 @@ def export(tmp_path, base, lora=LORA):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora", "tied"), [("qwen3", LORA, True), ("qwen3", SOME, False), ("gemma3_text", LORA, True)]
+    ("family", "lora", "tied"),
+    [("qwen3", LORA, True), ("qwen3", SOME, False), ("gemma3_text", LORA, True)],
 )
 def test_the_model_is_pefts_merge_and_unload(tmp_path, family, lora, tied):
     base = write_random_model(tmp_path / "base", family=family, tie_word_embeddings=tied)
@@ -68,7 +71,13 @@ def test_the_rounding_is_that_of_the_weights_that_vllm_serves(tmp_path, dtype):
     for key in (key for key in weights if "lora_A" in key):
         name = key.removeprefix("base_model.model.").replace("lora_A.", "")
         expected = torch.empty_like(base[name])[None]
-        merge(expected, base[name][None], weights[key][None], weights[key.replace("lora_A", "lora_B")][None], scale)
+        merge(
+            expected,
+            base[name][None],
+            weights[key][None],
+            weights[key.replace("lora_A", "lora_B")][None],
+            scale,
+        )
         assert found[name].dtype == dtype
         assert torch.equal(found[name], expected[0]), name
 
@@ -83,7 +92,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     for value in (None, tensors[name].to(torch.float8_e4m3fn), tensors[name][:-1]):
         changed = {key: tensor for key, tensor in tensors.items() if key != name}
-        save_file(changed if value is None else changed | {name: value}, model / "model.safetensors")
+        save_file(
+            changed if value is None else changed | {name: value}, model / "model.safetensors"
+        )
         with pytest.raises(InvalidInput, match=name):
             write_merged_model(tmp_path / "out", model, adapter, LORA)
     save_file(tensors | {name: tensors[name].half()}, model / "model.safetensors")
@@ -103,12 +114,16 @@ def test_the_command(tandem, server, root, tmp_path, monkeypatch):
     arguments = ("export", "exported", "1", "out", "--base-model", str(base))
     status, out, err = tandem(*arguments, "--json")
     assert status == 0, err
-    assert json.loads(out)["bytes"] == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert json.loads(out)["bytes"] == sum(
+        path.stat().st_size for path in (tmp_path / "out").iterdir()
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     adapter = spool.checkpoints.path("exported", 1)
     expected = peft.PeftModel.from_pretrained(load(base), adapter).merge_and_unload().state_dict()
     found = load(tmp_path / "out").state_dict()
-    assert all((found[name] - value).norm() <= 1e-2 * value.norm() for name, value in expected.items())
+    assert all(
+        (found[name] - value).norm() <= 1e-2 * value.norm() for name, value in expected.items()
+    )
     status, _, err = tandem(*arguments)
     assert (status, "not an empty directory" in err) == (1, True)
     shutil.rmtree(tmp_path / "out")
@@ -119,7 +134,9 @@ def test_the_command(tandem, server, root, tmp_path, monkeypatch):
 def test_a_run_of_all_weights_has_the_model_already(tandem, server, root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spool, base = server.spool, root / "models/tiny"
-    spec = RunSpec(name="all", base_model=str(base), trainable="full", lora=None, weights="merged", created=0.0)
+    spec = RunSpec(
+        name="all", base_model=str(base), trainable="full", lora=None, weights="merged", created=0.0
+    )
     spool.runs.create(spec, lambda _: None)
     status, _, err = tandem("export", "all", "0", "out")
     assert status == 1
@@ -129,8 +146,12 @@ def test_a_run_of_all_weights_has_the_model_already(tandem, server, root, tmp_pa
     (root / "staged/optimizer/adam.json").write_text("{}")
     spool.checkpoints.commit(root / "staged", "all", 1, "a-job")
     assert tandem("export", "all", "1", "out")[0] == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in base.iterdir()}
-    assert all((tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in base.iterdir())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in base.iterdir()
+    }
+    assert all(
+        (tmp_path / "out" / path.name).read_bytes() == path.read_bytes() for path in base.iterdir()
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -138,4 +159,7 @@ def test_the_client_alone_is_told_what_it_needs(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "numpy", None)
     monkeypatch.delitem(sys.modules, "tandem.inference.merged_model")
     status, _, err = command("export", "run", "1", str(tmp_path / "out"))
-    assert (status, "tandem export needs numpy: pip install 'tandem-rl[data]'" in err) == (1, True), err
+    assert (status, "tandem export needs numpy: pip install 'tandem-rl[data]'" in err) == (
+        1,
+        True,
+    ), err

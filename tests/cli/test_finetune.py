@@ -1,4 +1,5 @@
-"""`tandem train sft` against a real controller; the test does the runner's part: what a job trains, and resume."""
+"""`tandem train sft` against a real controller; the test does the runner's part: what a job trains,
+and resume."""
 
 import json
 import threading
@@ -30,11 +31,23 @@ def run() -> str:
 def data(tmp_path: Path, monkeypatch) -> None:
     """data.jsonl: example i trains the token 100 + i."""
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"token_ids": [5, 100 + i], "trainable": [False, True]}) for i in range(EXAMPLES)]
+    lines = [
+        json.dumps({"token_ids": [5, 100 + i], "trainable": [False, True]}) for i in range(EXAMPLES)
+    ]
     Path("data.jsonl").write_text("\n".join(lines) + "\n")
 
 
-ARGUMENTS = ("data.jsonl", "--batch-size", "4", "--checkpoint-every", "2", "--epochs", "2", "--sequence-length", "16")
+ARGUMENTS = (
+    "data.jsonl",
+    "--batch-size",
+    "4",
+    "--checkpoint-every",
+    "2",
+    "--epochs",
+    "2",
+    "--sequence-length",
+    "16",
+)
 STEPS, JOBS = 12, 6  # per epoch 6 batches, the last one of 3, in 3 jobs
 
 
@@ -43,8 +56,11 @@ type Trained = tuple[Job, list[list[int]], list[int]]
 
 
 @contextmanager
-def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) -> Iterator[list[Trained]]:
-    """Executes so many jobs in a thread, of which `failing` fail; yields the list of what they train."""
+def trainer(
+    server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()
+) -> Iterator[list[Trained]]:
+    """Executes so many jobs in a thread, of which `failing` fail; yields the list of what they
+    train."""
     spool, trained = server.spool, list[Trained]()
 
     def work() -> None:
@@ -52,11 +68,14 @@ def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) 
             until("a job is queued", lambda: spool.jobs.list(states=("queued",)))
             queued = spool.jobs.list(states=("queued",))[0][1]
             with PackedBatch.open(spool.root / queued.spec.data.path) as batch:
-                tokens: dict[int, list[int]] = defaultdict(list)  # of each batch; those held out are batch -1
+                # Of each batch; those held out are batch -1.
+                tokens: dict[int, list[int]] = defaultdict(list)
                 for row in map(batch.row, range(len(batch))):
                     tokens[int(batch.row_batch[row.index])] += map(int, row.item_token)
             held_out = sorted(tokens.pop(-1, []))
-            trained.append((queued, [sorted(tokens[number]) for number in sorted(tokens)], held_out))
+            trained.append(
+                (queued, [sorted(tokens[number]) for number in sorted(tokens)], held_out)
+            )
             if number in failing:
                 fail(spool, claim(spool))
             else:
@@ -71,18 +90,26 @@ def trainer(server: Server, run: str, jobs: int, failing: tuple[int, ...] = ()) 
 
 def test_every_example_is_trained_once_per_epoch_in_batches(tandem, server, run) -> None:
     with trainer(server, run, JOBS) as trained:
-        status, out, err = tandem("train", "sft", run, *ARGUMENTS, "--lora-rank", "2", "--warmup", "3", "--lr", "0.5")
+        status, out, err = tandem(
+            "train", "sft", run, *ARGUMENTS, "--lora-rank", "2", "--warmup", "3", "--lr", "0.5"
+        )
     assert status == 0, err
     assert f"{run}@{JOBS}" in out
     assert server.spool.runs.get(run).lora.rank == 2
     batches = [batch for _, of_job, _ in trained for batch in of_job]
     assert [len(batch) for batch in batches] == ([4] * 5 + [3]) * 2
     for epoch in (batches[:6], batches[6:]):
-        assert sorted(token for batch in epoch for token in batch) == list(range(100, 100 + EXAMPLES))
+        assert sorted(token for batch in epoch for token in batch) == list(
+            range(100, 100 + EXAMPLES)
+        )
     assert batches[:6] != batches[6:]
-    rates = [job.spec.optimizer.rate(step) for job, of_job, _ in trained for step in range(len(of_job))]
+    rates = [
+        job.spec.optimizer.rate(step) for job, of_job, _ in trained for step in range(len(of_job))
+    ]
     assert rates[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
-    np.testing.assert_allclose(rates[3:], 0.25 * (1 + np.cos(np.pi * np.arange(STEPS - 3) / (STEPS - 3))))
+    np.testing.assert_allclose(
+        rates[3:], 0.25 * (1 + np.cos(np.pi * np.arange(STEPS - 3) / (STEPS - 3)))
+    )
     assert [job.spec.base_step for job, *_ in trained] == list(range(JOBS))
 
 
@@ -90,7 +117,9 @@ def test_a_rank_leaves_the_rest_of_the_shape(tandem, server, run, tmp_path) -> N
     file = tmp_path / "training.toml"
     file.write_text('lora = {rank = 8, alpha = 8, targets = ["q_proj"]}')
     with trainer(server, run, JOBS):
-        status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--config", str(file), "--lora-rank", "2")
+        status, _, err = tandem(
+            "train", "sft", run, *ARGUMENTS, "--config", str(file), "--lora-rank", "2"
+        )
     assert status == 0, err
     lora = server.spool.runs.get(run).lora
     assert (lora.rank, lora.alpha, lora.targets) == (2, 4, ("q_proj",))
@@ -98,9 +127,24 @@ def test_a_rank_leaves_the_rest_of_the_shape(tandem, server, run, tmp_path) -> N
 
 def test_short_epochs_share_a_job(tandem, server, run) -> None:
     with trainer(server, run, 3) as trained:
-        status, _, err = tandem("train", "sft", run, "data.jsonl", "--batch-size", "8", "--epochs", "7",
-                                "--checkpoint-every", "9", "--sequence-length", "16", "--schedule", "linear",
-                                "--warmup", "0")  # fmt: skip
+        status, _, err = tandem(
+            "train",
+            "sft",
+            run,
+            "data.jsonl",
+            "--batch-size",
+            "8",
+            "--epochs",
+            "7",
+            "--checkpoint-every",
+            "9",
+            "--sequence-length",
+            "16",
+            "--schedule",
+            "linear",
+            "--warmup",
+            "0",
+        )
     assert status == 0, err
     assert [job.spec.optimizer.epochs for job, *_ in trained] == [3, 3, 1]
     assert [sum(map(len, batches)) for _, batches, _ in trained] == [EXAMPLES] * 3
@@ -109,7 +153,9 @@ def test_short_epochs_share_a_job(tandem, server, run) -> None:
     assert trained[0][0].spec.optimizer.schedule.total == 21
 
 
-def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(tandem, server, run) -> None:
+def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
+    tandem, server, run
+) -> None:
     with trainer(server, run, 3, failing=(2,)) as first:
         status, _, err = tandem("train", "sft", run, *ARGUMENTS)
         assert (status, "SIGSEGV" in err) == (3, True), err
@@ -122,7 +168,9 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(t
     assert [job.spec.deadline_seconds for job, *_ in first + second] == [86400.0] * 3 + [1e6] * 4
     trained = [batch for _, of_job, _ in first[:2] + second for batch in of_job]
     assert len(trained) == STEPS
-    assert sorted(token for batch in trained for token in batch) == sorted([*range(100, 100 + EXAMPLES)] * 2)
+    assert sorted(token for batch in trained for token in batch) == sorted(
+        [*range(100, 100 + EXAMPLES)] * 2
+    )
     # The settings that help where an example does not fit name no job.
     status, _, err = tandem("train", "sft", run, *ARGUMENTS[:-1], "32", "--too-long", "drop")
     assert (status, "complete" in err, f"{run}@{JOBS}" in err) == (1, True, True)
@@ -140,11 +188,24 @@ def test_the_same_command_trains_what_a_rollback_has_discarded(tandem, server, r
 
 
 def test_another_training_of_the_run_in_between_is_refused(tandem, server, run) -> None:
-    long = ("data.jsonl", "--batch-size", "12", "--checkpoint-every", "1", "--sequence-length", "16")
+    long = (
+        "data.jsonl",
+        "--batch-size",
+        "12",
+        "--checkpoint-every",
+        "1",
+        "--sequence-length",
+        "16",
+    )
     with trainer(server, run, 2, failing=(1,)):
         assert tandem("train", "sft", run, *long)[0] == 3
     with trainer(server, run, 1):
-        assert tandem("train", "sft", run, "data.jsonl", "--batch-size", "23", "--sequence-length", "16")[0] == 0
+        assert (
+            tandem(
+                "train", "sft", run, "data.jsonl", "--batch-size", "23", "--sequence-length", "16"
+            )[0]
+            == 0
+        )
     status, _, err = tandem("train", "sft", run, *long)
     assert (status, "base_step" in err) == (1, True)
 
@@ -153,13 +214,21 @@ def test_a_run_that_trains_something_else_is_refused(tandem, server, run) -> Non
     assert tandem("run", "create", run, "--rank", "4")[0] == 0
     for shape in (("--lora-rank", "8"), ("--full",), ("--set", 'lora.targets=["q_proj"]')):
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, *shape)
-        assert (status, f"run '{run}' exists and trains a LoRA of rank=4" in err.replace("\n", " ")) == (1, True)
+        assert (
+            status,
+            f"run '{run}' exists and trains a LoRA of rank=4" in err.replace("\n", " "),
+        ) == (1, True)
     assert not server.spool.jobs.list(run)
 
 
 def test_a_share_is_held_out_and_never_trained(tandem, server, run) -> None:
     with trainer(server, run, 3) as trained:
-        assert tandem("train", "sft", run, *ARGUMENTS[:-4], "--sequence-length", "16", "--held-out", "0.2")[0] == 0
+        assert (
+            tandem(
+                "train", "sft", run, *ARGUMENTS[:-4], "--sequence-length", "16", "--held-out", "0.2"
+            )[0]
+            == 0
+        )
     held_out = trained[0][2]
     assert len(held_out) == 5
     assert [one for *_, one in trained] == [held_out] * 3
@@ -186,7 +255,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "problem"), BROKEN)
-def test_a_broken_configuration_is_refused_with_its_key(tandem, server, text: str, problem: str) -> None:
+def test_a_broken_configuration_is_refused_with_its_key(
+    tandem, server, text: str, problem: str
+) -> None:
     Path("tune.toml").write_text(text)
     jobs = len(server.spool.jobs.list())
     status, out, err = tandem("train", "sft", "--config", "tune.toml")
@@ -196,7 +267,12 @@ def test_a_broken_configuration_is_refused_with_its_key(tandem, server, text: st
 
 
 def test_what_is_too_long_is_refused_with_the_options_of_this_command(tandem, run) -> None:
-    Path("long.jsonl").write_text(json.dumps({"token_ids": [1] * 20, "trainable": [False] + [True] * 19}) + "\n")
+    Path("long.jsonl").write_text(
+        json.dumps({"token_ids": [1] * 20, "trainable": [False] + [True] * 19}) + "\n"
+    )
     status, _, err = tandem("train", "sft", run, "long.jsonl", "--sequence-length", "16")
-    advice = 'long.jsonl line 1: 20 tokens don\'t fit a row of 16; raise sequence_length, or set too_long to "truncate"'
+    advice = (
+        "long.jsonl line 1: 20 tokens don't fit a row of 16; raise sequence_length, or set"
+        ' too_long to "truncate"'
+    )
     assert (status, advice in err.replace("\n", " ")) == (1, True), err

@@ -22,7 +22,8 @@ def sizes(allocated: int, pinned: int = 0) -> dict[str, int]:
 
 
 def rank(number: int, uuid: str) -> dict[str, Any]:
-    """The memory that rank `number` reports at its end: 100 + number MiB after `build`, and so on."""
+    """The memory that rank `number` reports at its end: 100 + number MiB after `build`, and so
+    on."""
     phases = {"build": sizes(100 + number), "optimizer": sizes(300 + number, pinned=32)}
     return {"uuid": uuid, "phases": phases, "highest": {"optimizer": sizes(350 + number)}}
 
@@ -35,7 +36,10 @@ def attempts(*events: tuple[str, int, dict[str, Any]]) -> list[AttemptMemory]:
     )
 
 
-LOADED = {str(n): {"uuid": uuid, "phases": {"build": sizes(100 + n)}, "highest": {}} for n, uuid in enumerate((A, B))}
+LOADED = {
+    str(n): {"uuid": uuid, "phases": {"build": sizes(100 + n)}, "highest": {}}
+    for n, uuid in enumerate((A, B))
+}
 METRICS = {f"memory_optimizer_{kind}_bytes": float(size) for kind, size in sizes(320).items()}
 RUNNING = [
     ("claimed", 1, {"runner": "r"}),
@@ -44,9 +48,13 @@ RUNNING = [
     ("step", 1, {"metrics": {"loss": 1.0, "seconds_optimizer": 2.0} | METRICS}),
 ]
 RELEASED = {
-    "processes": 0, "before": {A: 900 * MIB, B: 901 * MIB}, "memory": {"0": rank(0, A), "1": rank(1, B)},
-    "devices": {A: 0, B: 3 * MIB}, "bytes": 3 * MIB, "seconds": 0.5,
-}  # fmt: skip
+    "processes": 0,
+    "before": {A: 900 * MIB, B: 901 * MIB},
+    "memory": {"0": rank(0, A), "1": rank(1, B)},
+    "devices": {A: 0, B: 3 * MIB},
+    "bytes": 3 * MIB,
+    "seconds": 0.5,
+}
 DONE = [*RUNNING, ("released", 1, RELEASED), ("succeeded", 1, {})]
 
 
@@ -68,26 +76,41 @@ def test_a_job_that_runs_and_its_end() -> None:
     lines = printed(*RUNNING)
     assert lines[0] == ["Memory of job j, attempt 1, so far"]
     assert [cells for cells in lines if len(cells) == 7][1:] == [
-        row("build", 0, 100), row("build", 1, 101), row("optimizer, last", "fullest", 320)
-    ]  # fmt: skip
+        row("build", 0, 100),
+        row("build", 1, 101),
+        row("optimizer, last", "fullest", 320),
+    ]
     lines = printed(*DONE)
     assert lines[0] == ["Memory of job j, attempt 1"]
     assert [cells for cells in lines if len(cells) in (4, 7) and "─" not in cells[0]] == [
         ["phase", "rank", "allocated", "reserved", "device used", "host pinned", "peak"],
-        row("build", 0, 100), row("build", 1, 101),
-        row("optimizer, last", 0, 300, "32.0 MiB"), row("optimizer, last", 1, 301, "32.0 MiB"),
-        row("optimizer, highest", 0, 350), row("optimizer, highest", 1, 351),
+        row("build", 0, 100),
+        row("build", 1, 101),
+        row("optimizer, last", 0, 300, "32.0 MiB"),
+        row("optimizer, last", 1, 301, "32.0 MiB"),
+        row("optimizer, highest", 0, 350),
+        row("optimizer, highest", 1, 351),
         ["GPU", "ranks", "most in use", "left"],
-        [A, "0", "900.0 MiB", "0 B"], [B, "1", "901.0 MiB", "3.0 MiB"],
-    ]  # fmt: skip
+        [A, "0", "900.0 MiB", "0 B"],
+        [B, "1", "901.0 MiB", "3.0 MiB"],
+    ]
 
 
 def test_attempts_are_kept_apart() -> None:
     died = RELEASED | {"memory": {"1": LOADED["1"]}, "devices": {A: None, B: 0}, "processes": 2}
-    events = [*RUNNING, ("released", 1, died), ("requeued", 1, {}), *[(kind, 2, data) for kind, _, data in DONE]]
+    events = [
+        *RUNNING,
+        ("released", 1, died),
+        ("requeued", 1, {}),
+        *[(kind, 2, data) for kind, _, data in DONE],
+    ]
     first, second = attempts(*events)
-    assert first.ranks.keys() == {0, 1}  # rank 0, which died without a heartbeat, is known from `loaded`
-    assert ("optimizer" in first.ranks[1].phases, "optimizer" in second.ranks[1].phases) == (False, True)
+    # Rank 0, which died without a heartbeat, is known from `loaded`.
+    assert first.ranks.keys() == {0, 1}
+    assert ("optimizer" in first.ranks[1].phases, "optimizer" in second.ranks[1].phases) == (
+        False,
+        True,
+    )
     lines = printed(*events)
     titles = [line[0] for line in lines if line and line[0].startswith("Memory of")]
     assert titles == ["Memory of job j, attempt 1", "Memory of job j, attempt 2"]
@@ -97,7 +120,9 @@ def test_attempts_are_kept_apart() -> None:
 
 def test_on_the_cpu_it_is_the_resident_set() -> None:
     released = RELEASED | {"before": {}, "memory": {"0": rank(0, "cpu")}, "bytes": 0, "devices": {}}
-    lines = printed(("claimed", 1, {}), ("started", 1, {"device": "cpu"}), ("released", 1, released))
+    lines = printed(
+        ("claimed", 1, {}), ("started", 1, {"device": "cpu"}), ("released", 1, released)
+    )
     assert ["phase", "rank", "resident set", "peak"] in lines
     assert ["build", "0", "100.0 MiB", "102.0 MiB"] in lines
     assert not any("Left on the device" in line[0] for line in lines if line)

@@ -8,7 +8,16 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     config = SHAPE | {"model_type": "qwen3"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ("plan", str(tmp_path), "--gpus", "2", "--sequence-length", "512", "--gpu-memory", "4")
+    arguments = (
+        "plan",
+        str(tmp_path),
+        "--gpus",
+        "2",
+        "--sequence-length",
+        "512",
+        "--gpu-memory",
+        "4",
+    )
     status, out, _ = command(*arguments, "--json")
     data = json.loads(out)
     first = data["topologies"][0]
@@ -33,16 +42,24 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_refused(command, tmp_path):
     config = SHAPE | {"model_type": "qwen3", "vocab_size": 300_000, "hidden_size": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--gpu-memory", "2")
+    status, _, err = command(
+        "plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--gpu-memory", "2"
+    )
     assert status == 1
     assert "no topology of 1 GPUs fits 2.0 GiB" in err
     assert command("plan", str(tmp_path), "--gpus", "1")[0] == 0
     longer = str(config["max_position_embeddings"] + 1)
     status, _, err = command("plan", str(tmp_path), "--gpus", "1", "--sequence-length", longer)
-    assert (status, f"--sequence-length: {longer} is more than the model's" in err.replace("\n", " ")) == (1, True)
+    assert (
+        status,
+        f"--sequence-length: {longer} is more than the model's" in err.replace("\n", " "),
+    ) == (1, True)
 
 
 def test_a_model_of_the_hub_needs_the_extra_data(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     status, _, err = command("plan", "Qwen/Qwen3-8B", "--gpus", "1")
-    assert (status, "a model of the hub needs huggingface_hub: pip install 'tandem-rl[data]'" in err) == (1, True), err
+    assert (
+        status,
+        "a model of the hub needs huggingface_hub: pip install 'tandem-rl[data]'" in err,
+    ) == (1, True), err

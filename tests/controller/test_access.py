@@ -23,7 +23,10 @@ def test_anything_but_a_key_is_unauthorized(server, root, header):
         headers = {"Authorization": header} if header else {}
         for request in ("GET /v1/runs", "POST /v1/runs", "GET /v1/jobs/x/events", "GET /v1/none"):
             answer = http.request(*request.split(), headers=headers)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized"), request
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                401,
+                "unauthorized",
+            ), request
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "TANDEM_API_KEY" in answer.text
             assert "key-one" not in answer.text
@@ -42,10 +45,18 @@ def test_bodies_over_the_limit_are_refused_with_and_without_content_length(tmp_p
         def pieces():
             yield from (big[start : start + 2**16] for start in range(0, len(big), 2**16))
 
-        for path, content in [("/v1/runs/a/train", big), ("/v1/runs/a/train", pieces()), ("/v1/runs", pieces())]:
+        for path, content in [
+            ("/v1/runs/a/train", big),
+            ("/v1/runs/a/train", pieces()),
+            ("/v1/runs", pieces()),
+        ]:
             answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
             error = answer.json()["error"]
-            assert (answer.status_code, error["type"], error["field"]) == (413, "request_too_large", "body")
+            assert (answer.status_code, error["type"], error["field"]) == (
+                413,
+                "request_too_large",
+                "body",
+            )
         assert tree(root) == before
         assert http.post("/v1/runs/a/train", json=rl_request()).status_code == 202
 
@@ -53,7 +64,9 @@ def test_bodies_over_the_limit_are_refused_with_and_without_content_length(tmp_p
 def test_only_examples_may_be_large(http):
     assert http.post("/v1/runs", json={"name": "a" * 2**20}).status_code == 413
     for path in ("/v1/runs/nobody/train", "/v1/data/render"):
-        answer = http.post(path, json={"kind": "sft", "examples": [{"text": "a" * 2**21, "texts": 1}]})
+        answer = http.post(
+            path, json={"kind": "sft", "examples": [{"text": "a" * 2**21, "texts": 1}]}
+        )
         assert answer.status_code == (404 if "train" in path else 422), answer.text
 
 
@@ -64,8 +77,11 @@ def test_without_keys_only_localhost_names_are_answered(tmp_path):
         for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
             answer = http.get("/v1/runs", headers={"Host": host})
             assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Host"), host
-        for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):  # a page in a browser on this machine
-            answer = http.post("/v1/jobs/j/cancel", headers={"Host": "127.0.0.1:8080", "Origin": origin})
+        # A page in a browser on this machine.
+        for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):
+            answer = http.post(
+                "/v1/jobs/j/cancel", headers={"Host": "127.0.0.1:8080", "Origin": origin}
+            )
             assert (answer.status_code, answer.json()["error"]["field"]) == (422, "Origin"), origin
         own = {"Host": "127.0.0.1:8080", "Origin": "http://127.0.0.1:8080"}
         assert http.get("/v1/runs", headers=own).status_code == 200
@@ -87,7 +103,9 @@ def test_successes_of_probes_and_scrapes_are_not_logged():
         ("/v1/runs", 200, True),
     ]:
         arguments = ("127.0.0.1:1", "GET", path, "1.1", status)
-        record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None)
+        record = logging.LogRecord(
+            "uvicorn.access", logging.INFO, "", 0, '%s - "%s %s HTTP/%s" %d', arguments, None
+        )
         assert _is_news(record) == told, path
 
 
@@ -95,7 +113,9 @@ def test_a_controller_that_must_not_start_says_why(tmp_path):
     (tmp_path / "file").touch()
     processes = {
         "not a directory": Process(tmp_path / "file"),
-        "TANDEM_CONTROLLER_HOST": Process(tmp_path / "spool", TANDEM_API_KEY="", TANDEM_CONTROLLER_HOST="0.0.0.0"),
+        "TANDEM_CONTROLLER_HOST": Process(
+            tmp_path / "spool", TANDEM_API_KEY="", TANDEM_CONTROLLER_HOST="0.0.0.0"
+        ),
         "CONTROLLER_PORT": Process(tmp_path / "spool", TANDEM_CONTROLLER_PORT="0"),
     }
     for reason, process in processes.items():

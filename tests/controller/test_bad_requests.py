@@ -1,4 +1,5 @@
-"""Bad input is refused with the right status and the field's name, and leaves nothing on the spool."""
+"""Bad input is refused with the right status and the field's name, and leaves nothing on the
+spool."""
 
 import errno
 import json
@@ -49,7 +50,11 @@ BAD_VALUES = {
     "log-prob of a token that can't be sampled": (f"{T}.turns.0.logprobs", [-1.0, -9998.0]),
     "advantage beyond float32": (f"{T}.advantage", 1e39),
     "unknown policy": ("loss.policy", "reinforce"),
-    "reference step yet to come": ("loss", {"kl_coef": 0.1, "kl_reference": 1}, "loss.kl_reference"),
+    "reference step yet to come": (
+        "loss",
+        {"kl_coef": 0.1, "kl_reference": 1},
+        "loss.kl_reference",
+    ),
     "learning rate 0": ("optimizer.learning_rate", 0),
     "row longer than the model": ("packing.sequence_length", 8192),
     "trajectory longer than a row": ("packing.sequence_length", 3, "groups.0.trajectories.0"),
@@ -67,7 +72,11 @@ def test_bad_training_requests(name, http, idle_run):
     path, value, *other_field = BAD_VALUES[name]
     request, field = changed(path, value), other_field[0] if other_field else path
     answer = http.post(f"/v1/runs/{idle_run}/train", content=json.dumps(request), headers=JSON)
-    assert refusal(answer) == (422, "nothing_to_learn" if name == "no variance" else "invalid_input", field)
+    assert refusal(answer) == (
+        422,
+        "nothing_to_learn" if name == "no variance" else "invalid_input",
+        field,
+    )
 
 
 @pytest.mark.usefixtures("nothing_changes")
@@ -75,15 +84,38 @@ def test_bodies_that_are_empty_not_json_or_not_declared_as_json(http, idle_run):
     train = f"/v1/runs/{idle_run}/train"
     # A browser sends text/plain to another origin without permission.
     for path in (train, "/v1/data/render"):
-        assert http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
-    assert "415" in http.get("/openapi.json").json()["paths"]["/v1/runs/{run}/train"]["post"]["responses"]
-    assert refusal(http.post(train, json={"kind": "sft", "examples": []})) == (422, "invalid_input", "examples")
-    for body, words in (({}, "kind is missing"), ({"kind": "sft", "examplse": []}, "is missing; add it; and 1 more")):
+        assert (
+            http.post(path, content=b"{}", headers={"Content-Type": "text/plain"}).status_code
+            == 415
+        )
+    assert (
+        "415"
+        in http.get("/openapi.json").json()["paths"]["/v1/runs/{run}/train"]["post"]["responses"]
+    )
+    assert refusal(http.post(train, json={"kind": "sft", "examples": []})) == (
+        422,
+        "invalid_input",
+        "examples",
+    )
+    for body, words in (
+        ({}, "kind is missing"),
+        ({"kind": "sft", "examplse": []}, "is missing; add it; and 1 more"),
+    ):
         assert words in http.post(train, json=body).json()["error"]["message"]
-    paths = ("/v1/runs", f"/v1/runs/{idle_run}/fork", f"/v1/runs/{idle_run}/rollback", "/v1/data/render", train)
+    paths = (
+        "/v1/runs",
+        f"/v1/runs/{idle_run}/fork",
+        f"/v1/runs/{idle_run}/rollback",
+        "/v1/data/render",
+        train,
+    )
     for path in paths:
         for content in (b"{", b"\xff", b'{"step": "\xc0"}', b"", b"null", b"[1]"):
-            assert refusal(http.post(path, content=content, headers=JSON)) == (422, "invalid_input", "body"), content
+            assert refusal(http.post(path, content=content, headers=JSON)) == (
+                422,
+                "invalid_input",
+                "body",
+            ), content
 
 
 @pytest.mark.usefixtures("nothing_changes")
@@ -110,14 +142,20 @@ def test_numbers_that_no_file_system_and_no_name_has(http, server, idle_run):
             ("POST", f"/v1/runs/{idle_run}/fork", f'{{"step": {many}, "name": "b"}}'),
             ("GET", f"/v1/jobs/logged/log?offset={2**63}", ""),
         ]:
-            assert refusal(http.request(method, path, content=body, headers=JSON))[:2] == (422, "invalid_input"), path
+            assert refusal(http.request(method, path, content=body, headers=JSON))[:2] == (
+                422,
+                "invalid_input",
+            ), path
     finally:
         server.spool.paths.log_file("logged").unlink()
 
 
 def test_a_wrong_method_is_told_all_right_ones(http, idle_run):
-    for path, methods in [("/v1/runs", {"GET", "POST"}), (f"/v1/runs/{idle_run}", {"DELETE", "GET"}),
-                          (f"/v1/runs/{idle_run}/checkpoints/0/pin", {"DELETE", "PUT"})]:  # fmt: skip
+    for path, methods in [
+        ("/v1/runs", {"GET", "POST"}),
+        (f"/v1/runs/{idle_run}", {"DELETE", "GET"}),
+        (f"/v1/runs/{idle_run}/checkpoints/0/pin", {"DELETE", "PUT"}),
+    ]:
         answer = http.request("PATCH", path)
         assert answer.status_code == 405
         assert set(answer.headers["allow"].split(", ")) == methods
@@ -149,7 +187,11 @@ def test_unknown_runs_steps_and_jobs(http, idle_run):
     ]:
         assert refusal(http.request(method, path, json=body)) == (404, "not_found", field), path
     assert http.get("/v1/nothing").json()["error"]["type"] == "not_found"
-    for path in ("/v1/runs/%2e%2e/checkpoints", "/v1/runs/.hidden", "/v1/jobs/%2e%2e%2f%2e%2e%2fspool"):
+    for path in (
+        "/v1/runs/%2e%2e/checkpoints",
+        "/v1/runs/.hidden",
+        "/v1/jobs/%2e%2e%2f%2e%2e%2fspool",
+    ):
         assert http.get(path).status_code in (404, 422), path
 
 
@@ -187,7 +229,10 @@ def test_turns_that_are_too_old_behind_the_queued_jobs(http, server, client, run
     answer = http.post(f"/v1/runs/{run}/train", json=body)
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "max_off_policy_steps")
     assert tree(server.spool.root) == before
-    assert http.post(f"/v1/runs/{run}/train", json=body | {"max_off_policy_steps": 2}).status_code == 202
+    assert (
+        http.post(f"/v1/runs/{run}/train", json=body | {"max_off_policy_steps": 2}).status_code
+        == 202
+    )
 
 
 def test_unknown_architecture(tmp_path):
@@ -207,7 +252,10 @@ def test_a_full_volume(http, idle_run, monkeypatch):
     """The API's answers; the spool's own tests fill real disks."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
-        for path, body in [(f"/v1/runs/{idle_run}/train", rl_request()), ("/v1/runs", {"name": "beta"})]:
+        for path, body in [
+            (f"/v1/runs/{idle_run}/train", rl_request()),
+            ("/v1/runs", {"name": "beta"}),
+        ]:
             answer = http.post(path, json=body)
             assert refusal(answer)[:2] == (503, "spool_unusable")
             assert "full" in answer.text
@@ -226,4 +274,8 @@ def test_what_passes_by_itself_is_503_with_retry_after(http, monkeypatch, number
             patch.setattr(os, "open", fail)
             patch.setattr(Path, "stat", fail)
             answer = http.get(path)
-        assert (*refusal(answer)[:2], answer.headers.get("retry-after")) == (503, "spool_unusable", "2")
+        assert (*refusal(answer)[:2], answer.headers.get("retry-after")) == (
+            503,
+            "spool_unusable",
+            "2",
+        )

@@ -26,8 +26,12 @@ from tandem.spool.schema import Event
 
 def test_both_clients_have_the_same_methods():
     def methods(kind: type) -> dict[str, list[str]]:
-        public = [(n, m) for n, m in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")]
-        return {name: [str(p) for p in inspect.signature(m).parameters.values()] for name, m in public}
+        public = [
+            (n, m) for n, m in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")
+        ]
+        return {
+            name: [str(p) for p in inspect.signature(m).parameters.values()] for name, m in public
+        }
 
     assert methods(Tandem) == methods(AsyncTandem)
     assert set(package.__all__) <= set(dir(package))
@@ -52,7 +56,10 @@ def test_address_and_key_come_from_the_environment(monkeypatch, tmp_path):
 
 
 def test_sampling_options_request_token_ids_and_logprobs():
-    assert sampling_options(seed=5) == {"logprobs": True, "extra_body": {"return_token_ids": True, "seed": 5}}
+    assert sampling_options(seed=5) == {
+        "logprobs": True,
+        "extra_body": {"return_token_ids": True, "seed": 5},
+    }
     assert sampling_options(top_k=-1, top_p=1.0)["extra_body"]["top_k"] == -1
 
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}.items():
@@ -61,19 +68,36 @@ def test_sampling_options_request_token_ids_and_logprobs():
 
 
 def test_errors_have_the_class_that_the_controller_raised():
-    for kind in (InvalidInput, errors.NothingToLearn, errors.Conflict, errors.Unauthorized, errors.SpoolUnusable):
+    for kind in (
+        InvalidInput,
+        errors.NothingToLearn,
+        errors.Conflict,
+        errors.Unauthorized,
+        errors.SpoolUnusable,
+    ):
         body = {"error": {"type": kind.code, "message": "m", "field": "a.0.b"}}
         error = error_of(httpx.Response(kind.http_status, json=body))
-        assert (type(error), error.code, error.message, error.field) == (kind, kind.code, "m", "a.0.b")
+        assert (type(error), error.code, error.message, error.field) == (
+            kind,
+            kind.code,
+            "m",
+            "a.0.b",
+        )
     newer = error_of(httpx.Response(418, json={"error": {"type": "something_new", "message": "m"}}))
     assert (type(newer), newer.code) == (TandemError, "something_new")
-    proxys = httpx.Response(418, text="<html>teapot</html>", request=httpx.Request("GET", "http://x/y"))
+    proxys = httpx.Response(
+        418, text="<html>teapot</html>", request=httpx.Request("GET", "http://x/y")
+    )
     assert "teapot" in error_of(proxys).message
 
 
 @pytest.mark.parametrize("page", [False, True], ids=["the controller's", "a proxy's page"])
 def test_a_stream_that_is_refused_for_long_raises_why(page, tmp_path):
-    body = b"<html>no backend</html>" if page else b'{"error": {"type": "spool_unusable", "message": "read-only"}}'
+    body = (
+        b"<html>no backend</html>"
+        if page
+        else b'{"error": {"type": "spool_unusable", "message": "read-only"}}'
+    )
     requests = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -82,8 +106,14 @@ def test_a_stream_that_is_refused_for_long_raises_why(page, tmp_path):
 
     with Tandem("http://somewhere", patience=1) as client:
         client._client._transport = httpx.MockTransport(answer)
-        for ask in (lambda: list(client.events("j")), lambda: client.download("r", 1, tmp_path / "new")):
-            with pytest.raises(Unreachable if page else errors.SpoolUnusable, match="no backend" if page else "^read-"):
+        for ask in (
+            lambda: list(client.events("j")),
+            lambda: client.download("r", 1, tmp_path / "new"),
+        ):
+            with pytest.raises(
+                Unreachable if page else errors.SpoolUnusable,
+                match="no backend" if page else "^read-",
+            ):
                 ask()
         assert len(requests) >= 4
     assert list(tmp_path.iterdir()) == []
@@ -97,7 +127,8 @@ def test_a_lost_controller_is_unreachable_once_patience_is_exhausted():
 
 
 def test_what_fails_late_is_tried_again():
-    """A submission whose answer took longer than the patience, and a stream that was silent for longer."""
+    """A submission whose answer took longer than the patience, and a stream that was silent for
+    longer."""
     event = Event(seq=0, time=0.0, job="j", type="succeeded")
     requests = []
 
@@ -106,7 +137,9 @@ def test_what_fails_late_is_tried_again():
         if len(requests) in (1, 3):
             time.sleep(0.6)
             raise httpx.ReadTimeout("nothing came")
-        content = f"data:{event.model_dump_json()}\n" if request.url.path.endswith("events") else "[]"
+        content = (
+            f"data:{event.model_dump_json()}\n" if request.url.path.endswith("events") else "[]"
+        )
         return httpx.Response(200, text=content)
 
     with Tandem("http://somewhere", patience=0.5) as client:
@@ -178,7 +211,9 @@ def test_download(client, server, http, trained, tmp_path):
         assert archive.getnames()[-1] == f"{trained}@1/manifest.json"
 
 
-def test_a_download_that_breaks_late_is_tried_again_as_long_as_it_gets_further(monkeypatch, tmp_path):
+def test_a_download_that_breaks_late_is_tried_again_as_long_as_it_gets_further(
+    monkeypatch, tmp_path
+):
     sent = []
 
     @contextlib.asynccontextmanager
@@ -211,7 +246,9 @@ def test_a_download_does_not_overwrite(client, trained, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_download_does_not_replace_where_it_runs_a_mount_or_a_link(client, trained, tmp_path, monkeypatch):
+def test_a_download_does_not_replace_where_it_runs_a_mount_or_a_link(
+    client, trained, tmp_path, monkeypatch
+):
     """All are empty, but can't be renamed onto. Nothing is fetched."""
     monkeypatch.setattr(client._api, "_stream", None)
     (tmp_path / "here").mkdir()
@@ -245,7 +282,10 @@ def test_a_newer_controller_may_say_more_and_another_server_is_named() -> None:
     event = {"seq": 0, "time": 1.0, "job": "j", "type": "claimed", "attempt": 1, "data": {}}
     lines = [event | {"new": 1}, event | {"seq": 1, "type": "new"}, event | {"seq": 2}]
     content = b"".join(b"data: " + json.dumps(line).encode() + b"\n\n" for line in lines)
-    assert [(found.seq, found.type) for found in events_of(content)] == [(0, "claimed"), (2, "claimed")]
+    assert [(found.seq, found.type) for found in events_of(content)] == [
+        (0, "claimed"),
+        (2, "claimed"),
+    ]
     with pytest.raises(TandemError, match="TANDEM_URL"):
         events_of(b'data: {"seq": "x", "type": "failed"}\n')
     body = {"error": {"type": "not_found", "message": "m", "field": None, "new": 1}, "new": 2}

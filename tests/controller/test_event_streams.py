@@ -18,7 +18,10 @@ from tandem.errors import NotFound
 
 def blocks(text: str) -> list[dict[str, str]]:
     """The events of a stream's text, field by field, without comments and `retry`."""
-    parsed = [dict(line.split(": ", 1) for line in block.split("\n") if ": " in line) for block in text.split("\n\n")]
+    parsed = [
+        dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
+        for block in text.split("\n\n")
+    ]
     return [block for block in parsed if "data" in block]
 
 
@@ -33,7 +36,10 @@ def job(client, server, run):
 def test_the_bytes_of_a_stream_which_is_resumed_also_behind_the_terminal_event(http, job, server):
     answer = http.get(f"/v1/jobs/{job.id}/events")
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-store", "no")
+    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == (
+        "no-store",
+        "no",
+    )
     assert answer.text.startswith("retry: 1000\n\nid: 0\nevent: claimed\ndata: {")
     events = blocks(answer.text)
     assert [int(e["id"]) for e in events] == list(range(7))
@@ -61,7 +67,9 @@ def test_sixty_open_streams_are_kept_alive_and_block_no_request(client, server, 
     async def scene() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, limits=limits, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=server.url, headers=headers, limits=limits, trust_env=False
+        ) as http:
 
             async def listen(index: int) -> None:
                 async with http.stream("GET", f"/v1/jobs/{job.id}/events", timeout=60) as response:
@@ -122,7 +130,9 @@ def test_waiting_for_a_job_times_out(client, run):
 def test_async_client(server, run):
     async def scene() -> list[str]:
         async with AsyncTandem(server.url, KEY) as tandem:
-            job = await tandem.train_rl(run, rl_request()["groups"], packing={"sequence_length": 64})
+            job = await tandem.train_rl(
+                run, rl_request()["groups"], packing={"sequence_length": 64}
+            )
             waiting = asyncio.create_task(tandem.wait_job(job.id))
             await asyncio.to_thread(run_one, server.spool)
             assert (await waiting).state == "succeeded"
@@ -149,11 +159,14 @@ def reads(server, monkeypatch) -> list[int]:
     return noted
 
 
-def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(client, server, run, reads):
+def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(
+    client, server, run, reads
+):
     job = client.train(run, rl_request()).id
     for number in range(300):
         server.spool.events.append(job, "step", metrics={"text": "x" * 1000}, step=number)
-    server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)  # longer than a part
+    # Longer than a part.
+    server.spool.events.append(job, "step", metrics={"text": "x" * 3 * PART_BYTES}, step=300)
 
     async def scene() -> int:
         blocks = EventStreams(server.spool).follow(job, -1, wait=False, stopping=anyio.Event())
@@ -171,10 +184,14 @@ def test_a_stream_reads_its_file_in_parts_and_only_as_its_client_takes_them(clie
     assert max(reads) <= 4 * PART_BYTES
 
 
-def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, run, reads, monkeypatch):
+def test_many_readers_of_many_jobs_cost_one_look_at_their_files(
+    client, server, run, reads, monkeypatch
+):
     jobs = [client.train(run, rl_request()).id for _ in range(5)]
     looks, look = [], EventStreams._look
-    monkeypatch.setattr(EventStreams, "_look", lambda *arguments: looks.append(1) or look(*arguments))
+    monkeypatch.setattr(
+        EventStreams, "_look", lambda *arguments: looks.append(1) or look(*arguments)
+    )
 
     async def scene() -> None:
         streams = EventStreams(server.spool)
@@ -185,7 +202,9 @@ def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, 
             coming = [asyncio.create_task(anext(reader)) for reader in readers]
             looks.clear()
             begin = time.monotonic()
-            while (len(reads) < 50 * (2 * number - 1) or not looks) and time.monotonic() < begin + 60:
+            while (
+                len(reads) < 50 * (2 * number - 1) or not looks
+            ) and time.monotonic() < begin + 60:
                 await asyncio.sleep(0.05)
             await asyncio.sleep(1)
             assert len(reads) == 50 * (2 * number - 1)  # without news nobody reads
@@ -201,7 +220,9 @@ def test_many_readers_of_many_jobs_cost_one_look_at_their_files(client, server, 
     asyncio.run(scene())
 
 
-def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, server, run, reads, monkeypatch):
+def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(
+    client, server, run, reads, monkeypatch
+):
     monkeypatch.setattr(event_streams, "POLL_SECONDS", 0.5)
     job = client.train(run, rl_request()).id
     append, size = server.spool.events.append, event_streams._size
@@ -223,7 +244,9 @@ def test_a_reader_that_is_ahead_of_the_last_look_waits_for_the_next_one(client, 
             await asyncio.sleep(1.5)
             assert len(reads) == number
             await asyncio.to_thread(append, job, "step", step=number)
-            assert (await asyncio.wait_for(coming, 20)).count(b"event: step") == (2 if number == 1 else 1)
+            assert (await asyncio.wait_for(coming, 20)).count(b"event: step") == (
+                2 if number == 1 else 1
+            )
         await blocks.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(scene())

@@ -24,21 +24,29 @@ def get(server: Server, name: str, /, **labels: str) -> float:
 
 
 def requests(server: Server, route: str, method: str = "GET", status: str = "2xx") -> float:
-    return get(server, "tandem_http_requests_total", route=route, method=method, status_class=status)
+    return get(
+        server, "tandem_http_requests_total", route=route, method=method, status_class=status
+    )
 
 
 def test_the_series_are_those_of_the_catalogue(server):
-    until("collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1)
+    until(
+        "collectors ran", lambda: get(server, "tandem_collector_success", collector="volumes") == 1
+    )
     known = {metric.name for metric in CATALOGUE if "controller" in metric.exporters}
     seen = scrape(server)
     names = seen.names
-    base_names = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in names - known}
+    base_names = {
+        name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+        for name in names - known
+    }
     assert base_names <= known
     assert known - names <= {"tandem_http_request_duration_seconds"}
     labels = {"route": "/v1/runs/{run}/train", "method": "POST", "status_class": "5xx"}
     assert labels in seen.all("tandem_http_requests_total")
     assert get(server, "tandem_volume_free_bytes", volume="shared") > 0
-    assert get(server, "tandem_volume_free_bytes", volume="downloads") > 0  # it downloads the tokenizer
+    # It downloads the tokenizer.
+    assert get(server, "tandem_volume_free_bytes", volume="downloads") > 0
 
 
 def test_requests_are_counted_by_template_method_and_status(server, http, run):
@@ -67,9 +75,13 @@ def test_a_client_that_hangs_up_is_not_counted_as_an_error_of_the_controller(ser
 
     before, errors = counted("4xx"), counted("5xx")
     url = httpx.URL(server.url)
-    head = f"POST /v1/runs/{run}/train HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {KEY}\r\n"
+    head = (
+        f"POST /v1/runs/{run}/train HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {KEY}\r\n"
+    )
     with socket.create_connection((url.host, url.port)) as connection:
-        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+        connection.sendall(
+            f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode()
+        )
     until("it is counted", lambda: counted("4xx") == before + 1)
     assert counted("5xx") == errors
 

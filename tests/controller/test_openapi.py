@@ -18,8 +18,16 @@ def references(part: Any) -> Iterator[str]:
 
 def test_the_document_is_complete(server):
     schema = server.app.openapi()
-    operations = {op["operationId"]: op for path in schema["paths"].values() for op in path.values()}
-    assert {"create_run", "train", "follow_events", "download_checkpoint", "rollback_run"} <= operations.keys()
+    operations = {
+        op["operationId"]: op for path in schema["paths"].values() for op in path.values()
+    }
+    assert {
+        "create_run",
+        "train",
+        "follow_events",
+        "download_checkpoint",
+        "rollback_run",
+    } <= operations.keys()
     assert len(operations) == sum(len(path) for path in schema["paths"].values())
     components = schema["components"]["schemas"]
     assert set(references(schema)) <= components.keys()

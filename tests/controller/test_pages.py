@@ -72,7 +72,9 @@ def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
     assert client.wait_served(run, 1, timeout=0).step == 1
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_listed_is_left_out(client, server, run, monkeypatch):
+def test_a_checkpoint_that_is_removed_while_it_is_listed_is_left_out(
+    client, server, run, monkeypatch
+):
     steps = server.spool.checkpoints.steps
     monkeypatch.setattr(server.spool.checkpoints, "steps", lambda run: [*steps(run), 7])
     assert [info.step for info in client.checkpoints(run)] == [0]

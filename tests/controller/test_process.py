@@ -1,4 +1,5 @@
-"""The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad moments."""
+"""The controller as a process: it does not load torch, and survives SIGTERM and SIGKILL at bad
+moments."""
 
 import errno
 import json
@@ -21,7 +22,14 @@ from tandem.controller import app
 from tandem.spool import Spool
 from waiting import answers, until
 
-CHAT = [{"messages": [{"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "maybe"}]}]
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": "Is it late?"},
+            {"role": "assistant", "content": "maybe"},
+        ]
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,9 @@ def no_jobs_left() -> None:
     """Each test ends its own jobs."""
 
 
-def test_what_can_not_be_pruned_keeps_nothing_stale(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_pruned_keeps_nothing_stale(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     swept, stop = list[Spool](), threading.Event()
 
     def prune(*_: object) -> None:
@@ -72,9 +82,14 @@ def test_chats_are_tokenised_without_torch(process, client):
 
 
 def test_the_first_chats_may_come_at_once(tmp_path):
-    """transformers' lazy imports can't stand two threads, and the first requests of a controller are what imports."""
+    """transformers' lazy imports can't stand two threads, and the first requests of a controller
+    are what imports."""
     root = make_root(tmp_path / "spool")
-    with Process(root) as process, Tandem(process.url, KEY) as client, ThreadPoolExecutor(8) as threads:
+    with (
+        Process(root) as process,
+        Tandem(process.url, KEY) as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
         for number in range(8):
             client.create_run(f"r{number}", lora={"rank": 2})
 
@@ -87,7 +102,9 @@ def test_the_first_chats_may_come_at_once(tmp_path):
 def test_every_line_of_a_json_log_is_an_object(process):
     httpx.get(f"{process.url}/healthz", trust_env=False)  # a probe, which is not logged
     httpx.get(f"{process.url}/v1/runs", trust_env=False)
-    output = until("the request is logged", lambda: "GET /v1/runs" in (text := process.output()) and text)
+    output = until(
+        "the request is logged", lambda: "GET /v1/runs" in (text := process.output()) and text
+    )
     assert "/healthz" not in output
     lines = [json.loads(line) for line in output.rpartition("\n")[0].splitlines()]
     assert {line["level"] for line in lines} == {"info"}
@@ -111,7 +128,9 @@ def test_a_controller_for_ipv6_answers_ipv4_too(root):
     with Process(root, TANDEM_CONTROLLER_HOST="::") as process:
         for host in ("127.0.0.1", "[::1]"):
             assert answers(f"http://{host}:{process.port}/healthz"), host
-        second = Process(root, TANDEM_CONTROLLER_HOST="::", TANDEM_CONTROLLER_PORT=str(process.port))
+        second = Process(
+            root, TANDEM_CONTROLLER_HOST="::", TANDEM_CONTROLLER_PORT=str(process.port)
+        )
         try:
             assert second.popen.wait(timeout=60) == 3
             assert "in use" in second.output()
@@ -124,7 +143,9 @@ def test_clients_follow_a_job_over_a_kill_and_a_stop_of_the_controller(process, 
     job = client.train("a", rl_request())
     claimed = claim(spool)
     seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.extend(event.seq for event in client.events(job.id)))
+    thread = threading.Thread(
+        target=lambda: seen.extend(event.seq for event in client.events(job.id))
+    )
     thread.start()
     until("the client follows", lambda: "/events" in process.output())
 
@@ -159,7 +180,11 @@ def test_a_controller_starts_on_a_full_volume_and_says_so(tmp_path):
                 return None
 
             full = until("it answers", answer)
-            assert (full.status_code, "full" in full.text, full.headers["retry-after"]) == (503, True, "2")
+            assert (full.status_code, "full" in full.text, full.headers["retry-after"]) == (
+                503,
+                True,
+                "2",
+            )
             filler.unlink()
             process.wait_ready()
         finally:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def test_a_body_comes_back_whole_and_holds_little_memory(tmp_path, count, in_fil
 
 
 def test_a_full_volume_refuses_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))  # noqa: SIM115
+    full = partial(Path("/dev/full").open, "w+b")
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full())
 
     async def scene() -> None:
         async with received(Request(bytes(2 * MEMORY_BYTES)), tmp_path):
@@ -54,7 +56,9 @@ def test_a_full_volume_refuses_it(tmp_path, monkeypatch):
 def test_a_large_request_is_trained_like_a_small_one(client, server, run, monkeypatch):
     monkeypatch.setattr("tandem.controller.routes_train.LARGE_BODY_BYTES", 1000)
     turns = [turn([10, 11], [20, 21] * 30000), turn([10, 11], [21, 20] * 30000)]
-    groups = [{"trajectories": [{"turns": [one], "reward": float(i)} for i, one in enumerate(turns)]}]
+    groups = [
+        {"trajectories": [{"turns": [one], "reward": float(i)} for i, one in enumerate(turns)]}
+    ]
     request = rl_request(groups=groups, packing={"sequence_length": 64, "too_long": "truncate"})
     assert len(json.dumps(request)) > MEMORY_BYTES
     before = tree(server.spool.root)

@@ -29,7 +29,7 @@ from api_server import (
     serve,
     sft_request,
     tree,
-)  # fmt: skip
+)
 from spool.volume_tools import refused
 from tandem.client import Tandem
 from tandem.controller import app
@@ -46,7 +46,9 @@ def test_a_run_is_created_once(client, root):
     assert status.spec.base_model == "models/tiny"
     before = tree(root)
     assert client.create_run("once", lora=lora, seed=3) == status
-    assert client.create_run("once", base_model=str(root / "models/tiny"), lora=lora, seed=3) == status
+    assert (
+        client.create_run("once", base_model=str(root / "models/tiny"), lora=lora, seed=3) == status
+    )
     with refused(Conflict, "name"):
         client.create_run("once", lora={"rank": 4, "alpha": 9}, seed=3)
     assert tree(root) == before
@@ -56,8 +58,20 @@ def test_a_run_is_created_once(client, root):
 
 
 def test_an_rl_job_from_queue_to_served(client, server, run):
-    job = client.train_rl(run, groups(3), packing={"sequence_length": 64}, labels={"who": "me"}, loss={"policy": "ppo"})
-    assert (job.state, job.kind, job.run, job.attempt, job.spec.base_step) == ("queued", "rl", run, 0, 0)
+    job = client.train_rl(
+        run,
+        groups(3),
+        packing={"sequence_length": 64},
+        labels={"who": "me"},
+        loss={"policy": "ppo"},
+    )
+    assert (job.state, job.kind, job.run, job.attempt, job.spec.base_step) == (
+        "queued",
+        "rl",
+        run,
+        0,
+        0,
+    )
     assert (job.spec.data.num_groups, job.spec.loss.policy) == (3, "ppo")
     with PackedBatch.open(server.spool.paths.data_dir(job.spec.id)) as batch:
         assert len(batch) == job.spec.data.num_rows
@@ -96,7 +110,9 @@ def test_train_and_wait_until_served(client, server, run):
     thread = threading.Thread(target=runner_and_publisher)
     thread.start()
     examples = sft_request()["examples"]
-    job = client.train_sft(run, examples, packing={"sequence_length": 64}, wait="served", on_event=seen.append)
+    job = client.train_sft(
+        run, examples, packing={"sequence_length": 64}, wait="served", on_event=seen.append
+    )
     thread.join()
     assert job.state == "succeeded"
     assert "succeeded" in [e.type for e in seen]  # `served` may arrive with it
@@ -105,7 +121,11 @@ def test_train_and_wait_until_served(client, server, run):
 
 def test_a_failed_job_raises_with_reason_and_log(client, server, run):
     job = client.train(run, rl_request())
-    fail(server.spool, claim(server.spool), log_tail="line\u2028separator, \x85, \x0b, and \r\nTraceback: boom\n")
+    fail(
+        server.spool,
+        claim(server.spool),
+        log_tail="line\u2028separator, \x85, \x0b, and \r\nTraceback: boom\n",
+    )
     with pytest.raises(JobFailed) as failed:
         client.wait_job(job.id, timeout=60)
     assert (failed.value.job_id, failed.value.reason) == (job.id, "rank_crashed")
@@ -125,9 +145,16 @@ def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, ru
 
 def test_a_retried_job_shows_the_previous_attempt(client, server, run):
     job = client.train(run, rl_request())
-    server.spool.queue.requeue(claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True))
+    server.spool.queue.requeue(
+        claim(server.spool), JobError(type="rank_hung", message="no beat", retriable=True)
+    )
     status = client.get_job(job.id)
-    assert (status.state, status.attempt, status.error, status.last_error.type) == ("queued", 1, None, "rank_hung")
+    assert (status.state, status.attempt, status.error, status.last_error.type) == (
+        "queued",
+        1,
+        None,
+        "rank_hung",
+    )
     run_one(server.spool)
     assert client.wait_job(job.id, timeout=60).attempt == 2
 
@@ -142,7 +169,9 @@ def test_cancel(client, server, run):
     claimed = claim(server.spool)
     status = client.cancel(running.id)
     assert (status.state, status.cancel_requested) == ("running", True)
-    server.spool.queue.requeue(claimed, JobError(type="cancelled", message="asked for", retriable=True))
+    server.spool.queue.requeue(
+        claimed, JobError(type="cancelled", message="asked for", retriable=True)
+    )
     assert client.cancel(running.id).state == "cancelled"
     assert client.get_run(run).newest_step == 0
 
@@ -153,7 +182,13 @@ def test_the_same_id_is_the_same_job(http, server, run, root):
     assert first.status_code == 202
     before = tree(root)
     # The same content in other words: defaults are written out, keys have another order.
-    respelt = dict(reversed(list((request | {"max_attempts": 3, "loss": {}, "labels": {"b": "2", "a": "1"}}).items())))
+    respelt = dict(
+        reversed(
+            list(
+                (request | {"max_attempts": 3, "loss": {}, "labels": {"b": "2", "a": "1"}}).items()
+            )
+        )
+    )
     again = http.post(f"/v1/runs/{run}/train", json=respelt)
     assert (again.status_code, again.json()) == (200, first.json())
     for other in (rl_request(id="mine", groups=groups(2)), sft_request(id="mine")):
@@ -215,7 +250,9 @@ def test_a_run_is_deleted_with_its_jobs(client, server, run):
     for ask in (client.get_run, client.delete_run, lambda _: client.get_job(done.id)):
         with pytest.raises(NotFound):
             ask(run)
-    until("its files are gone", lambda: not [path for path in tree(server.spool.root) if run in path])
+    until(
+        "its files are gone", lambda: not [path for path in tree(server.spool.root) if run in path]
+    )
     assert client.create_run(run, lora={"rank": 4}).spec.lora.rank == 4
     assert client.train(run, rl_request(id=done.id)).spec.base_step == 0
 
@@ -236,16 +273,26 @@ def test_a_checkpoint_is_pinned_and_deleted_alone(client, server, run):
     client.delete_checkpoint(run, 1)
     assert [info.step for info in client.checkpoints(run)] == [0, 2]
     directory = server.spool.checkpoints.path(run, 2).parent
-    until("its files are gone", lambda: [path.name for path in sorted(directory.iterdir())] == ["00000000", "00000002"])
+    until(
+        "its files are gone",
+        lambda: [path.name for path in sorted(directory.iterdir())] == ["00000000", "00000002"],
+    )
 
 
-MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
-           "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}  # fmt: skip
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.fixture
 def deploy(tmp_path) -> Iterator[Callable[..., tuple[Server, Tandem]]]:
-    """Starts a controller on this test's spool, whose model's configuration is changed by `model`."""
+    """Starts a controller on this test's spool, whose model's configuration is changed by
+    `model`."""
     with ExitStack() as stack:
 
         def start(model: dict[str, Any] | None = None, **settings: Any) -> tuple[Server, Tandem]:
@@ -257,7 +304,9 @@ def deploy(tmp_path) -> Iterator[Callable[..., tuple[Server, Tandem]]]:
         yield start
 
 
-def test_the_controller_removes_what_the_settings_do_not_keep_and_goes_on_after_an_error(deploy, monkeypatch):
+def test_the_controller_removes_what_the_settings_do_not_keep_and_goes_on_after_an_error(
+    deploy, monkeypatch
+):
     failures, prune = [RuntimeError("a bug")], app.prune
 
     def fail_once(*arguments: Any) -> None:
@@ -300,12 +349,26 @@ def test_a_run_of_another_base_model_is_not_trained(deploy, tmp_path):
     assert client.list_jobs() == []
 
 
-@pytest.mark.parametrize(("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")])
+@pytest.mark.parametrize(
+    ("family", "why"), [("glm4_moe", "fp32"), ("gpt_oss", "all experts in one tensor")]
+)
 def test_families_without_merged_weights_are_refused(deploy, family, why):
-    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
-    shape |= {"model_type": family, "num_local_experts": 4, "layer_types": None, "rope_parameters": None}
+    shape = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 0,
+    }
+    shape |= {
+        "model_type": family,
+        "num_local_experts": 4,
+        "layer_types": None,
+        "rope_parameters": None,
+    }
     shape["attention_bias"] = family == "gpt_oss"
-    _, client = deploy(shape | {"sliding_window": 8 if family == "gpt_oss" else None}, weights="merged")
+    _, client = deploy(
+        shape | {"sliding_window": 8 if family == "gpt_oss" else None}, weights="merged"
+    )
     with refused(InvalidInput, "weights", why):
         client.create_run("merged", weights="merged")
 
@@ -329,17 +392,24 @@ def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     _, client = deploy(MIXTURE)
     assert client.create_run("default").spec.lora.targets == attention
-    assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(rank=2, targets=attention)
+    assert client.create_run("shape", lora=LoraShape(rank=2)).spec.lora == LoraShape(
+        rank=2, targets=attention
+    )
     assert client.create_run("some", lora={"targets": ["v_proj"]}).spec.lora.targets == ("v_proj",)
     with refused(InvalidInput, "lora.targets", "TANDEM_EXPERT_LORA=1"):
         client.create_run("experts", lora={"targets": ["q_proj", "up_proj"]})
     server, client = deploy(MIXTURE, expert_lora=True)
     client.create_run("experts", lora={"rank": 2, "targets": ["q_proj", "up_proj"]})
     keys = load_file(server.spool.checkpoints.path("experts", 0) / "adapter_model.safetensors")
-    assert keys["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"].shape == (8, 2)
+    assert keys["base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_B.weight"].shape == (
+        8,
+        2,
+    )
     assert len(keys) == 2 * (1 + 5)
     _, client = deploy(MIXTURE, trainer_ranks=2, tensor_parallel=2)
-    with pytest.raises(InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"):
+    with pytest.raises(
+        InvalidInput, match="nearest that works on 2 ranks: TANDEM_TENSOR_PARALLEL=1"
+    ):
         client.create_run("a")
 
 
@@ -377,7 +447,8 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
         client.create_run("all", trainable="full", lora={"rank": 2})
     spec = client.create_run("all", trainable="full").spec
     assert (spec.trainable, spec.lora, spec.weights) == ("full", None, "merged")
-    assert client.create_run("all", trainable="full").newest_step == 0  # the same again changes nothing
+    # The same again changes nothing.
+    assert client.create_run("all", trainable="full").newest_step == 0
     assert server.spool.checkpoints.manifest("all", 0).files == {}
     with pytest.raises(Conflict, match="'all'"):
         client.create_run("adapter")
@@ -395,7 +466,10 @@ def test_a_run_of_all_weights_needs_a_deployment_that_serves_whole_weights(deplo
     assert manifest.weights_sha256 == made.files["model.safetensors"].sha256
     weights = client.download("fork", 0, tmp_path / "weights", weights_only=True)
     assert set(weights.files) == {"model.safetensors"}
-    assert {path.name for path in (tmp_path / "weights").rglob("*")} == {"model.safetensors", "manifest.json"}
+    assert {path.name for path in (tmp_path / "weights").rglob("*")} == {
+        "model.safetensors",
+        "manifest.json",
+    }
     for run in ("all", "fork"):
         client.delete_run(run)
     assert client.create_run("adapter").newest_step == 0  # a deleted run makes room for another

@@ -1,4 +1,5 @@
-"""A byte-level BPE tokenizer, trained here, with the special tokens of a chat template; TRL's templates; a message."""
+"""A byte-level BPE tokenizer, trained here, with the special tokens of a chat template; TRL's
+templates; a message."""
 
 import re
 from functools import cache
@@ -11,15 +12,26 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
 _CORPUS = [
-    "The quick brown fox jumps over the lazy dog. What is the weather in Paris today? It is sunny, 21 degrees.\n\n",
-    '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\nassistant user system tool\n',
-    "I should think about it first, then answer: yes, no or maybe. Ist das so? 是的。 café naïve 🙂\n",
+    (
+        "The quick brown fox jumps over the lazy dog. What is the weather in Paris today? It is"
+        " sunny, 21 degrees.\n\n"
+    ),
+    (
+        '{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}\nassistant user'
+        " system tool\n"
+    ),
+    (
+        "I should think about it first, then answer: yes, no or maybe. Ist das so? 是的。 café"
+        " naïve 🙂\n"
+    ),
 ] * 20
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL = re.compile(
-    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<\|[a-z_]{1,20}>|<[a-z_]{1,20}\|>|<(?:s|/s|bos|eos)>|<(?:start|end)_of_\w{1,20}>"
+    r"<[|｜][^<>|｜\s]{1,40}[|｜]>|<\|[a-z_]{1,20}>|<[a-z_]{1,20}\|>"
+    r"|<(?:s|/s|bos|eos)>|<(?:start|end)_of_\w{1,20}>"
 )
 
 
@@ -30,7 +42,8 @@ def _base() -> str:
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])  # type: ignore[list-item]
+    parts = [split, byte_level]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)  # type: ignore[arg-type]
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
@@ -39,18 +52,25 @@ def _base() -> str:
 
 
 def chat_tokenizer(template: str, *, greedy: bool = False) -> Any:
-    """A tokenizer with this chat template. Its special tokens are those that look so in the template; `greedy`: they
-    take the white space beside them, as Phi-3's."""
+    """A tokenizer with this chat template. Its special tokens are those that look so in the
+    template; `greedy`: they take the white space beside them, as Phi-3's."""
     tokenizer = Tokenizer.from_str(_base())
     special = sorted({"<|im_end|>", "<|begin_of_text|>", *_SPECIAL.findall(template)})
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False, rstrip=greedy, lstrip=greedy) for token in special]
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=greedy, lstrip=greedy)
+            for token in special
+        ]
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>")]
+    )
     bos = next(token for token in ("<bos>", "<s>", "<|begin_of_text|>") if token in special)
     ends = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")
     eos = next(token for token in ends if token in special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=eos
+    )
     fast.chat_template = template
     return fast
 

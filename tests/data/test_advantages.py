@@ -33,30 +33,40 @@ def independent(rewards: list[float], batch: list[float], baseline: str, scale: 
 
 @settings(deadline=None)
 @given(
-    rewards_of_a_group, rewards_of_a_group, st.sampled_from(["mean", "leave_one_out"]),
+    rewards_of_a_group,
+    rewards_of_a_group,
+    st.sampled_from(["mean", "leave_one_out"]),
     st.sampled_from(["group", "batch", "none"]),
-)  # fmt: skip
+)
 @example([0.1] * 3, [], "mean", "group")  # (0.1 + 0.1 + 0.1) / 3 != 0.1
 def test_formulas(rewards: list[float], others: list[float], baseline: str, scale: str) -> None:
     of_case = AdvantageSettings.model_validate({"baseline": baseline, "scale": scale})
     batch = rewards + others
     found = group_advantages(np.array(rewards), of_case, batch_spread=spread(np.array(batch)))
     assert found.dtype == np.float64
-    assert found.tolist() == pytest.approx(independent(rewards, batch, baseline, scale), rel=1e-9, abs=1e-7)
+    assert found.tolist() == pytest.approx(
+        independent(rewards, batch, baseline, scale), rel=1e-9, abs=1e-7
+    )
     assert found.any() == (len(set(rewards)) > 1)
 
 
 def test_literal_values() -> None:
     def advantages(**settings: str) -> np.ndarray:
         rewards = np.array([0.0, 0.0, 1.0, 1.0])
-        return group_advantages(rewards, AdvantageSettings.model_validate(settings), batch_spread=2.0)
+        return group_advantages(
+            rewards, AdvantageSettings.model_validate(settings), batch_spread=2.0
+        )
 
     assert advantages() == pytest.approx([-1, -1, 1, 1], abs=1e-5)
     assert advantages(scale="batch").tolist() == [-0.25, -0.25, 0.25, 0.25]
     assert advantages(scale="none").tolist() == [-0.5, -0.5, 0.5, 0.5]
-    assert advantages(baseline="leave_one_out", scale="none") == pytest.approx([-2 / 3, -2 / 3, 2 / 3, 2 / 3])
+    assert advantages(baseline="leave_one_out", scale="none") == pytest.approx(
+        [-2 / 3, -2 / 3, 2 / 3, 2 / 3]
+    )
     assert advantages(baseline="none", scale="none").tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_scale_may_be_true_or_false() -> None:
-    assert [AdvantageSettings.model_validate({"scale": scale}).scale for scale in (True, False)] == ["group", "none"]
+    assert [
+        AdvantageSettings.model_validate({"scale": scale}).scale for scale in (True, False)
+    ] == ["group", "none"]

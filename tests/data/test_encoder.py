@@ -7,7 +7,16 @@ from typing import Any
 import fastokens
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from data.chat_tokenizer import SPLIT
@@ -21,15 +30,30 @@ CORPUS = [
     "😀 NO — 'VE  \t\n",
 ] * 40
 PIECES = [
-    *"aB. \n\t\r'_{é中ßㅎ\u0301\u00a0\u200b\u2028\x00Ⅷ", "  ", "\r\n", "'re", "'VE", "low ", "123", "🙂", "👩\u200d👧",
-    *SPECIAL, "<|im_", "|>", "<think>", "\ufb01", "\ufeff",
-]  # fmt: skip
+    *"aB. \n\t\r'_{é中ßㅎ\u0301\u00a0\u200b\u2028\x00Ⅷ",
+    "  ",
+    "\r\n",
+    "'re",
+    "'VE",
+    "low ",
+    "123",
+    "🙂",
+    "👩\u200d👧",
+    *SPECIAL,
+    "<|im_",
+    "|>",
+    "<think>",
+    "\ufb01",
+    "\ufeff",
+]
 
 
 def made(kind: str) -> Any:
     """A tokenizer of a kind that models have."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer: Any = trainers.BpeTrainer(vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     if kind == "gemma":
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
         tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -45,11 +69,17 @@ def made(kind: str) -> Any:
             tokenizer.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(SPLIT if kind == "qwen" else LLAMA), behavior="isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
-        tokenizer.pre_tokenizer = byte_level if kind == "gpt2" else pre_tokenizers.Sequence([split, byte_level])
+        tokenizer.pre_tokenizer = (
+            byte_level if kind == "gpt2" else pre_tokenizers.Sequence([split, byte_level])
+        )
         tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL[:2]])
-    tokenizer.add_special_tokens([AddedToken(SPECIAL[2], special=True, normalized=False, rstrip=True, lstrip=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL[:2]]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(SPECIAL[2], special=True, normalized=False, rstrip=True, lstrip=True)]
+    )
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
@@ -80,4 +110,6 @@ def test_a_text_that_it_gives_up_is_tokenised_all_the_same() -> None:
     tokenizer = made("qwen")
     encoder = Encoder(tokenizer)
     encoder._fast = SimpleNamespace(encode_batch_flat=gives_up)
-    assert encoder.encode("low sun").tolist() == tokenizer.encode("low sun", add_special_tokens=False)
+    assert encoder.encode("low sun").tolist() == tokenizer.encode(
+        "low sun", add_special_tokens=False
+    )

@@ -1,4 +1,5 @@
-"""The chat templates in TRL's package: our tokens are transformers', our masks those of `{% generation %}`."""
+"""The chat templates in TRL's package: our tokens are transformers', our masks those of `{%
+generation %}`."""
 
 import random
 import re
@@ -19,22 +20,50 @@ from tandem.data.packing import LinearSequence
 from tandem.data.render import render
 from tandem.errors import InvalidInput
 
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
+}
 CITY = {"type": "string", "description": "where"}
 PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Asks.", "parameters": PARAMETERS},
+}
 
 
 CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "plain": {"messages": [turn("user", "hi"), turn("assistant", "yes, 🙂 sunny"), turn("user", "really?"),
-                           turn("assistant", "café\n\nno"), turn("user", "unanswered")]},
-    "system": {"messages": [turn("system", "be brief"), turn("user", "hi"), turn("assistant", "yes")]},
-    "tools": {"messages": [turn("user", "weather?"), turn("assistant", "", tool_calls=[CALL]),
-                           turn("tool", "sunny", tool_call_id="abcdefghi", name="get_weather"),
-                           turn("assistant", "It is sunny.")], "tools": [TOOL]},
-    "reasoning": {"messages": [turn("user", "hi"), turn("assistant", "yes", reasoning_content="I should think"),
-                               turn("user", "again"), turn("assistant", "no", reasoning_content="Hmm")]},
-}  # fmt: skip
+    "plain": {
+        "messages": [
+            turn("user", "hi"),
+            turn("assistant", "yes, 🙂 sunny"),
+            turn("user", "really?"),
+            turn("assistant", "café\n\nno"),
+            turn("user", "unanswered"),
+        ]
+    },
+    "system": {
+        "messages": [turn("system", "be brief"), turn("user", "hi"), turn("assistant", "yes")]
+    },
+    "tools": {
+        "messages": [
+            turn("user", "weather?"),
+            turn("assistant", "", tool_calls=[CALL]),
+            turn("tool", "sunny", tool_call_id="abcdefghi", name="get_weather"),
+            turn("assistant", "It is sunny."),
+        ],
+        "tools": [TOOL],
+    },
+    "reasoning": {
+        "messages": [
+            turn("user", "hi"),
+            turn("assistant", "yes", reasoning_content="I should think"),
+            turn("user", "again"),
+            turn("assistant", "no", reasoning_content="Hmm"),
+        ]
+    },
+}
 
 
 def given(conversation: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,18 +83,27 @@ def turns_of(sequences: list[LinearSequence]) -> list[tuple[list[int], list[int]
     return found
 
 
-def expected_turns(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[tuple[list[int], list[int]]]:
-    """The same, message by message: each is rendered and tokenised by transformers after its own prompt."""
+def expected_turns(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Any
+) -> list[tuple[list[int], list[int]]]:
+    """The same, message by message: each is rendered and tokenised by transformers after its own
+    prompt."""
     found = []
-    special = set(tokenizer.all_special_ids) | {n for n, t in tokenizer.added_tokens_decoder.items() if t.special}
+    special = set(tokenizer.all_special_ids) | {
+        n for n, t in tokenizer.added_tokens_decoder.items() if t.special
+    }
     for k, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = tokenizer.apply_chat_template(messages[:k], tools=tools, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.apply_chat_template(
+            messages[:k], tools=tools, add_generation_prompt=True, tokenize=False
+        )
         whole = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
         if not whole.startswith(prompt):
             raise InvalidInput("differently")
-        before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, whole))
+        before, after = (
+            tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, whole)
+        )
         trained = after[len(before) :]
         if after[: len(before)] != before:
             trained = tokenizer(whole[len(prompt) :], add_special_tokens=False).input_ids
@@ -90,12 +128,17 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
                 messages, tools=tools, return_dict=True, return_assistant_tokens_mask=marked
             )
         except Exception:  # templates raise anything
-            with pytest.raises(InvalidInput, match=r"the chat template (refuses|renders|leaves out)"):
+            with pytest.raises(
+                InvalidInput, match=r"the chat template (refuses|renders|leaves out)"
+            ):
                 render(tokenizer, [example], ["x"])
             continue
-        shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]  # without the tools' descriptions
+        # Without the tools' descriptions.
+        shown = tokenizer.decode(theirs["input_ids"]).rpartition("weather?")[2]
         wanted = {"tool_calls": "get_weather", "system": "be brief"}
-        missing = [text for field, text in wanted.items() if field in str(messages) and text not in shown]
+        missing = [
+            text for field, text in wanted.items() if field in str(messages) and text not in shown
+        ]
         if missing or path.stem in WITHOUT_TEXTS:
             with pytest.raises(InvalidInput, match="the chat template leaves out"):
                 render(tokenizer, [example], ["x"])
@@ -111,7 +154,8 @@ def test_tokens_and_masks_are_transformers(path: Path) -> None:
     assert rendered or path.stem in REFUSED | WITHOUT_TEXTS
 
 
-# Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a list, for images.
+# Their prompt ends with <think>, which the answer's rendering leaves out; or content must be a
+# list, for images.
 REFUSED = {"deepseek_r1_distill", "deepseekv3", "llava_next", "llava_next_training"}
 # Content must be a list, too, and a text is left out silently.
 WITHOUT_TEXTS = {"idefics3", "idefics3_training", "smolvlm", "smolvlm_training"}
@@ -126,7 +170,10 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
     rng = random.Random(name)
     compared, refused = 0, []
     for _ in range(150):
-        texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 7))) for _ in range(rng.choice([2, 4, 6]))]
+        texts = [
+            "".join(rng.choices(pieces, k=rng.randrange(1, 7)))
+            for _ in range(rng.choice([2, 4, 6]))
+        ]
         messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
         example = SFTExample.model_validate({"messages": messages})
         try:
@@ -146,7 +193,8 @@ def test_any_text_is_tokenised_as_message_by_message(name: str, greedy: bool) ->
         assert turns_of(sequences) == expected
         compared += 1
     assert compared > 75
-    # White space that a special token has taken is in no token of an answer that is tokenised alone.
+    # White space that a special token has taken is in no token of an answer that is tokenised
+    # alone.
     assert all("a token spans the border" in message for message in refused)
     assert greedy or not refused
 
@@ -156,13 +204,18 @@ def test_messages_that_are_not_trained(name: str) -> None:
     """By `weight` and `train`, and as a prompt."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
     ask, first, again, second = CONVERSATIONS["plain"]["messages"][:4]
-    everything = turns_of(render(tokenizer, [SFTExample(messages=[ask, first, again, second])], ["x"])[0])
+    everything = turns_of(
+        render(tokenizer, [SFTExample(messages=[ask, first, again, second])], ["x"])[0]
+    )
     for example in (
         {"messages": [ask, first | {"weight": 0}, again, second]},
         {"messages": [ask, first | {"train": False}, again, second | {"weight": 1}]},
         {"prompt": [ask, first, again], "completion": [second]},
     ):
-        assert turns_of(render(tokenizer, [SFTExample.model_validate(example)], ["x"])[0]) == everything[1:]
+        assert (
+            turns_of(render(tokenizer, [SFTExample.model_validate(example)], ["x"])[0])
+            == everything[1:]
+        )
     pair = PreferencePair.model_validate(
         {"chosen": [ask, first, again, second], "rejected": [ask, first, again, first]}
     )
@@ -175,19 +228,29 @@ def test_messages_that_are_not_trained(name: str) -> None:
 def test_several_threads_render_many_at_a_time(name: str) -> None:
     """transformers keeps one tracker of `{% generation %}` for each template."""
     tokenizer = chat_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
-    examples = [SFTExample.model_validate(CONVERSATIONS["plain"]), SFTExample(text="plain text")] * 140
+    examples = [
+        SFTExample.model_validate(CONVERSATIONS["plain"]),
+        SFTExample(text="plain text"),
+    ] * 140
     examples.append(SFTExample(token_ids=[5, 6, 7], weights=[0, -0.5, 2.0], targets=[0, 9, 7]))
-    alone = [turns_of(render(tokenizer, [example], [""])[0]) for example in (*examples[:2], examples[-1])]
+    alone = [
+        turns_of(render(tokenizer, [example], [""])[0]) for example in (*examples[:2], examples[-1])
+    ]
     with ThreadPoolExecutor(6) as threads:
         for found in threads.map(lambda _: render(tokenizer, examples, [""] * 281), range(6)):
             assert [turns_of(one) for one in found] == [*alone[:2] * 140, alone[2]]
-            assert (found[-1][0].weights.tolist(), found[-1][0].targets.tolist()) == ([-0.5, 2.0], [9, 7])
+            assert (found[-1][0].weights.tolist(), found[-1][0].targets.tolist()) == (
+                [-0.5, 2.0],
+                [9, 7],
+            )
 
 
 @pytest.mark.parametrize("bare", [TOOL["function"], {"type": "function", **TOOL["function"]}])
 def test_a_tool_without_its_wrapper_is_rendered_as_vllm_gets_it(bare: dict[str, Any]) -> None:
     conversation = CONVERSATIONS["tools"]
-    assert SFTExample.model_validate(conversation | {"tools": [bare]}) == SFTExample.model_validate(conversation)
+    assert SFTExample.model_validate(conversation | {"tools": [bare]}) == SFTExample.model_validate(
+        conversation
+    )
 
 
 def test_texts() -> None:
@@ -196,31 +259,46 @@ def test_texts() -> None:
 
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     special = [("<|begin_of_text|>", bos)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|begin_of_text|> $A", special_tokens=special)
-    examples = [SFTExample(text="It is sunny."), SFTExample(prompt="It is ", completion="sunny."),
-                SFTExample(text=f"{tokenizer.bos_token}yes{tokenizer.eos_token}")]  # fmt: skip
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<|begin_of_text|> $A", special_tokens=special
+    )
+    examples = [
+        SFTExample(text="It is sunny."),
+        SFTExample(prompt="It is ", completion="sunny."),
+        SFTExample(text=f"{tokenizer.bos_token}yes{tokenizer.eos_token}"),
+    ]
     (text,), (completion,), (marked,) = render(tokenizer, examples, [""] * 3)
     assert text.tokens.tolist() == [*tokenizer("It is sunny.").input_ids, eos]
     assert text.trained.tolist() == list(range(1, len(text.tokens)))
     ((context, trained),) = turns_of([completion])
     assert context == tokenizer("It is ").input_ids
     assert trained == [*tokenizer("sunny.", add_special_tokens=False).input_ids, eos]
-    assert marked.tokens.tolist() == [bos, *tokenizer("yes", add_special_tokens=False).input_ids, eos]
-    pairs = [PreferencePair(chosen="It is sunny", rejected="It is not"),
-             PreferencePair(prompt="It is", chosen=" sunny", rejected=" not")]  # fmt: skip
+    assert marked.tokens.tolist() == [
+        bos,
+        *tokenizer("yes", add_special_tokens=False).input_ids,
+        eos,
+    ]
+    pairs = [
+        PreferencePair(chosen="It is sunny", rejected="It is not"),
+        PreferencePair(prompt="It is", chosen=" sunny", rejected=" not"),
+    ]
     for chosen, rejected in render(tokenizer, pairs, ["", ""]):
-        assert tokenizer.decode([*chosen.tokens, *rejected.tokens[rejected.trained]]) == (
-            f"{tokenizer.bos_token}It is sunny{tokenizer.eos_token} not{tokenizer.eos_token}"
+        assert (
+            tokenizer.decode([*chosen.tokens, *rejected.tokens[rejected.trained]])
+            == f"{tokenizer.bos_token}It is sunny{tokenizer.eos_token} not{tokenizer.eos_token}"
         )
 
 
 def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> None:
-    """Llama 2's tokenizer begins each text with a space, which it leaves out where it decodes that text alone."""
+    """Llama 2's tokenizer begins each text with a space, which it leaves out where it decodes that
+    text alone."""
     vocabulary = [(token, -1.0) for token in ("<unk>", "</s>", "▁Answer:", "▁Paris", "▁")]
     backend = Tokenizer(Unigram([*vocabulary, *((c, -9.0) for c in "AnswerPai:")], unk_id=0))
     backend.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Metaspace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"
+    )
     example = SFTExample(prompt="Answer:", completion=" Paris")
     ((context, trained),) = turns_of(render(tokenizer, [example], [""])[0])
     assert tokenizer.convert_ids_to_tokens([*context, *trained]) == ["▁Answer:", "▁Paris", "</s>"]
@@ -231,14 +309,18 @@ def test_a_text_that_gets_a_space_where_it_is_tokenised_alone_is_refused() -> No
 def test_a_template_without_special_tokens() -> None:
     messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer = chat_tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
-    ((only,),) = render(tokenizer, [SFTExample(messages=[turn("user", "hi"), turn("assistant", "yes")])], ["x"])
+    ((only,),) = render(
+        tokenizer, [SFTExample(messages=[turn("user", "hi"), turn("assistant", "yes")])], ["x"]
+    )
     (both,) = turns_of([only])
     assert [tokenizer.decode(part) for part in both] == ["user: hi\nassistant: ", "yes\n"]
 
 
 ASK, FIRST, AGAIN, SECOND = CONVERSATIONS["plain"]["messages"][:4]
-MARKS = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
+MARKS = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{"
+    " m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+)
 THREE = MARKS + "{% generation %}<|im_end|>{% endgeneration %}"
 
 
@@ -249,10 +331,30 @@ THREE = MARKS + "{% generation %}<|im_end|>{% endgeneration %}"
         (MARKS.replace("{{ m.content }}", "", 1), [ASK, FIRST], "nothing as trained", ".1"),
         (THREE, [ASK, FIRST | {"weight": 0}, AGAIN, SECOND], "marks 3 parts of 2", ".3"),
         ("", [ASK, FIRST], "no chat template", ""),
-        ("{{ raise_exception('roles must alternate') }}", [ASK, FIRST], "refuses .* roles must alternate", ".1"),
-        ("{{ messages | length }}{{ messages[0].content }}", [ASK, FIRST], "renders .* differently", ".1"),
-        ("{% for m in messages if m.role == 'user' %}u{% endfor %}", [ASK, FIRST], "nothing for this message", ".1"),
-        ("{% for m in messages if m.role != 'user' %}a{% endfor %}", [ASK, FIRST], "nothing before this message", ".1"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            [ASK, FIRST],
+            "refuses .* roles must alternate",
+            ".1",
+        ),
+        (
+            "{{ messages | length }}{{ messages[0].content }}",
+            [ASK, FIRST],
+            "renders .* differently",
+            ".1",
+        ),
+        (
+            "{% for m in messages if m.role == 'user' %}u{% endfor %}",
+            [ASK, FIRST],
+            "nothing for this message",
+            ".1",
+        ),
+        (
+            "{% for m in messages if m.role != 'user' %}a{% endfor %}",
+            [ASK, FIRST],
+            "nothing before this message",
+            ".1",
+        ),
         ("{{ messages[0].nothing.more }}", [ASK, FIRST], "template refuses", ".1"),
         ("{% for m in messages %}", [ASK, FIRST], "template refuses", ".1"),
     ],
@@ -260,7 +362,10 @@ THREE = MARKS + "{% generation %}<|im_end|>{% endgeneration %}"
 def test_ambiguous_masks_and_templates_that_fail_are_refused(
     template: str, messages: list[Any], problem: str, field: str
 ) -> None:
-    examples = [SFTExample(token_ids=[1, 2], trainable=[False, True]), SFTExample(messages=messages)]
+    examples = [
+        SFTExample(token_ids=[1, 2], trainable=[False, True]),
+        SFTExample(messages=messages),
+    ]
     with pytest.raises(InvalidInput, match=problem) as refused:
         render(chat_tokenizer(template), examples, ["examples.0", "examples.1"])
     assert refused.value.field == f"examples.1.messages{field}"

@@ -18,31 +18,56 @@ from tandem.data.examples import SFTExample
 from tandem.data.inputs import Group, PackingSettings, turn_from_openai
 from tandem.errors import InvalidInput, from_validation_error
 
-# The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM 0.32.
+# The shapes of vllm/entrypoints/openai/chat_completion/protocol.py and completion/protocol.py, vLLM
+# 0.32.
 CHAT: dict[str, Any] = {
-    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "run@3", "prompt_token_ids": [7, 8, 9],
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "run@3",
+    "prompt_token_ids": [7, 8, 9],
     "choices": [
         {
-            "index": index, "message": {"role": "assistant", "content": text, "reasoning": None}, "token_ids": ids,
+            "index": index,
+            "message": {"role": "assistant", "content": text, "reasoning": None},
+            "token_ids": ids,
             "logprobs": {
-                "content": [{"token": "x", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]
+                "content": [
+                    {"token": "x", "logprob": p, "bytes": None, "top_logprobs": []}
+                    for p in logprobs
+                ]
             },
-            "finish_reason": "stop", "stop_reason": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
         }
-        for index, (text, ids, logprobs) in enumerate([("yes", [1, 2], [-0.5, 0.0]), ("no", [3, 2], [-1.5, -0.25])])
+        for index, (text, ids, logprobs) in enumerate(
+            [("yes", [1, 2], [-0.5, 0.0]), ("no", [3, 2], [-1.5, -0.25])]
+        )
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
-}  # fmt: skip
+}
 COMPLETION: dict[str, Any] = {
-    "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "run@3",
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 1,
+    "model": "run@3",
     "choices": [
         {
-            "index": 0, "text": "yes", "finish_reason": "length", "token_ids": [4], "prompt_token_ids": [7, 8],
-            "logprobs": {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["yes"], "top_logprobs": [None]},
+            "index": 0,
+            "text": "yes",
+            "finish_reason": "length",
+            "token_ids": [4],
+            "prompt_token_ids": [7, 8],
+            "logprobs": {
+                "text_offset": [0],
+                "token_logprobs": [-0.5],
+                "tokens": ["yes"],
+                "top_logprobs": [None],
+            },
         }
     ],
     "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3},
-}  # fmt: skip
+}
 
 
 def changed(path: str, value: object, of: dict[str, Any]) -> Any:
@@ -54,11 +79,20 @@ def changed(path: str, value: object, of: dict[str, Any]) -> Any:
     return copy
 
 
-# The first choice of a chat completion that came through the rollout door and whose stream was put together.
+# The first choice of a chat completion that came through the rollout door and whose stream was put
+# together.
 CHOICE: dict[str, Any] = {
-    **CHAT["choices"][0], "token_ids": None, "prompt_token_ids": [7, 8, 9], "model": "run@3",
-    "logprobs": {"content": [{"token": "token_id:1", "logprob": -0.5}, {"token": "token_id:2", "logprob": 0.0}]},
-}  # fmt: skip
+    **CHAT["choices"][0],
+    "token_ids": None,
+    "prompt_token_ids": [7, 8, 9],
+    "model": "run@3",
+    "logprobs": {
+        "content": [
+            {"token": "token_id:1", "logprob": -0.5},
+            {"token": "token_id:2", "logprob": 0.0},
+        ]
+    },
+}
 
 
 @pytest.mark.parametrize("as_object", [False, True])
@@ -70,10 +104,16 @@ def test_turn_from_openai(as_object: bool) -> None:
     chat, completion = given(ChatCompletion, CHAT), given(Completion, COMPLETION)
     with warnings.catch_warnings():  # not pytest's mark: garbage of other tests may warn meanwhile
         warnings.simplefilter("error")
-        turns = [turn_from_openai(chat, 1), turn_from_openai(completion), turn_from_openai(given(Choice, CHOICE))]
+        turns = [
+            turn_from_openai(chat, 1),
+            turn_from_openai(completion),
+            turn_from_openai(given(Choice, CHOICE)),
+        ]
     assert [(turn.prompt_token_ids, turn.token_ids, turn.logprobs) for turn in turns] == [
-        ([7, 8, 9], [3, 2], [-1.5, -0.25]), ([7, 8], [4], [-0.5]), ([7, 8, 9], [1, 2], [-0.5, 0.0])
-    ]  # fmt: skip
+        ([7, 8, 9], [3, 2], [-1.5, -0.25]),
+        ([7, 8], [4], [-0.5]),
+        ([7, 8, 9], [1, 2], [-0.5, 0.0]),
+    ]
     assert [turn.policy_step for turn in turns] == [3, 3, 3]
 
 
@@ -81,16 +121,34 @@ def test_turn_from_openai(as_object: bool) -> None:
     ("of", "path", "value", "field", "message"),
     [
         # With `echo` the first token has no log-prob.
-        (COMPLETION, "choices.0.logprobs.token_logprobs", [None], "choices.0.logprobs.0", "valid number"),
+        (
+            COMPLETION,
+            "choices.0.logprobs.token_logprobs",
+            [None],
+            "choices.0.logprobs.0",
+            "valid number",
+        ),
         (CHAT, "choices", [], "choices", "0 choices"),
         (CHAT, "prompt_token_ids", None, "prompt_token_ids", "return_token_ids"),
         (CHAT, "prompt_token_ids", [], "prompt_token_ids", "at least 1 item"),
         (CHAT, "choices.0.token_ids", None, "choices.0.token_ids", "return_token_ids"),
         (CHAT, "choices.0.token_ids", [], "choices.0.token_ids", "at least 1 item"),
-        (CHAT, "choices.0.token_ids", [1, 2, 3], "choices.0.logprobs", "2 log-probs for 3 sampled tokens"),
+        (
+            CHAT,
+            "choices.0.token_ids",
+            [1, 2, 3],
+            "choices.0.logprobs",
+            "2 log-probs for 3 sampled tokens",
+        ),
         (CHAT, "choices.0.logprobs", None, "choices.0.logprobs", "logprobs=True"),
         (CHAT, "choices.0.logprobs.content", None, "choices.0.logprobs", "logprobs=True"),
-        (CHAT, "choices.0.logprobs.content.1.logprob", -9999.0, "choices.0.logprobs", "did not compute"),
+        (
+            CHAT,
+            "choices.0.logprobs.content.1.logprob",
+            -9999.0,
+            "choices.0.logprobs",
+            "did not compute",
+        ),
         # A text of the model's, not a name of an id.
         (CHOICE, "logprobs.content.1.token", "12", "token_ids", "rollout"),
         (CHOICE, "logprobs.content.1.token", "token_id:", "token_ids", "rollout"),
@@ -98,7 +156,9 @@ def test_turn_from_openai(as_object: bool) -> None:
         (CHOICE, "prompt_token_ids", None, "prompt_token_ids", "rollout"),
     ],
 )
-def test_incomplete_answers_are_refused(of: dict[str, Any], path: str, value: object, field: str, message: str) -> None:
+def test_incomplete_answers_are_refused(
+    of: dict[str, Any], path: str, value: object, field: str, message: str
+) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
         turn_from_openai(changed(path, value, of))
     assert refused.value.field == field
@@ -112,7 +172,11 @@ def test_builder() -> None:
     assert [message["content"] for message in builder.messages] == ["?", "yes", "sure?", "no"]
     trajectory = builder.finish(0.5, metrics={"turns": 2})
     assert [turn.token_ids for turn in trajectory.turns] == [[1, 2], [3, 2]]
-    assert (trajectory.reward, trajectory.metrics, trajectory.messages) == (0.5, {"turns": 2}, builder.messages)
+    assert (trajectory.reward, trajectory.metrics, trajectory.messages) == (
+        0.5,
+        {"turns": 2},
+        builder.messages,
+    )
     with pytest.raises(InvalidInput, match="finite") as refused:
         builder.finish(math.nan)
     assert refused.value.field == "reward"
@@ -155,7 +219,11 @@ def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
     ],
 )
 def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) -> None:
-    turn: dict[str, Any] = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.5]}
+    turn: dict[str, Any] = {
+        "prompt_token_ids": [1, 2],
+        "token_ids": [3, 4],
+        "logprobs": [-0.5, -0.5],
+    }
     trajectory: dict[str, Any] = {"turns": [turn], "reward": 1.0}
     for key, value in changes.items():
         (turn if key in turn else trajectory)[key] = value
@@ -173,7 +241,10 @@ def test_bad_groups(changes: dict[str, Any], field: str | None, message: str) ->
 def test_many_wrong_items_are_one_error() -> None:
     """Errors of all of them take hundreds of times the memory of the request."""
     turn = {"prompt_token_ids": [1], "token_ids": [2] * 1000, "logprobs": [math.nan] * 1000}
-    for value in ({"trajectories": [{"turns": [turn] * 5, "reward": 1.0}] * 5}, {"trajectories": [1] * 1000}):
+    for value in (
+        {"trajectories": [{"turns": [turn] * 5, "reward": 1.0}] * 5},
+        {"trajectories": [1] * 1000},
+    ):
         with pytest.raises(ValidationError) as raised:
             Group.model_validate(value)
         assert raised.value.error_count() == 1
@@ -183,17 +254,29 @@ def test_many_wrong_items_are_one_error() -> None:
     ("model", "value", "field", "message"),
     [
         (SFTExample, {}, None, "either messages"),
-        (SFTExample, {"text": "a", "token_ids": [1, 2], "trainable": [False, True]}, None, "either messages"),
+        (
+            SFTExample,
+            {"text": "a", "token_ids": [1, 2], "trainable": [False, True]},
+            None,
+            "either messages",
+        ),
         (SFTExample, {"text": "a", "trainable": [False, True]}, None, "either messages"),
         (Group, {"trajectories": []}, "trajectories", "at least 1"),
-        *((PackingSettings, {"sequence_length": length}, "sequence_length", "") for length in (1, 2**21, 2.0, "2048")),
-        (PackingSettings, {"sequence_length": 1, "too_long": "split", "rows": 3}, "sequence_length",
-         r"^Input should be greater than or equal to 2 \(got 1\); and 2 more errors$"),
+        *(
+            (PackingSettings, {"sequence_length": length}, "sequence_length", "")
+            for length in (1, 2**21, 2.0, "2048")
+        ),
+        (
+            PackingSettings,
+            {"sequence_length": 1, "too_long": "split", "rows": 3},
+            "sequence_length",
+            r"^Input should be greater than or equal to 2 \(got 1\); and 2 more errors$",
+        ),
         (inputs.AdvantageSettings, {"baseline": "median"}, "baseline", r"\(got 'median'\)$"),
         (inputs.AdvantageSettings, {"baseline": "none"}, None, 'scale="none" only'),
         *((inputs.AdvantageSettings, {"scale": scale}, "scale", "") for scale in ("true", 1, None)),
     ],
-)  # fmt: skip
+)
 def test_bad_values(model: Any, value: dict[str, Any], field: str | None, message: str) -> None:
     with pytest.raises(ValidationError) as raised:
         model.model_validate(value)
@@ -204,6 +287,8 @@ def test_bad_values(model: Any, value: dict[str, Any], field: str | None, messag
 
 def test_what_float32_would_lose_digits_of_is_0() -> None:
     turn = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
-    trajectory = inputs.Trajectory.model_validate({"turns": [turn], "reward": math.exp(-90), "advantage": -1e-40})
+    trajectory = inputs.Trajectory.model_validate(
+        {"turns": [turn], "reward": math.exp(-90), "advantage": -1e-40}
+    )
     assert (trajectory.reward, trajectory.advantage) == (0, 0)
     assert inputs.Trajectory.model_validate({"turns": [turn], "reward": 2e-38}).reward == 2e-38

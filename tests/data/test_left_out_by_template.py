@@ -1,4 +1,5 @@
-"""Messages that a chat template leaves out are refused; reasoning and tools that it leaves out are named."""
+"""Messages that a chat template leaves out are refused; reasoning and tools that it leaves out are
+named."""
 
 import pytest
 
@@ -9,20 +10,29 @@ from tandem.errors import InvalidInput
 
 
 def test_a_template_that_leaves_out_an_answer_or_a_tools_result_is_refused() -> None:
-    call = {"role": "assistant", "weight": 0, "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "weight": 0,
+        "tool_calls": [{"function": {"name": "get_weather", "arguments": {}}}],
+    }
     for template, field, messages in (
-        ("smolvlm", 0, [turn("user", "What is 2+2?"), turn("assistant", "4")]),  # wants lists of parts
+        # Wants lists of parts.
+        ("smolvlm", 0, [turn("user", "What is 2+2?"), turn("assistant", "4")]),
         ("phi3", 2, [turn("user", "Warm?"), call, turn("tool", "18"), turn("assistant", "yes")]),
     ):
         example = SFTExample.model_validate({"messages": messages})
-        with pytest.raises(InvalidInput, match="the chat template leaves out messages of the role") as refused:
+        with pytest.raises(
+            InvalidInput, match="the chat template leaves out messages of the role"
+        ) as refused:
             render(chat_tokenizer((TEMPLATES / f"{template}.jinja").read_text()), [example], ["x"])
         assert refused.value.field == f"x.messages.{field}"
 
 
 @pytest.mark.parametrize("role", ["human", "User", "developer"])
 def test_messages_of_a_role_that_the_template_passes_over_are_refused(role: str) -> None:
-    example = SFTExample.model_validate({"messages": [turn(role, "What is 2+2?"), turn("assistant", "4")]})
+    example = SFTExample.model_validate(
+        {"messages": [turn(role, "What is 2+2?"), turn("assistant", "4")]}
+    )
     with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{role}'") as refused:
         render(chat_tokenizer((TEMPLATES / "qwen3.jinja").read_text()), [example], ["x"])
     assert refused.value.field == "x.messages.0"
@@ -34,16 +44,30 @@ def test_messages_of_a_role_that_the_template_passes_over_are_refused(role: str)
 def test_a_second_system_message_that_the_template_passes_over_is_refused(first: str) -> None:
     tokenizer = chat_tokenizer((TEMPLATES / "gptoss.jinja").read_text())
     begin = [turn(first, "be brief"), turn("user", "hi")]
-    (shown,) = render(tokenizer, [SFTExample.model_validate({"messages": [*begin, turn("assistant", "yes")]})], ["x"])
+    (shown,) = render(
+        tokenizer,
+        [SFTExample.model_validate({"messages": [*begin, turn("assistant", "yes")]})],
+        ["x"],
+    )
     assert shown
     for again in ("system", "developer"):
-        messages = [*begin, turn("assistant", "yes"), turn(again, "be rude"), turn("assistant", "no")]
-        with pytest.raises(InvalidInput, match=f"leaves out messages of the role '{again}' at this place") as refused:
+        messages = [
+            *begin,
+            turn("assistant", "yes"),
+            turn(again, "be rude"),
+            turn("assistant", "no"),
+        ]
+        with pytest.raises(
+            InvalidInput, match=f"leaves out messages of the role '{again}' at this place"
+        ) as refused:
             render(tokenizer, [SFTExample.model_validate({"messages": messages})], ["x"])
         assert refused.value.field == "x.messages.3"
 
 
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -55,21 +79,38 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"
         ("llama3_training", ["reasoning", "tools"]),
     ],
 )
-def test_reasoning_and_tools_that_the_template_leaves_out_are_named(template: str, left_out: list[str]) -> None:
+def test_reasoning_and_tools_that_the_template_leaves_out_are_named(
+    template: str, left_out: list[str]
+) -> None:
     tokenizer = chat_tokenizer((TEMPLATES / f"{template}.jinja").read_text())
     ask, answer = turn("user", "hi"), turn("assistant", "yes", reasoning_content="I should think")
-    both = {"messages": [ask, answer, turn("user", "again"), turn("assistant", "no", reasoning_content="Hmm")]}
+    both = {
+        "messages": [
+            ask,
+            answer,
+            turn("user", "again"),
+            turn("assistant", "no", reasoning_content="Hmm"),
+        ]
+    }
     examples = [
         both | {"tools": [TOOL]},
         both,
         {"messages": [ask, answer | {"train": False}, ask, turn("assistant", "no")]},
     ]
-    pair = {"prompt": [ask], "chosen": [answer], "rejected": [turn("assistant", "no")], "tools": [TOOL]}
+    pair = {
+        "prompt": [ask],
+        "chosen": [answer],
+        "rejected": [turn("assistant", "no")],
+        "tools": [TOOL],
+    }
     for _ in range(2):  # what is known of the template changes nothing
         found = preview(
             tokenizer,
             [SFTExample.model_validate(one) for one in [*examples, {"text": "hi"}]],
-            [PreferencePair.model_validate(pair), PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not")],
+            [
+                PreferencePair.model_validate(pair),
+                PreferencePair(prompt="Is it", chosen=" sunny", rejected=" not"),
+            ],
         )
         assert [one.error for one in found] == [None] * 6
         only_reasoning = [one for one in left_out if one == "reasoning"]

@@ -17,7 +17,9 @@ from tandem.errors import InvalidInput, SpoolUnusable, VolumeFull
 
 def pack(out: Path) -> str:
     """Two rows of 8 slots; the file's SHA-256."""
-    examples = [SFTExample(token_ids=[9, *range(size)], weights=[0] + [1.5] * size) for size in (7, 4)]
+    examples = [
+        SFTExample(token_ids=[9, *range(size)], weights=[0] + [1.5] * size) for size in (7, 4)
+    ]
     packing = PackingSettings(sequence_length=8)
     return prepare_sft(examples, tokenizer_path="", vocab_size=10, packing=packing, out=out).sha256
 
@@ -36,8 +38,19 @@ def test_the_file_is_numpys_own_and_always_the_same(tmp_path: Path) -> None:
             assert row.num_tokens == record["row_num_tokens"][index]
             for name in ("tokens", "positions", "subtree_end", "slot_experts"):
                 assert np.array_equal(getattr(row, name), record[name][index])
-            for name in ("target", "source", "token", "sequence", "trajectory", "logprob", "advantage"):
-                assert getattr(row, f"item_{name}").tobytes() == record[f"item_{name}"][items].tobytes()
+            for name in (
+                "target",
+                "source",
+                "token",
+                "sequence",
+                "trajectory",
+                "logprob",
+                "advantage",
+            ):
+                assert (
+                    getattr(row, f"item_{name}").tobytes()
+                    == record[f"item_{name}"][items].tobytes()
+                )
         with pytest.raises(IndexError):
             batch.row(2)
 
@@ -51,7 +64,9 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
     batch.close()
     batch.close()
     assert str(directory) not in Path("/proc/self/maps").read_text()
-    assert not any(str(directory) in str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
+    assert not any(
+        str(directory) in str(link.resolve()) for link in Path("/proc/self/fd").iterdir()
+    )
     shutil.rmtree(directory)
     assert row.tokens[0] == 9  # a row is a copy
     row.tokens[:] = 3
@@ -63,7 +78,13 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     """A damaged one, one of another version, and none, as an older version has it."""
     sha256 = pack(tmp_path)
     whole = (tmp_path / FILE).read_bytes()
-    for damaged in (b"", whole[:-1], whole[:100], whole[:-1] + b"?", whole[:20] + b"?" + whole[21:]):
+    for damaged in (
+        b"",
+        whole[:-1],
+        whole[:100],
+        whole[:-1] + b"?",
+        whole[:20] + b"?" + whole[21:],
+    ):
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(InvalidInput, match=r"was altered .*submit the job again"):
             PackedBatch.open(tmp_path, sha256)
@@ -79,7 +100,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     assert refused.value.field == FILE
 
 
-@pytest.mark.parametrize("limit", [100, 200])  # the slots alone are larger, or only all arrays together
+# The slots alone are larger, or only all arrays together.
+@pytest.mark.parametrize("limit", [100, 200])
 def test_more_than_a_numpy_record_can_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
@@ -97,9 +119,16 @@ def test_a_small_request_of_too_many_rows_takes_no_memory_for_them(
     packing = PackingSettings(sequence_length=2**14)
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidInput, match=r"lower packing\.sequence_length, or raise optimizer\.batch_size"):
+        with pytest.raises(
+            InvalidInput, match=r"lower packing\.sequence_length, or raise optimizer\.batch_size"
+        ):
             prepare_sft(
-                examples, tokenizer_path="", vocab_size=10, packing=packing, out=tmp_path / "large", batch_size=1
+                examples,
+                tokenizer_path="",
+                vocab_size=10,
+                packing=packing,
+                out=tmp_path / "large",
+                batch_size=1,
             )
         assert tracemalloc.get_traced_memory()[1] < 2 * 2**20
     finally:
@@ -111,6 +140,8 @@ def test_unwritable_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SpoolUnusable, match="is a file, not a directory"):
         pack(tmp_path / "file" / "a")
     opened = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, mode: opened(Path("/dev/full"), "wb") if mode == "xb" else 1 / 0)
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode: opened(Path("/dev/full"), "wb") if mode == "xb" else 1 / 0
+    )
     with pytest.raises(VolumeFull, match="the volume is full"):
         pack(tmp_path / "full")

@@ -1,4 +1,5 @@
-"""prepare_rl: every sequence can be read back from the rows, and the mask, items, counts and advantages are right."""
+"""prepare_rl: every sequence can be read back from the rows, and the mask, items, counts and
+advantages are right."""
 
 from collections import Counter
 from pathlib import Path
@@ -38,7 +39,13 @@ def one(prompt: list[int], sampled: list[int], reward: float, **more: object) ->
 
 
 def run(
-    out: Path, groups: list[Group], *, length: int = 32, too_long: str = "refuse", vocab_size=VOCAB, **more: object
+    out: Path,
+    groups: list[Group],
+    *,
+    length: int = 32,
+    too_long: str = "refuse",
+    vocab_size=VOCAB,
+    **more: object,
 ) -> PackedData:
     """`more`: settings of the advantages."""
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
@@ -47,13 +54,14 @@ def run(
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
-    """Of each slot the slots from the root to itself, from tokens' depths alone: a slot's parent is the nearest earlier
-    slot one level up."""
+    """Of each slot the slots from the root to itself, from tokens' depths alone: a slot's parent is
+    the nearest earlier slot one level up."""
     path: list[int] = []
     return [path := [*path[: row.positions[slot]], slot] for slot in range(row.num_tokens)]
 
 
-# A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all likely.
+# A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all
+# likely.
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
 
@@ -63,7 +71,9 @@ def trajectories(draw: st.DrawFn, prompt: list[int]) -> Trajectory:
     for _ in range(draw(st.integers(0, 2))):
         context = turns[-1].prompt_token_ids + turns[-1].token_ids
         continues = draw(st.booleans())
-        context = context + draw(ids) if continues else context[: draw(st.integers(1, len(context)))]
+        context = (
+            context + draw(ids) if continues else context[: draw(st.integers(1, len(context)))]
+        )
         turns.append(turn(context, draw(ids), -draw(st.integers(0, 9))))
     return Trajectory(turns=turns, reward=draw(st.sampled_from([0.0, 0.25, 1.0])))
 
@@ -71,11 +81,14 @@ def trajectories(draw: st.DrawFn, prompt: list[int]) -> Trajectory:
 @st.composite
 def batches(draw: st.DrawFn) -> list[Group]:
     prompts = draw(st.lists(ids, min_size=1, max_size=4))
-    return [group(draw(st.lists(trajectories(prompt), min_size=1, max_size=6))) for prompt in prompts]
+    return [
+        group(draw(st.lists(trajectories(prompt), min_size=1, max_size=6))) for prompt in prompts
+    ]
 
 
 def linear(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]]:
-    """The sequences a trajectory means: (tokens, ((index, log-prob) of the trained ones)), written the slow way."""
+    """The sequences a trajectory means: (tokens, ((index, log-prob) of the trained ones)), written
+    the slow way."""
     found: list[tuple[list[int], list[tuple[int, float]]]] = []
     for sampled in trajectory.turns:
         if found and sampled.prompt_token_ids[: len(found[-1][0])] == found[-1][0]:
@@ -98,7 +111,8 @@ def cut(sequence: tuple, length: int) -> tuple | None:
 
 
 def read_back(batch: PackedBatch) -> Counter:
-    """Every sequence found in the rows as (trajectory, tokens, trained); checks each row's structure on the way."""
+    """Every sequence found in the rows as (trajectory, tokens, trained); checks each row's
+    structure on the way."""
     found: Counter = Counter()
     for r in range(len(batch)):
         row = batch.row(r)
@@ -125,8 +139,16 @@ def read_back(batch: PackedBatch) -> Counter:
             for item in at:
                 assert row.item_source[item] == lineage[row.item_target[item]][-2]
                 assert row.item_target[item] in path
-            trained = tuple((int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at)
-            found[(int(row.item_trajectory[at[0]]), tuple(int(token) for token in row.tokens[path]), trained)] += 1
+            trained = tuple(
+                (int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at
+            )
+            found[
+                (
+                    int(row.item_trajectory[at[0]]),
+                    tuple(int(token) for token in row.tokens[path]),
+                    trained,
+                )
+            ] += 1
     return found
 
 
@@ -141,7 +163,11 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
         for trajectory in group.trajectories:
             sequences = linear(trajectory)
             long = any(len(tokens) > length for tokens, _ in sequences)
-            fitted = [cut(sequence, length) for sequence in sequences if not long or too_long == "truncate"]
+            fitted = [
+                cut(sequence, length)
+                for sequence in sequences
+                if not long or too_long == "truncate"
+            ]
             kept = [sequence for sequence in fitted if sequence]
             dropped += not kept
             if kept:
@@ -171,12 +197,18 @@ def test_nothing_is_lost(groups: list[Group], length: int, too_long: str) -> Non
             for g in range(len(batch.group_num_items)):
                 own = [tokens for t, tokens, _ in expected if renumbered[t] == g]
                 nodes = {tokens[: depth + 1] for tokens in own for depth in range(len(tokens))}
-                rows = [r for r in range(len(batch)) if g in batch.trajectory_group[batch.row(r).item_trajectory]]
+                rows = [
+                    r
+                    for r in range(len(batch))
+                    if g in batch.trajectory_group[batch.row(r).item_trajectory]
+                ]
                 assert len(rows) == 1 or len(nodes) > length
             assert data.num_rows == len(batch)
             assert data.num_tokens == batch.row_num_tokens.sum()
         assert data.num_items == sum(counts)
-        assert data.num_unshared_tokens == sum(len(tokens) * n for (_, tokens, _), n in expected.items())
+        assert data.num_unshared_tokens == sum(
+            len(tokens) * n for (_, tokens, _), n in expected.items()
+        )
         assert data.num_tokens <= data.num_unshared_tokens
         assert (data.num_trajectories, data.num_groups) == (len(rewards), len(set(group_numbers)))
         assert (data.truncated_trajectories, data.dropped_trajectories) == (truncated, dropped)
@@ -187,16 +219,24 @@ SYSTEM = list(range(30))
 LAYOUTS = {
     "split groups fill each other's rows": (
         # 5 completions of 10 behind 20: rows of 60 and 30; the second group starts in the 30 left.
-        [group([one([g] * 20, [10 * g + i] * 10, i) for i in range(5)]) for g in (1, 2)], 60, (3, 60 + 60 + 60)
+        [group([one([g] * 20, [10 * g + i] * 10, i) for i in range(5)]) for g in (1, 2)],
+        60,
+        (3, 60 + 60 + 60),
     ),
     "groups in a row share a system prompt": (
-        [group([one([*SYSTEM, 40 + g], [50 + g, i], i) for i in range(3)]) for g in range(6)], 100, (1, 30 + 6 * 5)
+        [group([one([*SYSTEM, 40 + g], [50 + g, i], i) for i in range(3)]) for g in range(6)],
+        100,
+        (1, 30 + 6 * 5),
     ),
     "best fit decreasing": (  # first come first served would need three rows
-        [group([one([g], list(range(10 * g, 10 * g + size - 1)), 1)]) for g, size in enumerate([4, 5, 6, 5])],
-        10, (2, 20),
+        [
+            group([one([g], list(range(10 * g, 10 * g + size - 1)), 1)])
+            for g, size in enumerate([4, 5, 6, 5])
+        ],
+        10,
+        (2, 20),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -229,17 +269,38 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
         # A given advantage replaces the computed one, and the group has variance then.
         ([[one([1], [2], 0.0, advantage=-2.5), one([1], [3], 0.0)]], {}, [-2.5, 0.0]),
         # Advantages are computed before a trajectory is dropped.
-        ([[one([1], [2], 1.0), one([1], [2] * 5, 0.0), one([1], [3], 0.5)]], {"scale": "none"}, [0.5, 0.0]),
-        # The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2, 2, 1, 1.
-        ([[one([1], [2], reward) for reward in rewards] for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))],
-         {"scale": "batch"}, [-(1.5**0.5), 1.5**0.5] * 2),
+        (
+            [[one([1], [2], 1.0), one([1], [2] * 5, 0.0), one([1], [3], 0.5)]],
+            {"scale": "none"},
+            [0.5, 0.0],
+        ),
+        # The dropped group, whose rewards are equal, counts in the spread: sqrt(2 / 3) of 0, 0, 2,
+        # 2, 1, 1.
+        (
+            [
+                [one([1], [2], reward) for reward in rewards]
+                for rewards in ((0.0, 2.0), (0.0, 2.0), (1.0, 1.0))
+            ],
+            {"scale": "batch"},
+            [-(1.5**0.5), 1.5**0.5] * 2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_advantages(
     tmp_path: Path, groups: list[list[Trajectory]], settings: dict[str, str], expected: list[float]
 ) -> None:
-    run(tmp_path / "a", [group(members) for members in groups], length=4, too_long="drop", **settings)
-    found = {t: a for row in rows(tmp_path / "a") for t, a in zip(row.item_trajectory, row.item_advantage, strict=True)}
+    run(
+        tmp_path / "a",
+        [group(members) for members in groups],
+        length=4,
+        too_long="drop",
+        **settings,
+    )
+    found = {
+        t: a
+        for row in rows(tmp_path / "a")
+        for t, a in zip(row.item_trajectory, row.item_advantage, strict=True)
+    }
     assert [found[number] for number in sorted(found)] == pytest.approx(expected, rel=1e-5)
 
 
@@ -247,9 +308,12 @@ good = group([one([1], [2], 0.0), one([1], [3], 1.0)])
 
 
 @pytest.mark.parametrize(
-    ("step", "says"), [(4, None), (6, None), (3, "3 steps older"), (7, "newer"), (None, "not given")]
+    ("step", "says"),
+    [(4, None), (6, None), (3, "3 steps older"), (7, "newer"), (None, "not given")],
 )
-def test_turns_may_be_as_old_as_the_bound(tmp_path: Path, step: int | None, says: str | None) -> None:
+def test_turns_may_be_as_old_as_the_bound(
+    tmp_path: Path, step: int | None, says: str | None
+) -> None:
     def made(step: int | None) -> Group:
         turns = [turn([1], [2]).model_copy(update={"policy_step": step})]
         return group([Trajectory(turns=turns, reward=reward) for reward in (0.0, 1.0)])
@@ -257,8 +321,15 @@ def test_turns_may_be_as_old_as_the_bound(tmp_path: Path, step: int | None, says
     groups = [made(6), made(step)]
 
     def pack() -> PackedData:
-        return prepare_rl(groups, vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PackingSettings(),
-                          out=tmp_path / "a", base_step=6, max_off_policy_steps=2)  # fmt: skip
+        return prepare_rl(
+            groups,
+            vocab_size=VOCAB,
+            advantage=AdvantageSettings(),
+            packing=PackingSettings(),
+            out=tmp_path / "a",
+            base_step=6,
+            max_off_policy_steps=2,
+        )
 
     if says is None and step is not None:
         data = pack()
@@ -273,13 +344,27 @@ def test_turns_may_be_as_old_as_the_bound(tmp_path: Path, step: int | None, says
     ("bad", "field", "message"),
     [
         ([], "groups", "no group"),
-        ([good, group([one([1], [2, 5], 0)])], "groups.1.trajectories.0.turns.0.token_ids", "id 5 .*of 5"),
-        ([group([one([1, 7], [2], 0)])], "groups.0.trajectories.0.turns.0.prompt_token_ids", "id 7 at index 1"),
+        (
+            [good, group([one([1], [2, 5], 0)])],
+            "groups.1.trajectories.0.turns.0.token_ids",
+            "id 5 .*of 5",
+        ),
+        (
+            [group([one([1, 7], [2], 0)])],
+            "groups.0.trajectories.0.turns.0.prompt_token_ids",
+            "id 7 at index 1",
+        ),
         ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
-        ([group([one([1], [2], 3e38), one([1], [3], -3e38)])], "item_advantage", "an advantage is not finite"),
+        (
+            [group([one([1], [2], 3e38), one([1], [3], -3e38)])],
+            "item_advantage",
+            "an advantage is not finite",
+        ),
     ],
 )
-def test_refused_naming_the_field(tmp_path: Path, bad: list[Group], field: str, message: str) -> None:
+def test_refused_naming_the_field(
+    tmp_path: Path, bad: list[Group], field: str, message: str
+) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
         run(tmp_path / "a", bad, baseline="leave_one_out", scale="none")
     assert refused.value.field == field

@@ -1,4 +1,5 @@
-"""prepare_sft with a tokenizer and a chat template: what is packed of examples, and what is refused."""
+"""prepare_sft with a tokenizer and a chat template: what is packed of examples, and what is
+refused."""
 
 from itertools import count
 from pathlib import Path
@@ -6,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment, modifies_known_mutable
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEnvironment,
+    modifies_known_mutable,
+)
 
 from data.chat_tokenizer import chat_tokenizer
 from tandem.data.chat_template import _remember_what_is_safe, load_tokenizer
@@ -34,15 +39,24 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def chat(*contents: str, **more: object) -> SFTExample:
     """user, assistant, user, ..."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
     return SFTExample.model_validate({"messages": messages, **more})
 
 
 def run(
-    out: Path, examples: list[SFTExample], tokenizer_path: str, vocab_size: int = VOCAB, **settings: Any
+    out: Path,
+    examples: list[SFTExample],
+    tokenizer_path: str,
+    vocab_size: int = VOCAB,
+    **settings: Any,
 ) -> tuple[PackedData, PackedRow]:
     packing = PackingSettings.model_validate({"sequence_length": 256, **settings})
-    data = prepare_sft(examples, tokenizer_path=tokenizer_path, vocab_size=vocab_size, packing=packing, out=out)
+    data = prepare_sft(
+        examples, tokenizer_path=tokenizer_path, vocab_size=vocab_size, packing=packing, out=out
+    )
     with PackedBatch.open(out, data.sha256) as batch:
         assert np.isnan(batch.trajectory_reward).all()
         assert np.isnan(batch.row(0).item_logprob).all()
@@ -50,7 +64,11 @@ def run(
 
 
 def test_every_assistant_message_and_its_end_of_turn(tmp_path: Path, tokenizer_path: str) -> None:
-    data, row = run(tmp_path / "a", [chat("hi", "yes", "really?", "no", "ok"), chat("hi", "maybe")], tokenizer_path)
+    data, row = run(
+        tmp_path / "a",
+        [chat("hi", "yes", "really?", "no", "ok"), chat("hi", "maybe")],
+        tokenizer_path,
+    )
     tokenizer, found = load_tokenizer(tokenizer_path), []
     for sequence in np.unique(row.item_sequence):
         at = row.item_sequence == sequence
@@ -59,14 +77,23 @@ def test_every_assistant_message_and_its_end_of_turn(tmp_path: Path, tokenizer_p
         texts = [tokenizer.decode(row.tokens[some]) for some in (slots, row.item_target[at])]
         found.append((int(row.item_trajectory[at][0]), *texts))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    longer = f"{text}yes<|im_end|>\n<|im_start|>user\nreally?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
+    longer = (
+        f"{text}yes<|im_end|>\n<|im_start|>user\nreally?<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>"
+    )
     assert sorted(found) == [
         (0, longer, "yes<|im_end|>no<|im_end|>"),
         (1, f"{text}maybe<|im_end|>", "maybe<|im_end|>"),
     ]
-    assert (data.num_trajectories, data.num_groups, data.num_items, data.num_rows) == (2, 2, len(row.item_target), 1)
+    assert (data.num_trajectories, data.num_groups, data.num_items, data.num_rows) == (
+        2,
+        2,
+        len(row.item_target),
+        1,
+    )
     assert data.reward_mean is None
-    shared = len(tokenizer(text).input_ids)  # examples share their prompt, and what their answers begin with
+    # Examples share their prompt, and what their answers begin with.
+    shared = len(tokenizer(text).input_ids)
     assert data.num_unshared_tokens - data.num_tokens in (shared, shared + 1)
 
 
@@ -79,7 +106,9 @@ def test_weights_and_raw_tokens(tmp_path: Path) -> None:
     data, row = run(tmp_path / "a", examples, "/nonexistent", sequence_length=8)
     assert (data.num_items, data.num_tokens, data.num_unshared_tokens) == (2, 3, 5)
     assert row.tokens[:3].tolist() == [1, 2, 5]
-    items = zip(row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True)
+    items = zip(
+        row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True
+    )
     assert list(items) == [(0, 1, 0, 0.5), (1, 2, 1, 1.0)]
 
 
@@ -90,19 +119,49 @@ LONG = SFTExample(token_ids=list(range(300)), trainable=[False] * 299 + [True])
     ("examples", "vocab_size", "field", "message"),
     [
         ([], VOCAB, "examples", "no example"),
-        ([SFTExample(token_ids=[1, 1000], trainable=[False, True])], VOCAB, "examples.0.token_ids", "id 1000 at index"),
+        (
+            [SFTExample(token_ids=[1, 1000], trainable=[False, True])],
+            VOCAB,
+            "examples.0.token_ids",
+            "id 1000 at index",
+        ),
         ([chat("hi", "yes")], 258, "examples.0.messages", "vocabulary"),
-        ([chat("hi", "yes", weight=1e39)], VOCAB, "examples.0.weight", "1e.39 does not fit float32"),
-        ([SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)], VOCAB, "examples.0.weight", "float32"),
-        ([SFTExample(token_ids=[1, 2], weights=[0, 1], targets=[0, 1000])], VOCAB, "examples.0.targets", "id 1000"),
-        ([SFTExample(token_ids=[1, 2], weights=[0, -1])], VOCAB, "examples.0.weights", 'normalisation="sum"'),
+        (
+            [chat("hi", "yes", weight=1e39)],
+            VOCAB,
+            "examples.0.weight",
+            "1e.39 does not fit float32",
+        ),
+        (
+            [SFTExample(token_ids=[1, 2], weights=[0, 1e30], weight=1e9)],
+            VOCAB,
+            "examples.0.weight",
+            "float32",
+        ),
+        (
+            [SFTExample(token_ids=[1, 2], weights=[0, 1], targets=[0, 1000])],
+            VOCAB,
+            "examples.0.targets",
+            "id 1000",
+        ),
+        (
+            [SFTExample(token_ids=[1, 2], weights=[0, -1])],
+            VOCAB,
+            "examples.0.weights",
+            'normalisation="sum"',
+        ),
         ([chat("hi", "yes", "ok", "")], VOCAB, "examples.0.messages.3", "blank.*train: false"),
         ([chat("hi", " \n")], VOCAB, "examples.0.messages.1", "blank"),
         ([chat("hi", "yes"), LONG], VOCAB, "examples.1", "300 tokens don't fit a row of 256"),
     ],
 )
 def test_refused_naming_the_field(
-    tmp_path: Path, tokenizer_path: str, examples: list[SFTExample], vocab_size: int, field: str, message: str
+    tmp_path: Path,
+    tokenizer_path: str,
+    examples: list[SFTExample],
+    vocab_size: int,
+    field: str,
+    message: str,
 ) -> None:
     with pytest.raises(InvalidInput, match=message) as refused:
         run(tmp_path / "a", examples, tokenizer_path, vocab_size)
@@ -113,21 +172,42 @@ def test_refused_naming_the_field(
 def test_nothing_to_train_and_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(NothingToLearn, match="2 trajectories don't fit 256 tokens"):
         run(tmp_path / "a", [LONG, LONG], "", too_long="drop")
-    packing, short = PackingSettings(sequence_length=8, too_long="drop"), SFTExample(token_ids=[1, 2], weights=[0, 1])
+    packing, short = (
+        PackingSettings(sequence_length=8, too_long="drop"),
+        SFTExample(token_ids=[1, 2], weights=[0, 1]),
+    )
     with pytest.raises(NothingToLearn, match="1 trajectories don't fit"):
-        prepare_sft([LONG], held_out=[short], tokenizer_path="", vocab_size=VOCAB, packing=packing, out=tmp_path / "a")
+        prepare_sft(
+            [LONG],
+            held_out=[short],
+            tokenizer_path="",
+            vocab_size=VOCAB,
+            packing=packing,
+            out=tmp_path / "a",
+        )
     with pytest.raises(InvalidInput, match="can't load a tokenizer") as refused:
         run(tmp_path / "a", [chat("hi", "yes")], str(tmp_path / "nowhere"))
     assert refused.value.field == "base_model"
 
 
 def test_held_out_examples_are_in_rows_of_their_own_and_in_no_count(tmp_path: Path) -> None:
-    first, second, other = (SFTExample(token_ids=[n, n, n + 1], trainable=[False, True, True]) for n in (1, 3, 5))
+    first, second, other = (
+        SFTExample(token_ids=[n, n, n + 1], trainable=[False, True, True]) for n in (1, 3, 5)
+    )
     found = []
     for number, held_out in enumerate([(), (other,)]):
         out, packing = tmp_path / str(number), PackingSettings(sequence_length=16)
-        found.append(prepare_sft([first, second], held_out=held_out, tokenizer_path="", vocab_size=9, packing=packing,
-                                 batch_size=1, out=out))  # fmt: skip
+        found.append(
+            prepare_sft(
+                [first, second],
+                held_out=held_out,
+                tokenizer_path="",
+                vocab_size=9,
+                packing=packing,
+                batch_size=1,
+                out=out,
+            )
+        )
     changed = {"num_held_out": 1, "sha256": found[1].sha256}
     assert found[1] == found[0].model_copy(update=changed)
     with PackedBatch.open(out) as batch:
@@ -137,12 +217,19 @@ def test_held_out_examples_are_in_rows_of_their_own_and_in_no_count(tmp_path: Pa
 
 def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) -> None:
     """It is never cut: a shorter answer is another one."""
-    short, long = (PreferencePair(prompt="ab", chosen="yes", rejected=rejected) for rejected in ("no", "x" * 100))
+    short, long = (
+        PreferencePair(prompt="ab", chosen="yes", rejected=rejected)
+        for rejected in ("no", "x" * 100)
+    )
 
-    def pack(*pairs: PreferencePair, length: int = 256, too_long: str = "refuse", vocab: int = VOCAB) -> PackedData:
+    def pack(
+        *pairs: PreferencePair, length: int = 256, too_long: str = "refuse", vocab: int = VOCAB
+    ) -> PackedData:
         packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
         out = tmp_path / str(next(numbers))
-        return prepare_dpo(pairs, tokenizer_path=tokenizer_path, vocab_size=vocab, packing=packing, out=out)
+        return prepare_dpo(
+            pairs, tokenizer_path=tokenizer_path, vocab_size=vocab, packing=packing, out=out
+        )
 
     numbers = count()
     slots = pack(long).num_tokens
@@ -171,7 +258,8 @@ def test_pairs_without_a_difference_are_refused() -> None:
     def pair(chosen: str, rejected: str) -> PreferencePair:
         answers = {"chosen": chosen, "rejected": rejected}
         return PreferencePair.model_validate(
-            {"prompt": [ask]} | {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+            {"prompt": [ask]}
+            | {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
         )
 
     for one, field, message in (
@@ -186,11 +274,38 @@ def test_pairs_without_a_difference_are_refused() -> None:
 
 def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:
     sandbox, plain = ImmutableSandboxedEnvironment(), SandboxedEnvironment
-    objects: list[Any] = ["x", {}, [], (), 1, None, str, len, lambda: 0, (i for i in ()), set(), b"", "".join, type]
+    objects: list[Any] = [
+        "x",
+        {},
+        [],
+        (),
+        1,
+        None,
+        str,
+        len,
+        lambda: 0,
+        (i for i in ()),
+        set(),
+        b"",
+        "".join,
+        type,
+    ]
     _remember_what_is_safe()
     for again in range(2):
         for value in objects:
-            for name in [*dir(value), "mro", "gi_frame", "append", "update", "unknown", "__globals__"]:
+            for name in [
+                *dir(value),
+                "mro",
+                "gi_frame",
+                "append",
+                "update",
+                "unknown",
+                "__globals__",
+            ]:
                 safe = plain.is_safe_attribute(sandbox, value, name, None)
                 expected = safe and not modifies_known_mutable(value, name)
-                assert sandbox.is_safe_attribute(value, name, None) == expected, (again, value, name)
+                assert sandbox.is_safe_attribute(value, name, None) == expected, (
+                    again,
+                    value,
+                    name,
+                )

@@ -1,4 +1,5 @@
-"""The experts of turns reach the slots of their tokens; what a sampler can't have chosen is refused."""
+"""The experts of turns reach the slots of their tokens; what a sampler can't have chosen is
+refused."""
 
 import base64
 import io
@@ -31,23 +32,40 @@ def experts(tokens: int, first: int = 0) -> np.ndarray:
 
 def turn(prompt: list[int], sampled: list[int], routed: object = None) -> Turn:
     given = encoded(routed) if isinstance(routed, np.ndarray) else routed
-    return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=[-0.5] * len(sampled), routed_experts=given)
+    return Turn(
+        prompt_token_ids=prompt,
+        token_ids=sampled,
+        logprobs=[-0.5] * len(sampled),
+        routed_experts=given,
+    )
 
 
 def prepare(out, *trajectories: list[Turn], mixture: Mixture | None = MIXTURE):
-    members = [Trajectory(turns=turns, reward=float(number)) for number, turns in enumerate(trajectories)]
+    members = [
+        Trajectory(turns=turns, reward=float(number)) for number, turns in enumerate(trajectories)
+    ]
     packing = PackingSettings(sequence_length=16)
-    prepare_rl([Group(trajectories=members)], vocab_size=10, advantage=AdvantageSettings(), packing=packing, out=out,
-               mixture=mixture)  # fmt: skip
+    prepare_rl(
+        [Group(trajectories=members)],
+        vocab_size=10,
+        advantage=AdvantageSettings(),
+        packing=packing,
+        out=out,
+        mixture=mixture,
+    )
     with PackedBatch.open(out) as batch:
         return batch.row(0)
 
 
 def test_each_slot_has_the_experts_of_its_token(tmp_path):
-    """A shared slot those of the first sequence in the row, a later turn's prompt those of the turn that sampled it."""
+    """A shared slot those of the first sequence in the row, a later turn's prompt those of the turn
+    that sampled it."""
     first, second, other = experts(4), experts(7, 100), experts(4, 50)
-    row = prepare(tmp_path / "data", [turn([1, 2, 3], [4, 5], first), turn([1, 2, 3, 4, 5, 6], [7, 8], second)],
-                  [turn([1, 2, 3], [9, 9], other)])  # fmt: skip
+    row = prepare(
+        tmp_path / "data",
+        [turn([1, 2, 3], [4, 5], first), turn([1, 2, 3, 4, 5, 6], [7, 8], second)],
+        [turn([1, 2, 3], [9, 9], other)],
+    )
     assert row.tokens.tolist()[:10] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
     assert row.slot_experts.shape == (16, 3, 2)
     expected = np.full((16, 3, 2), -1)
@@ -61,10 +79,16 @@ def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
     given = experts(3)
     given[:, :dense] = 0
     mixture = MIXTURE._replace(dense=dense)
-    row = prepare(tmp_path / "data", [turn([1], [2, 3, 4], given)], [turn([5], [6])], mixture=mixture)
+    row = prepare(
+        tmp_path / "data", [turn([1], [2, 3, 4], given)], [turn([5], [6])], mixture=mixture
+    )
     assert np.array_equal(row.slot_experts[:3], given)
     assert (row.slot_experts[3:] == -1).all()
-    assert prepare(tmp_path / "without", [turn([1], [2])], [turn([5], [6])]).slot_experts.shape == (16, 0, 0)
+    assert prepare(tmp_path / "without", [turn([1], [2])], [turn([5], [6])]).slot_experts.shape == (
+        16,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,12 +111,18 @@ def test_turns_without_experts_leave_their_slots_to_the_router(tmp_path, dense):
 def test_what_no_router_chose_is_refused(tmp_path, routed, problem):
     mixture = None if problem == "no mixture of experts" else MIXTURE
     with pytest.raises(InvalidInput, match=problem) as refused:
-        prepare(tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)], mixture=mixture)
+        prepare(
+            tmp_path / "data", [turn([1], [2])], [turn([1, 2], [3, 4], routed)], mixture=mixture
+        )
     assert refused.value.field == "groups.0.trajectories.1.turns.0.routed_experts"
     assert not (tmp_path / "data").exists()
 
 
 def test_a_response_of_vllm_brings_them():
     routed = encoded(experts(2))
-    choice = {"token_ids": [6, 7], "logprobs": {"content": [{"logprob": -0.1}] * 2}, "routed_experts": routed}
+    choice = {
+        "token_ids": [6, 7],
+        "logprobs": {"content": [{"logprob": -0.1}] * 2},
+        "routed_experts": routed,
+    }
     assert turn_from_openai({"choices": [choice], "prompt_token_ids": [5]}).routed_experts == routed

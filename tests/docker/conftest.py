@@ -22,7 +22,8 @@ def images(engine: None) -> None:
 
 @pytest.fixture(scope="session")
 def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume of 1.2 GB in memory.
+    """One running stack for `test_running_stack` and then `test_stack_faults`, on a data volume of
+    1.2 GB in memory.
 
     A container keeps the volume in use, because the engine empties an unused one.
     """
@@ -32,8 +33,19 @@ def stack(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
     override.write_text(json.dumps({"volumes": {"data": {"external": True, "name": volume}}}))
     options = ["type=tmpfs", "device=tmpfs", "o=size=1200m,mode=2775,uid=2000,gid=0"]
     docker("volume", "create", *(word for option in options for word in ("-o", option)), volume)
-    holder = docker("run", "-d", "-v", f"{volume}:/data", "--entrypoint", "sleep", "--init", "--network", "none",
-                    f"tandem-controller:{TAG}", "infinity").stdout.strip()  # fmt: skip
+    holder = docker(
+        "run",
+        "-d",
+        "-v",
+        f"{volume}:/data",
+        "--entrypoint",
+        "sleep",
+        "--init",
+        "--network",
+        "none",
+        f"tandem-controller:{TAG}",
+        "infinity",
+    ).stdout.strip()
     try:
         with ComposeStack(directory, str(override)) as stack:
             print(f"\nup --wait took {stack.up(profiles=['prometheus']):.0f} s")

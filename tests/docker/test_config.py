@@ -1,4 +1,5 @@
-"""`docker compose config` of the files: GPUs per role, published ports, hardening, secrets and variables.
+"""`docker compose config` of the files: GPUs per role, published ports, hardening, secrets and
+variables.
 
 `tests/helm/test_drift.py` compares which variables a role has with the chart.
 """
@@ -24,7 +25,11 @@ MAIN_AND_CPU = pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU)], ids=["ma
 
 
 def environment(config: dict, service: str) -> dict[str, str]:
-    return {name: value for name, value in config["services"][service]["environment"].items() if value is not None}
+    return {
+        name: value
+        for name, value in config["services"][service]["environment"].items()
+        if value is not None
+    }
 
 
 def started(config: dict) -> dict[str, dict]:
@@ -36,14 +41,23 @@ def started(config: dict) -> dict[str, dict]:
     ("trainer", "inference", "ranks"),
     [
         ("0", "1", {}),
-        ("0,1,2,3", "4,5,6,7", {"TRAINER_RANKS": "4", "TENSOR_PARALLEL": "2", "INFERENCE_TENSOR_PARALLEL": "4"}),
+        (
+            "0,1,2,3",
+            "4,5,6,7",
+            {"TRAINER_RANKS": "4", "TENSOR_PARALLEL": "2", "INFERENCE_TENSOR_PARALLEL": "4"},
+        ),
         (f"{A},{A[:-1]}0", B, {"TRAINER_RANKS": "2"}),
     ],
 )
 @pytest.mark.parametrize("mode", [{}, {"TANDEM_GPU_MODE": "shared"}], ids=["dedicated", "shared"])
 def test_each_role_gets_its_gpus_and_no_other(trainer, inference, ranks, mode):
     variables = {f"TANDEM_{name}": value for name, value in ranks.items()}
-    given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables, **mode}
+    given = {
+        "TANDEM_TRAINER_DEVICES": trainer,
+        "TANDEM_INFERENCE_DEVICES": inference,
+        **variables,
+        **mode,
+    }
     config = Compose(MAIN).config("*", **given)
     devices = {"trainer": trainer, "inference": inference}
     for name, service in started(config).items():
@@ -52,8 +66,11 @@ def test_each_role_gets_its_gpus_and_no_other(trainer, inference, ranks, mode):
         # The images of preflight and controller set it.
         expected = devices.get(name, "void")
         assert environment(config, name).get("NVIDIA_VISIBLE_DEVICES", "void") == expected, name
-    for role, name in (("trainer", "TANDEM_TRAINER_RANKS"), ("trainer", "TANDEM_TENSOR_PARALLEL"),
-                       ("inference", "TANDEM_INFERENCE_TENSOR_PARALLEL")):  # fmt: skip
+    for role, name in (
+        ("trainer", "TANDEM_TRAINER_RANKS"),
+        ("trainer", "TANDEM_TENSOR_PARALLEL"),
+        ("inference", "TANDEM_INFERENCE_TENSOR_PARALLEL"),
+    ):
         assert environment(config, role).get(name) == variables.get(name)
     assert environment(config, "preflight").items() >= given.items()
 
@@ -84,7 +101,9 @@ def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(giv
     for role in ("trainer", "inference"):
         assert environment(config, role)["NVIDIA_VISIBLE_DEVICES"] == devices
         assert environment(config, role)["TANDEM_ADMIN_TOKEN_FILE"] == "/run/secrets/admin_token"
-        assert {secret["source"] for secret in config["services"][role]["secrets"]} == SECRETS["inference"]
+        assert {secret["source"] for secret in config["services"][role]["secrets"]} == SECRETS[
+            "inference"
+        ]
     assert {environment(config, name)["TANDEM_GPU_MODE"] for name in OURS} == {"shared"}
     preflight = environment(config, "preflight")
     assert preflight["TANDEM_TRAINER_DEVICES"] == preflight["TANDEM_INFERENCE_DEVICES"] == devices
@@ -97,7 +116,18 @@ def preflight(*options: str, config: dict, **variables: str):
     """`tandem preflight` in its image, without a network."""
     words = [word for item in variables.items() for word in ("-e", "=".join(item))]
     image = config["services"]["preflight"]["image"]
-    return docker("run", "--rm", "--network", "none", *options, *words, image, "tandem", "preflight", check=False)
+    return docker(
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        *options,
+        *words,
+        image,
+        "tandem",
+        "preflight",
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +139,9 @@ def preflight(*options: str, config: dict, **variables: str):
         ("0", "0", {"TANDEM_GPU_MODE": "dedicated"}, "both name 0"),
     ],
 )
-def test_preflight_refuses_what_compose_cannot_compare(images, trainer, inference, variables, words):
+def test_preflight_refuses_what_compose_cannot_compare(
+    images, trainer, inference, variables, words
+):
     """With the variables that compose passes."""
     given = {"TANDEM_TRAINER_DEVICES": trainer, "TANDEM_INFERENCE_DEVICES": inference, **variables}
     config = Compose(MAIN).config(**given)
@@ -121,8 +153,12 @@ def test_preflight_refuses_what_compose_cannot_compare(images, trainer, inferenc
 def test_preflight_refuses_a_model_that_its_user_cannot_read(images, tmp_path):
     """safetensors' own writer makes files that only their owner can read."""
     model = tiny_model.write_tiny_qwen3(tmp_path / "model")
-    given = {"TANDEM_DEVICE": "cpu", "TANDEM_BASE_MODEL": "/models/it", "TANDEM_API_KEY": "k" * 32,
-             "TANDEM_ADMIN_TOKEN": "t" * 32}  # fmt: skip
+    given = {
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_BASE_MODEL": "/models/it",
+        "TANDEM_API_KEY": "k" * 32,
+        "TANDEM_ADMIN_TOKEN": "t" * 32,
+    }
     options = ("-v", f"{model}:/models/it:ro", "--user", "54321:0", "--tmpfs", "/data")
     for mode, status in ((0o644, 0), (0o600, 1)):
         (model / "model.safetensors").chmod(mode)
@@ -192,9 +228,13 @@ def test_only_public_ports_are_published_on_loopback_and_the_internal_network_ha
         "grafana": [("127.0.0.1", "3000", 3000)],
     }
     opened = Compose(*files).config("*", TANDEM_BIND="0.0.0.0")
-    assert {name: port["host_ip"] for name, s in opened["services"].items() for port in s.get("ports", [])} == {
-        name: "127.0.0.1" if name == "prometheus" else "0.0.0.0" for name in published
-    }, "Prometheus asks for no login"
+    assert {
+        name: port["host_ip"]
+        for name, s in opened["services"].items()
+        for port in s.get("ports", [])
+    } == {name: "127.0.0.1" if name == "prometheus" else "0.0.0.0" for name in published}, (
+        "Prometheus asks for no login"
+    )
     opened = Compose(*files).config("*", PROMETHEUS_BIND="0.0.0.0")
     assert opened["services"]["prometheus"]["ports"][0]["host_ip"] == "0.0.0.0"
     assert config["networks"]["internal"]["internal"]
@@ -214,15 +254,22 @@ def hardened(service: dict, name: str) -> None:
     user, _, group = service["user"].partition(":")
     assert user not in ("", "0", "root"), name
     assert group in ("0", "65534"), name
-    assert service["logging"] == {"driver": "json-file", "options": {"max-size": "50m", "max-file": "5"}}, name
+    assert service["logging"] == {
+        "driver": "json-file",
+        "options": {"max-size": "50m", "max-file": "5"},
+    }, name
     assert not service.get("pid"), name
     assert service.get("network_mode") != "host", name
     for volume in service.get("volumes", []):
         assert "docker.sock" not in volume["source"], name
-        assert volume["type"] == "volume" or volume["read_only"], f"{name} can write to the host's {volume['source']}"
+        assert volume["type"] == "volume" or volume["read_only"], (
+            f"{name} can write to the host's {volume['source']}"
+        )
 
 
-@pytest.mark.parametrize("files", [(MAIN,), (MAIN, CPU), (MAIN, NVLINK)], ids=["main", "cpu", "nvlink"])
+@pytest.mark.parametrize(
+    "files", [(MAIN,), (MAIN, CPU), (MAIN, NVLINK)], ids=["main", "cpu", "nvlink"]
+)
 def test_every_service_is_hardened_and_its_image_has_a_version(files):
     services = started(everything(*files))
     assert set(services) >= {*OURS, *UPSTREAM, "example"}
@@ -238,18 +285,29 @@ def test_roles_wait_for_preflight_and_not_for_each_other():
     services = everything(MAIN)["services"]
     after = {"preflight": {"condition": "service_completed_successfully", "required": True}}
     for name in SERVICES:
-        assert (services[name]["depends_on"], services[name]["restart"]) == (after, "unless-stopped")
+        assert (services[name]["depends_on"], services[name]["restart"]) == (
+            after,
+            "unless-stopped",
+        )
     assert services["preflight"]["restart"] == "no"
 
 
 def test_memory_can_be_limited():
-    given = {"TANDEM_CONTROLLER_MEMORY": "1g", "TANDEM_TRAINER_MEMORY": "2g", "TANDEM_INFERENCE_MEMORY": "3g",
-             "TANDEM_TRAINER_SHM": "4g", "TANDEM_INFERENCE_SHM": "5g"}  # fmt: skip
+    given = {
+        "TANDEM_CONTROLLER_MEMORY": "1g",
+        "TANDEM_TRAINER_MEMORY": "2g",
+        "TANDEM_INFERENCE_MEMORY": "3g",
+        "TANDEM_TRAINER_SHM": "4g",
+        "TANDEM_INFERENCE_SHM": "5g",
+    }
     for files in ((MAIN,), (MAIN, CPU)):
         services = Compose(*files).config(**given)["services"]
         limits = [int(services[name]["mem_limit"]) >> 30 for name in SERVICES]
         assert limits == [1, 2, 3]
-        assert [int(services[name]["shm_size"]) >> 30 for name in ("trainer", "inference")] == [4, 5]
+        assert [int(services[name]["shm_size"]) >> 30 for name in ("trainer", "inference")] == [
+            4,
+            5,
+        ]
 
 
 SECRETS = {
@@ -283,26 +341,52 @@ def test_secrets_are_created_once_in_a_private_directory(tmp_path):
     subprocess.run([create], check=True)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert tmp_path.stat().st_mode & 0o777 == 0o700
-    assert all(re.fullmatch("[0-9a-f]{64}", first[name]) for name in ("api_key", "admin_token", "grafana_password"))
+    assert all(
+        re.fullmatch("[0-9a-f]{64}", first[name])
+        for name in ("api_key", "admin_token", "grafana_password")
+    )
     assert len(set(first.values())) == len(first)
     (tmp_path / "hf_token").write_text("mine")
     subprocess.run([create], check=True)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {**first, "hf_token": "mine"}
-    ignored = subprocess.run(["git", "check-ignore", "secrets/api_key", "secrets/hf_token", ".env"], cwd=ROOT,
-                             capture_output=True, text=True, check=True)  # fmt: skip
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        **first,
+        "hf_token": "mine",
+    }
+    ignored = subprocess.run(
+        ["git", "check-ignore", "secrets/api_key", "secrets/hf_token", ".env"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert len(ignored.stdout.split()) == 3
 
 
-NOT_PASSED = {f"TANDEM_{name}" for name in (
-    # Set by the images; docker-compose.cpu.yml sets the device too.
-    "ROOT", "LOG_DIR", "DEVICE", "CONTROLLER_HOST", "INFERENCE_HOST", "METRICS_HOST",
-    # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the published ports.
-    "CONTROLLER_PORT", "INFERENCE_PORT", "METRICS_PORT",
-    # Files.
-    "API_KEY", "ADMIN_TOKEN", "API_KEY_FILE", "ADMIN_TOKEN_FILE",
-    # Fixed, or without effect.
-    "INFERENCE_URL", "DOCKER",
-)}  # fmt: skip
+NOT_PASSED = {
+    f"TANDEM_{name}"
+    for name in (
+        # Set by the images; docker-compose.cpu.yml sets the device too.
+        "ROOT",
+        "LOG_DIR",
+        "DEVICE",
+        "CONTROLLER_HOST",
+        "INFERENCE_HOST",
+        "METRICS_HOST",
+        # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the
+        # published ports.
+        "CONTROLLER_PORT",
+        "INFERENCE_PORT",
+        "METRICS_PORT",
+        # Files.
+        "API_KEY",
+        "ADMIN_TOKEN",
+        "API_KEY_FILE",
+        "ADMIN_TOKEN_FILE",
+        # Fixed, or without effect.
+        "INFERENCE_URL",
+        "DOCKER",
+    )
+}
 """Settings that compose does not take from its variables."""
 
 
@@ -313,19 +397,31 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
     config = Compose(*files).config(**given)
     passed = set()
     for service in OURS:
-        found = {name: value for name, value in environment(config, service).items() if name.startswith("TANDEM_")}
+        found = {
+            name: value
+            for name, value in environment(config, service).items()
+            if name.startswith("TANDEM_")
+        }
         assert set(found) <= fields
-        assert {name: value for name, value in found.items() if value != given[name]}.keys() <= NOT_PASSED
+        assert {
+            name: value for name, value in found.items() if value != given[name]
+        }.keys() <= NOT_PASSED
         passed |= {name for name, value in found.items() if value == given[name]}
     assert passed == fields - NOT_PASSED
     # Preflight checks what several roles must agree on, and both roles' devices.
-    several = {name for name in passed if sum(name in environment(config, role) for role in SERVICES) > 1}
-    of_devices = {f"TANDEM_{name}" for name in ("TRAINER_DEVICES", "INFERENCE_DEVICES", "INFERENCE_TENSOR_PARALLEL")}
+    several = {
+        name for name in passed if sum(name in environment(config, role) for role in SERVICES) > 1
+    }
+    of_devices = {
+        f"TANDEM_{name}"
+        for name in ("TRAINER_DEVICES", "INFERENCE_DEVICES", "INFERENCE_TENSOR_PARALLEL")
+    }
     assert set(environment(config, "preflight")) & passed == several | of_devices
 
 
 def variables_of(path: str) -> dict[str, set[str | None]]:
-    """Each variable that a compose file reads → its defaults; None for a variable that it passes on."""
+    """Each variable that a compose file reads → its defaults; None for a variable that it passes
+    on."""
     text = re.sub(r"(?m)^\s*#.*$", "", Path(path).read_text())
     defaults: dict[str, set[str | None]] = defaultdict(set)
     for name, default in re.findall(r"\$\{(\w+)(?::-([^}]*))?[^}]*\}", text):
@@ -365,10 +461,14 @@ def test_the_examples_defaults_are_those_of_the_files():
 
 
 def test_the_example_configures_the_stack():
-    config = Compose(MAIN).config(**{name: value for name, (value, commented) in example().items() if not commented})
+    config = Compose(MAIN).config(
+        **{name: value for name, (value, commented) in example().items() if not commented}
+    )
     assert set(config["services"]) == {*OURS, *UPSTREAM}
     assert environment(config, "controller")["TANDEM_BASE_MODEL"] == "/models/Qwen3-0.6B"
     text = (ROOT / ".env.example").read_text()
     everything_uncommented = dict(re.findall(r"(?m)^#?([A-Z][A-Z0-9_]+)=(.+)$", text))
     del everything_uncommented["COMPOSE_FILE"]
-    assert set(Compose(MAIN).config(**everything_uncommented)["services"]) == set(config["services"])
+    assert set(Compose(MAIN).config(**everything_uncommented)["services"]) == set(
+        config["services"]
+    )

@@ -1,4 +1,5 @@
-"""A running stack learns through its published ports, refuses other access, and survives `down` and `up`.
+"""A running stack learns through its published ports, refuses other access, and survives `down` and
+`up`.
 
 Each test continues from the state that the one before it left.
 """
@@ -28,7 +29,9 @@ def test_every_container_is_healthy(stack):
     for service in ("preflight", "tiny-model"):
         assert stack.inspect(service)["State"]["ExitCode"] == 0
     for role in ("trainer", "inference"):
-        assert re.search(r"ready after \d+ s", stack.logs(role)), "`tandem up` says when it is ready"
+        assert re.search(r"ready after \d+ s", stack.logs(role)), (
+            "`tandem up` says when it is ready"
+        )
 
 
 def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
@@ -36,7 +39,8 @@ def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", f"{stack.inference_url}/v1")
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))  # tests/stack has all of them
+    # tests/stack has all of them.
+    report = asyncio.run(yes_no_maybe.train(RUN, rl_steps=6, tell=lambda *_: None))
     assert abs(report["sft_reward"] - 0.75) <= 0.05
     assert report["rl_reward"] > report["sft_reward"] + 0.02
     assert max(row["metrics"]["kl_sampler"] for row in report["steps"]) < 1e-3
@@ -50,7 +54,15 @@ def test_no_process_is_root_and_only_volumes_are_writable(stack):
 
 
 # `test_real_vllm` tries every route.
-CLOSED = ("/v1/load_lora_adapter", "/pause", "/sleep", "/collective_rpc", "/v1/responses", "/docs", "/openapi.json")
+CLOSED = (
+    "/v1/load_lora_adapter",
+    "/pause",
+    "/sleep",
+    "/collective_rpc",
+    "/v1/responses",
+    "/docs",
+    "/openapi.json",
+)
 
 
 def test_admin_routes_of_the_published_port_require_the_admin_token(stack):
@@ -59,7 +71,9 @@ def test_admin_routes_of_the_published_port_require_the_admin_token(stack):
     for path in CLOSED:
         for method in ("GET", "POST"):
             for headers in ({}, api, api | wrong):
-                answer = httpx.request(method, stack.inference_url + path, headers=headers, timeout=30)
+                answer = httpx.request(
+                    method, stack.inference_url + path, headers=headers, timeout=30
+                )
                 assert answer.status_code == 401, (method, path, answer.text)
     admin = api | {"X-Tandem-Admin-Token": stack.secret("admin_token")}
     for path in CLOSED:
@@ -67,7 +81,9 @@ def test_admin_routes_of_the_published_port_require_the_admin_token(stack):
         assert answer.status_code != 401, path
     # With the token, a request reaches vLLM.
     unknown = {"lora_name": "no-such"}
-    answer = httpx.post(f"{stack.inference_url}/v1/unload_lora_adapter", json=unknown, headers=admin, timeout=30)
+    answer = httpx.post(
+        f"{stack.inference_url}/v1/unload_lora_adapter", json=unknown, headers=admin, timeout=30
+    )
     assert answer.status_code == 404
     assert httpx.get(f"{stack.inference_url}/v1/models", timeout=30).status_code == 401
     assert httpx.get(f"{stack.controller_url}/v1/runs", timeout=30).status_code == 401
@@ -93,12 +109,16 @@ def test_secrets_are_only_in_their_files(stack):
         everything = ["grep", "-rslF", "-D", "skip"]
         assert stack.exec(service, *everything, RUN, *places).stdout, "grep finds existing text"
         for name in stack.exec(service, "ls", "/run/secrets").stdout.split():
-            done = stack.exec(service, *everything, "-f", f"/run/secrets/{name}", *places, check=False)
+            done = stack.exec(
+                service, *everything, "-f", f"/run/secrets/{name}", *places, check=False
+            )
             assert not done.stdout, f"{service}: {name} is in {done.stdout}"
 
 
 def ask(stack: ComposeStack, path: str, **parameters: str):
-    answer = httpx.get(f"http://127.0.0.1:{stack.prometheus_port}/api/v1/{path}", params=parameters, timeout=30)
+    answer = httpx.get(
+        f"http://127.0.0.1:{stack.prometheus_port}/api/v1/{path}", params=parameters, timeout=30
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()["data"]
 
@@ -110,8 +130,11 @@ def test_prometheus_reaches_every_target(stack):
 
     targets = until("every target is up", up)
     assert {target["labels"]["job"] for target in targets} == {
-        "tandem-controller", "tandem-trainer", "tandem-inference", "tandem-vllm",
-    }  # fmt: skip
+        "tandem-controller",
+        "tandem-trainer",
+        "tandem-inference",
+        "tandem-vllm",
+    }
     assert {target["labels"]["namespace"] for target in targets} == {"compose"}
 
 
@@ -145,16 +168,25 @@ def test_rules_can_be_evaluated_and_nothing_fires(stack):
     groups = ask(stack, "rules")["groups"]
     evaluated = [rule for group in groups for rule in group["rules"]]
     assert len(evaluated) > 20
-    assert {rule["name"]: rule.get("lastError") for rule in evaluated if rule["health"] != "ok"} == {}
-    firing = [rule["name"] for rule in evaluated if rule["type"] == "alerting" and rule["state"] == "firing"]
+    assert {
+        rule["name"]: rule.get("lastError") for rule in evaluated if rule["health"] != "ok"
+    } == {}
+    firing = [
+        rule["name"]
+        for rule in evaluated
+        if rule["type"] == "alerting" and rule["state"] == "firing"
+    ]
     assert not firing
 
 
 def test_down_in_the_middle_of_a_job_and_up_as_another_user(stack):
-    """The job returns to the queue without a counted attempt, and containers of another uid continue it."""
+    """The job returns to the queue without a counted attempt, and containers of another uid
+    continue it."""
     step = stack.client.get_run(RUN).newest_step
     job = stack.submit(RUN, epochs=400)
-    until("the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job)))
+    until(
+        "the job makes steps", lambda: any(e.type == "step" for e in stack.client.job_events(job))
+    )
     begin = time.time()
     stack.run("--profile", "*", "down", timeout=200)
     assert time.time() - begin < 75 + 10

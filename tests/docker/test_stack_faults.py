@@ -1,7 +1,8 @@
 """Container faults and their consequences, as docs/jobs.md and docs/operations.md describe them.
 
-`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack` left. Each test
-continues from the state that the one before it left: while vLLM restarts, tests inject the trainer's faults.
+`tests/stack/test_stack.py` kills single programs. The stack is the one that `test_running_stack`
+left. Each test continues from the state that the one before it left: while vLLM restarts, tests
+inject the trainer's faults.
 """
 
 import time
@@ -51,7 +52,8 @@ print(*(path for path in Path("/data/jobs/data").iterdir()))
 
 
 def succeeds(stack: ComposeStack, job: str) -> tuple[int, list[str]]:
-    """Wait for the job's success and check the spool. (Counted attempts, error types of the failed ones.)"""
+    """Wait for the job's success and check the spool. (Counted attempts, error types of the failed
+    ones.)"""
     status, events = succeeded(stack.client, job, JOB_BOUND)
     errors = [event.data["error"]["type"] for event in events if event.type == "requeued"]
     steps, data = stack.exec("controller", "python", "-c", _VERIFY, RUN).stdout.splitlines()
@@ -110,7 +112,8 @@ def test_kill_supervisord(stack):
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_kill_the_first_process(stack):
-    """As the kernel does when memory runs out: 137, everything in the container is gone, and it is started again."""
+    """As the kernel does when memory runs out: 137, everything in the container is gone, and it is
+    started again."""
     before, begin = restarts(stack, "trainer"), time.time()
     job = submit_running(stack)
     stack.kill_first("trainer")
@@ -126,7 +129,9 @@ def test_docker_kill_of_the_trainer(stack):
     stack.kill_container("trainer")
     time.sleep(1)
     assert stack.status("trainer").startswith("exited")
-    assert stack.client.get_job(job).state == "running", "nobody but a runner settles a runner's job"
+    assert stack.client.get_job(job).state == "running", (
+        "nobody but a runner settles a runner's job"
+    )
     stack.run("up", "-d", "trainer")
     assert succeeds(stack, job) == (2, ["runner_lost"])
 
@@ -153,10 +158,13 @@ sys.exit("no checkpoint was begun")
 
 @pytest.mark.sample(2, of="ends of the trainer's container")
 def test_sigterm_during_a_checkpoint(stack):
-    """Exit status 0; the checkpoint is whole or isn't there; the job succeeded or goes on without a counted attempt."""
+    """Exit status 0; the checkpoint is whole or isn't there; the job succeeded or goes on without a
+    counted attempt."""
     begin = time.time()
     job = submit(stack, epochs=100)
-    done = docker("exec", stack.container("trainer"), "python", "-c", _STOP_IN_CHECKPOINT, job, check=False)
+    done = docker(
+        "exec", stack.container("trainer"), "python", "-c", _STOP_IN_CHECKPOINT, job, check=False
+    )
     assert "no checkpoint" not in done.stderr
     assert exit_status(stack, "trainer", begin) == 0
     attempts, errors = succeeds(stack, job)
@@ -175,7 +183,12 @@ def served(stack: ComposeStack) -> None:
     """Wait until vLLM serves the newest step."""
     step = stack.client.get_run(RUN).newest_step
     stack.client.wait_served(RUN, step, timeout=SERVED_BOUND)
-    until(f"{RUN}@{step} answers", lambda: stack.chat_status(f"{RUN}@{step}") == 200, SERVED_BOUND, poll=1)
+    until(
+        f"{RUN}@{step} answers",
+        lambda: stack.chat_status(f"{RUN}@{step}") == 200,
+        SERVED_BOUND,
+        poll=1,
+    )
 
 
 def test_inference_that_was_killed_serves_the_newest_step(stack):
@@ -195,17 +208,25 @@ with open("/data/filler", "wb", buffering=0) as file:
 
 
 def test_a_full_volume(stack):
-    """The controller refuses with 503; the running job fails its attempt or waits, and succeeds after space is free."""
+    """The controller refuses with 503; the running job fails its attempt or waits, and succeeds
+    after space is free."""
     job = submit(stack, epochs=300)
     seen(stack.client, job, "step")
     assert "No space left" in stack.exec("trainer", "python", "-c", _FILL).stdout
     try:
         request = {"kind": "sft", "examples": EXAMPLES, "packing": {"sequence_length": 128}}
         headers = stack.api_headers
-        answer = httpx.post(f"{stack.controller_url}/v1/runs/{RUN}/train", json=request, headers=headers, timeout=60)
+        answer = httpx.post(
+            f"{stack.controller_url}/v1/runs/{RUN}/train", json=request, headers=headers, timeout=60
+        )
         assert answer.status_code == 503, answer.text
         assert "No space left on device" in answer.text or "the volume is full" in answer.text
-        assert httpx.get(f"{stack.controller_url}/v1/jobs/{job}", headers=headers, timeout=60).status_code == 200
+        assert (
+            httpx.get(
+                f"{stack.controller_url}/v1/jobs/{job}", headers=headers, timeout=60
+            ).status_code
+            == 200
+        )
         until("the runner says so", lambda: "the volume is full" in stack.logs("trainer"))
         time.sleep(3)
         assert stack.client.get_job(job).state not in TERMINAL
@@ -218,10 +239,19 @@ def test_a_full_volume(stack):
 
 
 def test_a_program_that_cannot_be_started(stack):
-    """The container ends and starts again and again, `up --wait` has a bound, and the reason is in the log."""
+    """The container ends and starts again and again, `up --wait` has a bound, and the reason is in
+    the log."""
     begin = time.time()
     # `up --wait`'s exit status is not checked: Compose up to 5.5 reports a deadline only by luck.
-    stack.run("up", "--wait", "--wait-timeout", "20", "inference", TANDEM_VLLM_ARGS="'unbalanced", check=False)
+    stack.run(
+        "up",
+        "--wait",
+        "--wait-timeout",
+        "20",
+        "inference",
+        TANDEM_VLLM_ARGS="'unbalanced",
+        check=False,
+    )
     # On a busy machine vLLM's program lives for the second that supervisord counts as a start.
     assert exit_status(stack, "inference", begin) in (70, 71)
     assert not stack.healthy("inference")

@@ -1,4 +1,5 @@
-"""A made-up NVIDIA driver, for this process and for its children: what `pynvml.py` beside this file answers."""
+"""A made-up NVIDIA driver, for this process and for its children: what `pynvml.py` beside this file
+answers."""
 
 import json
 import os
@@ -12,9 +13,15 @@ MIB = 2**20
 
 
 def gpu(uuid: str, used: int = 0, **answers: object) -> dict:
-    """A GPU with `used` bytes in use, and 1 GiB that the driver reserves. `answers`: of NVML functions, by name."""
+    """A GPU with `used` bytes in use, and 1 GiB that the driver reserves. `answers`: of NVML
+    functions, by name."""
     # Some drivers count the reserved memory in `used`.
-    memory = {"total": 100 * 2**30, "free": 99 * 2**30 - used, "reserved": 2**30, "used": 2**30 + used}
+    memory = {
+        "total": 100 * 2**30,
+        "free": 99 * 2**30 - used,
+        "reserved": 2**30,
+        "used": 2**30 + used,
+    }
     return {"nvmlDeviceGetUUID": uuid, "nvmlDeviceGetMemoryInfo": memory} | answers
 
 

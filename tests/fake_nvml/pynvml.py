@@ -1,4 +1,5 @@
-"""In pynvml's place: its constants and errors, and functions that answer from the file $FAKE_NVML (see FakeNvml)."""
+"""In pynvml's place: its constants and errors, and functions that answer from the file $FAKE_NVML
+(see FakeNvml)."""
 
 import json
 import os

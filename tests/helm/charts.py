@@ -1,8 +1,9 @@
 """The Helm library on a chart: render, lint, install, upgrade, uninstall.
 
-The library has no `template`. A render is an installation into an API server in memory (`helm.kubernetes_api`), which
-ends when Helm records the release; that record contains the objects. Errors are the library's, with Helm's own
-message. Helm accepts a key or an object's name that is given twice; here both are errors.
+The library has no `template`. A render is an installation into an API server in memory
+(`helm.kubernetes_api`), which ends when Helm records the release; that record contains the objects.
+Errors are the library's, with Helm's own message. Helm accepts a key or an object's name that is
+given twice; here both are errors.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class UniqueKeys(yaml.CSafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := {key for key in keys if keys.count(key) > 1}:
-            raise yaml.constructor.ConstructorError(None, None, f"keys given twice: {twice}", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"keys given twice: {twice}", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -59,11 +62,17 @@ class Rendered:
 
     def all(self, kind: str, name_suffix: str = "") -> list[Object]:
         """The objects of this kind whose names end with `name_suffix`."""
-        return [o for o in self.objects if o["kind"] == kind and o["metadata"]["name"].endswith(name_suffix)]
+        return [
+            o
+            for o in self.objects
+            if o["kind"] == kind and o["metadata"]["name"].endswith(name_suffix)
+        ]
 
     def pods(self) -> list[tuple[Object, Object]]:
         """Every workload and every pod, each with its pod template."""
-        return [(obj, template) for obj in self.objects if (template := pod_template(obj)) is not None]
+        return [
+            (obj, template) for obj in self.objects if (template := pod_template(obj)) is not None
+        ]
 
 
 def merged(old: Any, patch: Any) -> Any:
@@ -85,7 +94,10 @@ def load_values(path: Path) -> dict[str, Any]:
 
 def rendered(release: dict[str, Any]) -> Rendered:
     """The objects of a release. ValueError if two have one name."""
-    manifests = [release.get("manifest", ""), *(hook["manifest"] for hook in release.get("hooks") or [])]
+    manifests = [
+        release.get("manifest", ""),
+        *(hook["manifest"] for hook in release.get("hooks") or []),
+    ]
     objects = [obj for text in manifests for obj in yaml.load_all(text, Loader=UniqueKeys) if obj]
     names = [(obj["apiVersion"], obj["kind"], obj["metadata"]["name"]) for obj in objects]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -94,7 +106,11 @@ def rendered(release: dict[str, Any]) -> Rendered:
 
 
 def render(
-    values: Values = None, *, version: str = NEWEST, existing: tuple[Object, ...] = (), **options: Any
+    values: Values = None,
+    *,
+    version: str = NEWEST,
+    existing: tuple[Object, ...] = (),
+    **options: Any,
 ) -> Rendered:
     """The chart with these values on a Kubernetes of this version.
 
@@ -122,11 +138,16 @@ def _shared_server(version: str) -> ApiServer:
 
 @cache
 def _kubeconfig(port: int, text: str) -> Path:
-    # The library throttles itself after 10 requests with a kubeconfig in a string, after 100 with one in a file.
+    # The library throttles itself after 10 requests with a kubeconfig in a string, after 100 with
+    # one in a file.
     path = WORK / f"{port}.kubeconfig"
     path.write_text(text)
     # Helm's Kubernetes client caches discovery here and has no setting for it.
-    atexit.register(shutil.rmtree, Path.home() / ".kube/cache/discovery" / f"127.0.0.1_{port}", ignore_errors=True)
+    atexit.register(
+        shutil.rmtree,
+        Path.home() / ".kube/cache/discovery" / f"127.0.0.1_{port}",
+        ignore_errors=True,
+    )
     return path
 
 
@@ -135,7 +156,12 @@ def _configuration(server: ApiServer, namespace: str = "ns") -> helm_sdkpy.Confi
 
 
 def install(
-    server: ApiServer, values: Values = None, *, release: str = "t", namespace: str = "ns", chart: Path = CHART
+    server: ApiServer,
+    values: Values = None,
+    *,
+    release: str = "t",
+    namespace: str = "ns",
+    chart: Path = CHART,
 ) -> dict[str, Any]:
     """`helm install`; the library's release."""
     action = helm_sdkpy.Install(_configuration(server, namespace))
@@ -144,11 +170,20 @@ def install(
 
 
 def upgrade(
-    server: ApiServer, values: Values = None, *, release: str = "t", chart: Path = CHART, reuse_values: bool = False
+    server: ApiServer,
+    values: Values = None,
+    *,
+    release: str = "t",
+    chart: Path = CHART,
+    reuse_values: bool = False,
 ) -> dict[str, Any]:
     """`helm upgrade`, with `--reuse-values` or `--reset-values`."""
     action = helm_sdkpy.Upgrade(_configuration(server))
-    options: dict[str, Any] = {"reuse_values": reuse_values, "reset_values": not reuse_values, "wait": False}
+    options: dict[str, Any] = {
+        "reuse_values": reuse_values,
+        "reset_values": not reuse_values,
+        "wait": False,
+    }
     return asyncio.run(action.run(release, str(chart), dict(values or {}), timeout=60, **options))
 
 
@@ -166,13 +201,21 @@ def package(directory: Path) -> Path:
 def lint(values: Values = None) -> list[str]:
     """`helm lint` with values: `"error values.yaml"` and the like, without informational messages.
 
-    The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's lint ignores `fail`:
-    only `render` finds what templates refuse.
+    The library's lint takes no values, so they are merged into the values.yaml of a copy. Helm's
+    lint ignores `fail`: only `render` finds what templates refuse.
     """
     original = load_values(CHART / "values.yaml")
-    (_lint_copy() / "values.yaml").write_text(yaml.safe_dump(merged(original, values or {}), sort_keys=False))
-    result = asyncio.run(helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy())))
-    return [f"{SEVERITIES[m['Severity']]} {m['Path']}" for m in result["Messages"] or [] if m["Severity"] != 1]
+    (_lint_copy() / "values.yaml").write_text(
+        yaml.safe_dump(merged(original, values or {}), sort_keys=False)
+    )
+    result = asyncio.run(
+        helm_sdkpy.Lint(_configuration(_shared_server(NEWEST))).run(str(_lint_copy()))
+    )
+    return [
+        f"{SEVERITIES[m['Severity']]} {m['Path']}"
+        for m in result["Messages"] or []
+        if m["Severity"] != 1
+    ]
 
 
 @cache
@@ -181,7 +224,8 @@ def _lint_copy() -> Path:
 
 
 def other_version(directory: Path, version: str, values: dict[str, Any] | None = None) -> Path:
-    """A copy of the chart in a new directory below this one, with another version and, if given, other defaults."""
+    """A copy of the chart in a new directory below this one, with another version and, if given,
+    other defaults."""
     copy = Path(tempfile.mkdtemp(dir=directory)) / "tandem"
     shutil.copytree(CHART, copy)
     text = (copy / "Chart.yaml").read_text()

@@ -1,7 +1,8 @@
-"""The Kubernetes API server that the Helm library needs to render or to keep a release: objects in memory, no pods.
+"""The Kubernetes API server that the Helm library needs to render or to keep a release: objects in
+memory, no pods.
 
-It serves discovery, single objects and lists by label, and refuses changes to immutable fields. `helm.schemas` checks
-schemas. Nothing checks quotas, limit ranges, admission or Kueue.
+It serves discovery, single objects and lists by label, and refuses changes to immutable fields.
+`helm.schemas` checks schemas. Nothing checks quotas, limit ranges, admission or Kueue.
 """
 
 import base64
@@ -21,7 +22,15 @@ Object = dict[str, Any]
 KUEUE = "kueue.x-k8s.io"
 """The one group that is absent by default."""
 KINDS = {
-    "v1": ("ConfigMap", "Namespace", "PersistentVolumeClaim", "Pod", "Secret", "Service", "ServiceAccount"),
+    "v1": (
+        "ConfigMap",
+        "Namespace",
+        "PersistentVolumeClaim",
+        "Pod",
+        "Secret",
+        "Service",
+        "ServiceAccount",
+    ),
     "apps/v1": ("Deployment", "StatefulSet"),
     "networking.k8s.io/v1": ("Ingress", "NetworkPolicy"),
     "policy/v1": ("PodDisruptionBudget",),
@@ -31,14 +40,25 @@ KINDS = {
     f"{KUEUE}/v1beta2": ("LocalQueue",),
 }
 MUTABLE = {
-    "Deployment": {"replicas", "template", "strategy", "revisionHistoryLimit", "progressDeadlineSeconds"},
+    "Deployment": {
+        "replicas",
+        "template",
+        "strategy",
+        "revisionHistoryLimit",
+        "progressDeadlineSeconds",
+    },
     "PersistentVolumeClaim": {"resources", "volumeName", "volumeAttributesClassName"},
     "ResourceClaimTemplate": set(),
     "StatefulSet": {
-        "replicas", "template", "updateStrategy", "minReadySeconds", "ordinals", "persistentVolumeClaimRetentionPolicy",
+        "replicas",
+        "template",
+        "updateStrategy",
+        "minReadySeconds",
+        "ordinals",
+        "persistentVolumeClaimRetentionPolicy",
         "revisionHistoryLimit",
     },
-}  # fmt: skip
+}
 """Kind → the fields of its spec that may change; of other kinds all may."""
 
 _PATH = re.compile(
@@ -53,8 +73,14 @@ class Refused(Exception):
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.status = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "reason": reason, "code": code,
-                       "message": message}  # fmt: skip
+        self.status = {
+            "apiVersion": "v1",
+            "kind": "Status",
+            "status": "Failure",
+            "reason": reason,
+            "code": code,
+            "message": message,
+        }
 
 
 class ApiServer:
@@ -63,7 +89,8 @@ class ApiServer:
     def __init__(self, version: str = "1.37.0", *, kueue: bool = False) -> None:
         self.version = version
         self.records = True
-        """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and Helm stops there."""
+        """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and
+        Helm stops there."""
         self.recorded: Object = {}
         self._objects: dict[tuple[str, str], Object] = {}
         self._lock = threading.Lock()
@@ -77,7 +104,9 @@ class ApiServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -91,16 +120,26 @@ class ApiServer:
     @property
     def kubeconfig(self) -> str:
         """A kubeconfig."""
-        return json.dumps({
-            "apiVersion": "v1", "kind": "Config", "current-context": "memory",
-            "users": [{"name": "memory", "user": {}}],
-            "clusters": [{"name": "memory", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
-            "contexts": [{"name": "memory", "context": {"cluster": "memory", "user": "memory"}}],
-        })  # fmt: skip
+        return json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "memory",
+                "users": [{"name": "memory", "user": {}}],
+                "clusters": [
+                    {"name": "memory", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}
+                ],
+                "contexts": [
+                    {"name": "memory", "context": {"cluster": "memory", "user": "memory"}}
+                ],
+            }
+        )
 
     def reset(self, *objects: Object) -> None:
         """Replace all objects by these."""
-        self._objects = {(_plural(obj["kind"]), obj["metadata"]["name"]): copy.deepcopy(obj) for obj in objects}
+        self._objects = {
+            (_plural(obj["kind"]), obj["metadata"]["name"]): copy.deepcopy(obj) for obj in objects
+        }
 
     def objects(self, kind: str | None = None) -> list[Object]:
         """The stored objects, without the records of releases."""
@@ -120,19 +159,32 @@ class ApiServer:
         match = _PATH.match(split.path)
         if group := self._resources(split.path.removeprefix("/apis/").removeprefix("/api/")):
             return group
-        kind = self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
+        kind = (
+            self._kinds.get((match["core"] or match["group"], match["plural"])) if match else None
+        )
         if match is None or kind is None:
-            raise Refused(404, "NotFound", f"the server could not find the requested resource {split.path}")
+            raise Refused(
+                404, "NotFound", f"the server could not find the requested resource {split.path}"
+            )
         with self._lock:
             if match["name"] is None and method == "GET":
-                return self._list(kind, match["plural"], parse_qs(split.query).get("labelSelector", [""])[0])
+                return self._list(
+                    kind, match["plural"], parse_qs(split.query).get("labelSelector", [""])[0]
+                )
             return self._one(method, match["plural"], kind, match["name"], body)
 
     def _list(self, kind: str, plural: str, selector: str) -> Object:
         wanted = dict(term.split("=") for term in selector.split(",") if term)
         stored = (obj for (resource, _), obj in self._objects.items() if resource == plural)
-        items = [obj for obj in stored if wanted.items() <= obj["metadata"].get("labels", {}).items()]
-        return {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
+        items = [
+            obj for obj in stored if wanted.items() <= obj["metadata"].get("labels", {}).items()
+        ]
+        return {
+            "kind": f"{kind}List",
+            "apiVersion": "v1",
+            "metadata": {"resourceVersion": "1"},
+            "items": items,
+        }
 
     def _one(self, method: str, plural: str, kind: str, name: str | None, body: bytes) -> Object:
         if method in ("POST", "PUT", "PATCH"):
@@ -151,43 +203,73 @@ class ApiServer:
         return self._objects.pop((plural, str(name))) if method == "DELETE" else obj
 
     def _groups(self) -> list[Object]:
-        versions = dict.fromkeys(api_version for api_version, _ in self._kinds if api_version != "v1")
+        versions = dict.fromkeys(
+            api_version for api_version, _ in self._kinds if api_version != "v1"
+        )
         return [
-            {"name": group, "versions": [{"groupVersion": f"{group}/{version}", "version": version}]}
+            {
+                "name": group,
+                "versions": [{"groupVersion": f"{group}/{version}", "version": version}],
+            }
             for group, version in (api_version.split("/") for api_version in versions)
         ]
 
     def _resources(self, api_version: str) -> Object | None:
         kinds = [
-            {"name": plural, "singularName": kind.lower(), "kind": kind, "namespaced": kind != "Namespace",
-             "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"]}
-            for (group, plural), kind in self._kinds.items() if group == api_version
-        ]  # fmt: skip
-        return {"kind": "APIResourceList", "groupVersion": api_version, "resources": kinds} if kinds else None
+            {
+                "name": plural,
+                "singularName": kind.lower(),
+                "kind": kind,
+                "namespaced": kind != "Namespace",
+                "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
+            }
+            for (group, plural), kind in self._kinds.items()
+            if group == api_version
+        ]
+        return (
+            {"kind": "APIResourceList", "groupVersion": api_version, "resources": kinds}
+            if kinds
+            else None
+        )
 
 
 def _plural(kind: str) -> str:
     lower = kind.lower()
-    return lower[:-1] + "ies" if lower.endswith("y") else lower + ("es" if lower.endswith("s") else "s")
+    return (
+        lower[:-1] + "ies"
+        if lower.endswith("y")
+        else lower + ("es" if lower.endswith("s") else "s")
+    )
 
 
 def _release_secret(body: bytes) -> Object:
-    """The Secret in which Helm records a release. Helm sends it as protobuf; the tests need its text fields only."""
+    """The Secret in which Helm records a release. Helm sends it as protobuf; the tests need its
+    text fields only."""
     (data,) = re.findall(rb"H4sI[A-Za-z0-9+/=]+", body)
     name = re.search(rb"sh\.helm\.release\.v1\.[a-z0-9.-]+\.v[0-9]+", body)
     assert name, "an object in protobuf is not the record of a release"
     release = json.loads(gzip.decompress(base64.b64decode(data)))
-    labels = {"owner": "helm", "name": release["name"], "version": str(release["version"]),
-              "status": release["info"]["status"]}  # fmt: skip
-    return {"apiVersion": "v1", "kind": "Secret", "type": "helm.sh/release.v1",
-            "metadata": {"name": name[0].decode(), "labels": labels},
-            "data": {"release": base64.b64encode(data).decode()}}  # fmt: skip
+    labels = {
+        "owner": "helm",
+        "name": release["name"],
+        "version": str(release["version"]),
+        "status": release["info"]["status"],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "helm.sh/release.v1",
+        "metadata": {"name": name[0].decode(), "labels": labels},
+        "data": {"release": base64.b64encode(data).decode()},
+    }
 
 
 def _check_immutable(kind: str, name: str, old: Object, new: Object) -> None:
     for field in sorted({*old, *new}):
         if old.get(field) != new.get(field) and kind in MUTABLE and field not in MUTABLE[kind]:
-            raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: spec.{field}: field is immutable')
+            raise Refused(
+                422, "Invalid", f'{kind} "{name}" is invalid: spec.{field}: field is immutable'
+            )
 
 
 class _Handler(BaseHTTPRequestHandler):

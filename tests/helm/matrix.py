@@ -1,4 +1,5 @@
-"""Values for the chart: named sets, and single values that are found in values.yaml and values.schema.json."""
+"""Values for the chart: named sets, and single values that are found in values.yaml and
+values.schema.json."""
 
 import importlib.util
 import json
@@ -11,7 +12,9 @@ from helm.charts import CHART, load_values, merged
 
 SOURCE = CHART.parent / "source"
 ROLES = ("controller", "trainer", "inference")
-NAME, INSTANCE, COMPONENT = (f"app.kubernetes.io/{key}" for key in ("name", "instance", "component"))
+NAME, INSTANCE, COMPONENT = (
+    f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
+)
 BASE: dict[str, Any] = {"baseModel": "Qwen/Qwen3-8B"}
 """The required values."""
 HOSTS = {"controllerHost": "api.example.org", "inferenceHost": "models.example.org"}
@@ -20,23 +23,42 @@ SHARED_BY_RESOURCE = {**SHARED, "shared": {"via": "resource"}}
 ONE_NODE = {"data": {"accessMode": "ReadWriteOnce"}, "cache": {"accessMode": "ReadWriteOnce"}}
 STEALING = {COMPONENT: "controller", NAME: "other", INSTANCE: "b", "tandem": "mine"}
 """A user's labels that claim to be another component of another release."""
-_PEER = {"namespaceSelector": {"matchLabels": {"team": "research"}}, "podSelector": {"matchLabels": {"app": "proxy"}}}
+_PEER = {
+    "namespaceSelector": {"matchLabels": {"team": "research"}},
+    "podSelector": {"matchLabels": {"app": "proxy"}},
+}
 _SERVICE = {
-    "type": "LoadBalancer", "port": 80, "nodePort": 30080, "loadBalancerClass": "example.org/internal",
+    "type": "LoadBalancer",
+    "port": 80,
+    "nodePort": 30080,
+    "loadBalancerClass": "example.org/internal",
     "annotations": {"example.org/lb": "internal"},
-}  # fmt: skip
+}
 EVERYTHING: dict[str, Any] = {
     "commonLabels": STEALING,
     "models": {"existingClaim": "models"},
     "networkPolicy": {
         "clients": [_PEER],
-        "extraEgress": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}],
+        "extraEgress": [
+            {
+                "to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
+                "ports": [{"port": 3128, "protocol": "TCP"}],
+            }
+        ],
     },
     "podDisruptionBudget": {"enabled": True},
     "kueue": {"queue": "post-training", "priorityClass": "high"},
     "ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls", **HOSTS},
-    "gateway": {"enabled": True, "parentRefs": [{"name": "public", "namespace": "gateways"}], **HOSTS},
-    "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},
+    "gateway": {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateways"}],
+        **HOSTS,
+    },
+    "monitoring": {
+        "monitors": {"kind": "pod"},
+        "rules": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
     "controller": {"podLabels": STEALING, "service": _SERVICE},
     "trainer": {"podLabels": STEALING},
     "inference": {"podLabels": STEALING, "service": _SERVICE},
@@ -61,7 +83,9 @@ _SETS: dict[str, dict[str, Any]] = {
     "everything, shared, by services": merged(merged(EVERYTHING, SHARED), _SERVICES),
     "everything, one node": merged(EVERYTHING, ONE_NODE),
 }
-VALUES = {name: merged(BASE, values) for name, values in _SETS.items()} | {p.name: load_values(p) for p in _FILES}
+VALUES = {name: merged(BASE, values) for name, values in _SETS.items()} | {
+    p.name: load_values(p) for p in _FILES
+}
 """The sets that every property of the rendered objects is tested with."""
 CASES = list(VALUES)
 
@@ -101,7 +125,11 @@ def schema_of(path: str) -> dict[str, Any]:
     """The schema of one value."""
     node = schema()
     for part in path.split("."):
-        node = node["properties"][part] if part in node.get("properties", {}) else node["additionalProperties"]
+        node = (
+            node["properties"][part]
+            if part in node.get("properties", {})
+            else node["additionalProperties"]
+        )
     return node
 
 
@@ -130,13 +158,18 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def choices() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Every boolean of values.yaml negated, and every other member of each enumeration: the values without and with."""
+    """Every boolean of values.yaml negated, and every other member of each enumeration: the values
+    without and with."""
     found = {}
     for path, value in leaves(defaults()):
         others: list[Any] = [not value]
         if not isinstance(value, bool):
             scalar = not isinstance(value, dict | list)
-            others = [o for o in schema_of(path).get("enum", []) if o not in (None, value)] if scalar else []
+            others = (
+                [o for o in schema_of(path).get("enum", []) if o not in (None, value)]
+                if scalar
+                else []
+            )
         for other in others:
             before = merged(BASE, NEEDS.get(path, {}))
             more = {"baseModel": ""} if path == "tinyModel" else {}
@@ -149,7 +182,9 @@ def sample(schema: dict[str, Any]) -> Any:
     if "enum" in schema:
         return schema["enum"][0]
     kind = next(kind for kind in schema["type"] if kind != "null")
-    return {"boolean": True, "integer": schema.get("minimum", 1), "number": 0.5, "string": "text"}[kind]
+    return {"boolean": True, "integer": schema.get("minimum", 1), "number": 0.5, "string": "text"}[
+        kind
+    ]
 
 
 def roles(**values: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Pods inside objects, their security, and the checks of an API server on pods that no schema contains."""
+"""Pods inside objects, their security, and the checks of an API server on pods that no schema
+contains."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,26 +34,51 @@ def quantity(value: str | float) -> float:
 
 FIELDS = {
     "pod": {
-        "affinity", "automountServiceAccountToken", "containers", "enableServiceLinks", "initContainers",
-        "nodeSelector", "resourceClaims", "restartPolicy", "securityContext", "serviceAccountName",
-        "terminationGracePeriodSeconds", "tolerations", "volumes",
+        "affinity",
+        "automountServiceAccountToken",
+        "containers",
+        "enableServiceLinks",
+        "initContainers",
+        "nodeSelector",
+        "resourceClaims",
+        "restartPolicy",
+        "securityContext",
+        "serviceAccountName",
+        "terminationGracePeriodSeconds",
+        "tolerations",
+        "volumes",
     },
     "container": {
-        "args", "command", "env", "image", "imagePullPolicy", "lifecycle", "livenessProbe", "name", "ports",
-        "readinessProbe", "resources", "securityContext", "startupProbe", "volumeMounts",
+        "args",
+        "command",
+        "env",
+        "image",
+        "imagePullPolicy",
+        "lifecycle",
+        "livenessProbe",
+        "name",
+        "ports",
+        "readinessProbe",
+        "resources",
+        "securityContext",
+        "startupProbe",
+        "volumeMounts",
     },
     "volume": {"emptyDir", "name", "persistentVolumeClaim", "projected"},
     "source": {"secret"},
     "mount": {"mountPath", "name", "readOnly"},
     "port": {"containerPort", "name"},
     "probe": {"exec", "failureThreshold", "httpGet", "periodSeconds", "timeoutSeconds"},
-}  # fmt: skip
-"""What pods may have. Host namespaces and ports, host paths, sysctls and the like are other fields."""
+}
+"""What pods may have. Host namespaces and ports, host paths, sysctls and the like are other
+fields."""
 POD_CONTEXT = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 USER = {"runAsUser": 2000, "runAsGroup": 0, "fsGroup": 0}
 CONTAINER_CONTEXT = {
-    "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
-}  # fmt: skip
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
@@ -63,10 +89,16 @@ def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
         found.extend(f"{kind}: {field}" for field in set(node) - FIELDS[kind])
 
     check("pod", spec)
-    context = {key: value for key, value in spec["securityContext"].items() if key != "fsGroupChangePolicy"}
+    context = {
+        key: value for key, value in spec["securityContext"].items() if key != "fsGroupChangePolicy"
+    }
     if context != POD_CONTEXT | ({} if assigned_user else USER):
         found.append(f"pod: {context}")
-    found += [f"pod: {name}" for name in ("automountServiceAccountToken", "enableServiceLinks") if spec[name]]
+    found += [
+        f"pod: {name}"
+        for name in ("automountServiceAccountToken", "enableServiceLinks")
+        if spec[name]
+    ]
     for volume in spec["volumes"]:
         check("volume", volume)
         for source in volume.get("projected", {}).get("sources", []):
@@ -75,17 +107,23 @@ def breaches(template: Object, *, assigned_user: bool = False) -> list[str]:
         check("container", container)
         if container["securityContext"] != CONTAINER_CONTEXT:
             found.append(f"{container['name']}: {container['securityContext']}")
-        for kind, nodes in (("mount", container["volumeMounts"]), ("port", container.get("ports", []))):
+        for kind, nodes in (
+            ("mount", container["volumeMounts"]),
+            ("port", container.get("ports", [])),
+        ):
             for node in nodes:
                 check(kind, node)
-        for probe in (container.get(f"{kind}Probe", {}) for kind in ("startup", "readiness", "liveness")):
+        for probe in (
+            container.get(f"{kind}Probe", {}) for kind in ("startup", "readiness", "liveness")
+        ):
             check("probe", probe)
             found += [f"probe: {probe}"] if set(probe.get("httpGet", {})) - {"path", "port"} else []
     return found
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has only `In`."""
+    """Whether a LabelSelector selects an object with these labels. Of the operators the chart has
+    only `In`."""
     expressions = selector.get("matchExpressions", [])
     assert set(selector) <= {"matchLabels", "matchExpressions"}
     assert all(expression["operator"] == "In" for expression in expressions)
@@ -106,9 +144,16 @@ def problems(obj: Object) -> Iterator[str]:
     volumes = {volume["name"] for volume in spec.get("volumes", [])}
     claims = {claim["name"] for claim in spec.get("resourceClaims", [])}
     names = [container["name"] for container in containers(template)]
-    yield from (f"several containers are named {name}" for name in sorted(set(names)) if names.count(name) > 1)
+    yield from (
+        f"several containers are named {name}"
+        for name in sorted(set(names))
+        if names.count(name) > 1
+    )
     for container in containers(template):
-        yield from (f"container {container['name']}: {text}" for text in _container(container, volumes, claims))
+        yield from (
+            f"container {container['name']}: {text}"
+            for text in _container(container, volumes, claims)
+        )
 
 
 def _container(container: Object, volumes: set[str], claims: set[str]) -> Iterator[str]:

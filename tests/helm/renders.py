@@ -20,7 +20,9 @@ def _of(values: str, options: str) -> Rendered:
 
 def of(values: dict[str, Any], **options: Any) -> Rendered:
     """A render, made once for equal arguments."""
-    return _of(json.dumps(values, sort_keys=True), json.dumps({"release": "a", **options}, sort_keys=True))
+    return _of(
+        json.dumps(values, sort_keys=True), json.dumps({"release": "a", **options}, sort_keys=True)
+    )
 
 
 def case(name: str, release: str = "a") -> Rendered:
@@ -58,12 +60,16 @@ def component(template: Object) -> str:
 
 def templates(rendered: Rendered) -> dict[str, Object]:
     """The pod template of each workload, by component."""
-    return {component(template): template for obj, template in rendered.pods() if obj["kind"] != "Pod"}
+    return {
+        component(template): template for obj, template in rendered.pods() if obj["kind"] != "Pod"
+    }
 
 
 def pod_of(rendered: Rendered, role: str) -> Object:
     """The template of the one pod that has a role's container."""
-    (template,) = (t for _, t in rendered.pods() if any(c["name"] == role for c in t["spec"]["containers"]))
+    (template,) = (
+        t for _, t in rendered.pods() if any(c["name"] == role for c in t["spec"]["containers"])
+    )
     return template
 
 
@@ -74,7 +80,11 @@ def container_of(rendered: Rendered, role: str) -> Object:
 
 def preflight_of(rendered: Rendered, role: str) -> Object:
     """A role's init container `preflight`."""
-    (container,) = (c for c in pod_of(rendered, role)["spec"]["initContainers"] if ["--role", role] == c["args"][2:4])
+    (container,) = (
+        c
+        for c in pod_of(rendered, role)["spec"]["initContainers"]
+        if ["--role", role] == c["args"][2:4]
+    )
     return container
 
 
@@ -87,5 +97,7 @@ def environment(container: Object) -> dict[str, str]:
 
 def volume(rendered: Rendered, role: str, path: str) -> Object:
     """The volume that a role's container mounts at a path."""
-    mounts = {mount["mountPath"]: mount["name"] for mount in container_of(rendered, role)["volumeMounts"]}
+    mounts = {
+        mount["mountPath"]: mount["name"] for mount in container_of(rendered, role)["volumeMounts"]
+    }
     return next(v for v in pod_of(rendered, role)["spec"]["volumes"] if v["name"] == mounts[path])

@@ -17,61 +17,94 @@ from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
-pytestmark = pytest.mark.skipif(not shutil.which("docker"), reason="`docker compose config` reads the files")
-BOTH_DEVICES = pytest.mark.parametrize(("name", "files"), [("defaults", (MAIN,)), ("values-cpu.yaml", (MAIN, CPU))])
+pytestmark = pytest.mark.skipif(
+    not shutil.which("docker"), reason="`docker compose config` reads the files"
+)
+BOTH_DEVICES = pytest.mark.parametrize(
+    ("name", "files"), [("defaults", (MAIN,)), ("values-cpu.yaml", (MAIN, CPU))]
+)
 FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
 """Variable → the setting's field."""
 
 OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
     "baseModel": ({"baseModel": "models/other"}, {"TANDEM_BASE_MODEL": "models/other"}),
     "device": ({"device": "cpu"}, {"TANDEM_DEVICE": "cpu", "NVIDIA_VISIBLE_DEVICES": "void"}),
-    "gpuMode": ({"gpuMode": "shared", "shared": {"via": "resource"}}, {
-        "TANDEM_GPU_MODE": "shared",
-        # The trainer's:
-        "TANDEM_INFERENCE_URL": "http://127.0.0.1:8000",
-        "TANDEM_ADMIN_TOKEN_FILE": "/etc/tandem/secrets/admin_token",
-    }),
+    "gpuMode": (
+        {"gpuMode": "shared", "shared": {"via": "resource"}},
+        {
+            "TANDEM_GPU_MODE": "shared",
+            # The trainer's:
+            "TANDEM_INFERENCE_URL": "http://127.0.0.1:8000",
+            "TANDEM_ADMIN_TOKEN_FILE": "/etc/tandem/secrets/admin_token",
+        },
+    ),
     "tinyModel": ({"tinyModel": True, "baseModel": ""}, {"TANDEM_BASE_MODEL": "models/tiny"}),
-    "huggingface.endpoint": (at("huggingface.endpoint", "https://hub.example.org"),
-                             {"HF_ENDPOINT": "https://hub.example.org"}),
+    "huggingface.endpoint": (
+        at("huggingface.endpoint", "https://hub.example.org"),
+        {"HF_ENDPOINT": "https://hub.example.org"},
+    ),
     "huggingface.offline": (at("huggingface.offline", True), {"HF_HUB_OFFLINE": "1"}),
     "trainer.gpus": (at("trainer.gpus", 3), {"TANDEM_TRAINER_RANKS": "3"}),
-    "trainer.cpuRanks": ({"device": "cpu", "trainer": {"cpuRanks": 3}}, {
-        "TANDEM_DEVICE": "cpu", "TANDEM_TRAINER_RANKS": "3", "NVIDIA_VISIBLE_DEVICES": "void",
-    }),
+    "trainer.cpuRanks": (
+        {"device": "cpu", "trainer": {"cpuRanks": 3}},
+        {
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_TRAINER_RANKS": "3",
+            "NVIDIA_VISIBLE_DEVICES": "void",
+        },
+    ),
     "inference.gpus": (at("inference.gpus", 3), {"TANDEM_INFERENCE_TENSOR_PARALLEL": "3"}),
-    **{f"{role}.extraEnv": (at(f"{role}.extraEnv", [{"name": "NCCL_DEBUG", "value": "INFO"}]), {"NCCL_DEBUG": "INFO"})
-       for role in ("trainer", "inference")},
-}  # fmt: skip
-"""Values other than settings that set variables: the values, and the variables that differ from the defaults'."""
+    **{
+        f"{role}.extraEnv": (
+            at(f"{role}.extraEnv", [{"name": "NCCL_DEBUG", "value": "INFO"}]),
+            {"NCCL_DEBUG": "INFO"},
+        )
+        for role in ("trainer", "inference")
+    },
+}
+"""Values other than settings that set variables: the values, and the variables that differ from the
+defaults'."""
 
 ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
 """Kubernetes chooses the devices."""
 ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES"}
 """The controller's image sets it too, but clusters may override an image's variables."""
-WITHOUT_VALUE = ONLY_COMPOSE | {f"TANDEM_{name}" for name in (
-    # Set by the images.
-    "ROOT", "LOG_DIR", "METRICS_HOST", "CONTROLLER_HOST", "INFERENCE_HOST",
-    # Services and policies name the containers' ports.
-    "METRICS_PORT", "CONTROLLER_PORT", "INFERENCE_PORT",
-    # Files, not variables.
-    "API_KEY", "ADMIN_TOKEN",
-    # Has no effect.
-    "DOCKER",
-)}  # fmt: skip
+WITHOUT_VALUE = ONLY_COMPOSE | {
+    f"TANDEM_{name}"
+    for name in (
+        # Set by the images.
+        "ROOT",
+        "LOG_DIR",
+        "METRICS_HOST",
+        "CONTROLLER_HOST",
+        "INFERENCE_HOST",
+        # Services and policies name the containers' ports.
+        "METRICS_PORT",
+        "CONTROLLER_PORT",
+        "INFERENCE_PORT",
+        # Files, not variables.
+        "API_KEY",
+        "ADMIN_TOKEN",
+        # Has no effect.
+        "DOCKER",
+    )
+}
 """Settings that only extraEnv can set."""
 
 
 @cache
 def settings() -> dict[str, tuple[Any, str]]:
-    """Every value that is a program's setting → a value that isn't the default, and the variable in the comment."""
+    """Every value that is a program's setting → a value that isn't the default, and the variable in
+    the comment."""
     result = {}
     for value in matrix.documented():
         if value.path[-2:-1] == ("settings",):
             variable = re.match(r"TANDEM_\w+", value.comment)
             assert variable, f"the comment of {value.name} begins with the variable"
             schema = matrix.schema_of(value.name)
-            choices = [choice for choice in schema.get("enum", []) if choice not in (None, value.default)]
+            choices = [
+                choice for choice in schema.get("enum", []) if choice not in (None, value.default)
+            ]
             result[value.name] = (choices[-1] if choices else matrix.sample(schema), variable[0])
     assert len(result) > 15
     return result
@@ -97,7 +130,10 @@ def with_value(path: str) -> dict[str, dict[str, str]]:
 @cache
 def chart_variables() -> dict[str, set[str]]:
     """Role → the variables that the chart can set."""
-    renders = [variables(of(matrix.BASE)), *(with_value(path) for path in [*settings(), *OTHER_VALUES])]
+    renders = [
+        variables(of(matrix.BASE)),
+        *(with_value(path) for path in [*settings(), *OTHER_VALUES]),
+    ]
     return {role: {name for by_role in renders for name in by_role[role]} for role in ROLES}
 
 
@@ -129,12 +165,15 @@ def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
     value, name = settings()[path]
     default = next(v.default for v in matrix.documented() if v.name == path)
     roles = {path.partition(".")[0]} & set(ROLES) or set(ROLES)
-    if name.endswith(("_PARALLEL", "_TOPOLOGY")):  # the controller refuses what the trainer's topology can't compute
+    # The controller refuses what the trainer's topology can't compute.
+    if name.endswith(("_PARALLEL", "_TOPOLOGY")):
         roles.add("controller")
     before, after = variables(of(matrix.BASE)), with_value(path)
     for role in ROLES:
         assert before[role].get(name) == default, "null sets no variable"
-        assert after[role] == ({**before[role], name: after[role].get(name)} if role in roles else before[role])
+        assert after[role] == (
+            {**before[role], name: after[role].get(name)} if role in roles else before[role]
+        )
     for other, text in NEEDED.get(name, {}).items():
         monkeypatch.setenv(other, text)
     monkeypatch.setenv(name, after[roles.pop()][name])
@@ -144,19 +183,30 @@ def test_a_setting_reaches_its_roles_and_no_other(path, monkeypatch):
 @pytest.mark.parametrize("path", OTHER_VALUES)
 def test_other_values_set_variables(path):
     before, after = variables(of(matrix.BASE)), with_value(path)
-    changed = {name: text for role in ROLES for name, text in after[role].items() if before[role].get(name) != text}
+    changed = {
+        name: text
+        for role in ROLES
+        for name, text in after[role].items()
+        if before[role].get(name) != text
+    }
     assert changed == OTHER_VALUES[path][1]
 
 
 def test_a_value_exists_for_every_setting_of_the_programs():
-    names = {name for names in chart_variables().values() for name in names if name.startswith("TANDEM_")}
+    names = {
+        name for names in chart_variables().values() for name in names if name.startswith("TANDEM_")
+    }
     assert set(FIELDS) - names == WITHOUT_VALUE
     assert names <= set(FIELDS)
 
 
 @BOTH_DEVICES
 def test_both_have_the_same_defaults(name, files):
-    own = {"TANDEM_LOG_FORMAT": "json", "TANDEM_DEVICE": "cuda", "TANDEM_BASE_MODEL": VALUES[name].get("baseModel")}
+    own = {
+        "TANDEM_LOG_FORMAT": "json",
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_BASE_MODEL": VALUES[name].get("baseModel"),
+    }
     for role, chart in variables(case(name)).items():
         service = services(*files)[role]
         compose = {key: text for key, text in service["environment"].items() if text}
@@ -167,12 +217,18 @@ def test_both_have_the_same_defaults(name, files):
                 assert ours.rpartition("/")[2] == theirs.rpartition("/")[2]
             elif variable.endswith("_URL"):
                 for url in (ours, theirs):
-                    assert url == "http://127.0.0.1:8000" if role == "inference" else url.endswith(":8000")
+                    assert (
+                        url == "http://127.0.0.1:8000"
+                        if role == "inference"
+                        else url.endswith(":8000")
+                    )
             else:
                 default = str(FIELDS[variable].default) if variable in FIELDS else "None"
                 assert (ours or default) in {theirs or default, own.get(variable)}, variable
         projected = volume(case(name), role, "/etc/tandem/secrets")["projected"]
-        paths = {item["path"] for source in projected["sources"] for item in source["secret"]["items"]}
+        paths = {
+            item["path"] for source in projected["sources"] for item in source["secret"]["items"]
+        }
         assert paths == {secret["source"] for secret in service["secrets"]}
 
 
@@ -186,9 +242,13 @@ def test_images_and_commands(name, files):
         assert not any(compose[role].get(key) for key in ("command", "entrypoint", "working_dir"))
         assert preflight["image"] == compose["preflight"]["image"]
         assert preflight["args"][:2] == compose["preflight"]["command"]
-        tiny = [c for c in pod_of(rendered, role)["spec"]["initContainers"] if "tiny-model" in c["name"]]
+        tiny = [
+            c for c in pod_of(rendered, role)["spec"]["initContainers"] if "tiny-model" in c["name"]
+        ]
         expected = [compose["tiny-model"]] if "tiny-model" in compose else []
-        assert [(c["image"], c["args"]) for c in tiny] == [(s["image"], s["entrypoint"]) for s in expected]
+        assert [(c["image"], c["args"]) for c in tiny] == [
+            (s["image"], s["entrypoint"]) for s in expected
+        ]
 
 
 def sources(service: dict[str, Any]) -> dict[str, str]:
@@ -200,24 +260,39 @@ def sources(service: dict[str, Any]) -> dict[str, str]:
 def test_only_its_own_container_can_write_the_code_that_a_container_loads(name, files):
     """Compiled kernels: torch, Triton, vLLM and Tandem load them, some as pickles."""
     image = (ROOT / "Dockerfile").read_text()
-    assert set(re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)) == {
-        f"/private-cache{rest}" for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
+    assert set(
+        re.findall(r"(?:CACHE_DIR|CACHE_ROOT|CONFIG_ROOT|WORKSPACE_BASE|TMPDIR)=(\S+)", image)
+    ) == {
+        f"/private-cache{rest}"
+        for rest in ("", "/inductor", "/triton", "/vllm", "/config", "/numba", "/tmp")
     }
-    caches = {role: sources(services(*files)[role])["/private-cache"] for role in ("trainer", "inference")}
+    caches = {
+        role: sources(services(*files)[role])["/private-cache"] for role in ("trainer", "inference")
+    }
     assert all("emptyDir" in volume(case(name), role, "/private-cache") for role in caches)
     for one, service in services(*files).items():
-        assert set(sources(service).values()) & set(caches.values()) == ({caches[one]} if one in caches else set())
+        assert set(sources(service).values()) & set(caches.values()) == (
+            {caches[one]} if one in caches else set()
+        )
 
 
 @BOTH_DEVICES
 def test_mounts_memory_users_ports_and_grace_periods(name, files):
     rendered = case(name)
     for role in ROLES:
-        service, pod, container = services(*files)[role], pod_of(rendered, role), container_of(rendered, role)
+        service, pod, container = (
+            services(*files)[role],
+            pod_of(rendered, role),
+            container_of(rendered, role),
+        )
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        temporary = dict(re.match(r"(.*):mode=1777,size=(\w+)", entry).groups() for entry in service["tmpfs"])
+        temporary = dict(
+            re.match(r"(.*):mode=1777,size=(\w+)", entry).groups() for entry in service["tmpfs"]
+        )
         shm = {"/dev/shm"} if "shm_size" in service else set()
-        assert mounts == set(sources(service)) - {"/models"} | set(temporary) | shm | {"/etc/tandem/secrets"}
+        assert mounts == set(sources(service)) - {"/models"} | set(temporary) | shm | {
+            "/etc/tandem/secrets"
+        }
         for path, least in temporary.items():
             size = quantity(volume(rendered, role, path)["emptyDir"]["sizeLimit"])
             assert size >= quantity(least.replace("m", "Mi").replace("g", "Gi")), path

@@ -1,8 +1,8 @@
 """The rendered pods start and work on a real Docker engine, as a user that no image knows.
 
-Docker Compose starts their containers with the user, rights, limits, variables, volumes, Secrets, order and probes of
-their specs. There are no controllers, scheduling, NetworkPolicies and GPUs. Each test continues from the state that
-the one before it left.
+Docker Compose starts their containers with the user, rights, limits, variables, volumes, Secrets,
+order and probes of their specs. There are no controllers, scheduling, NetworkPolicies and GPUs.
+Each test continues from the state that the one before it left.
 """
 
 import json
@@ -23,13 +23,17 @@ from helm.pods import containers, quantity, selects
 from helm.renders import component, container_of, environment, pod_of
 
 pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900)]
-# With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it would be the setting
-# TANDEM_CONTROLLER_PORT.
+# With this release name the chart's Service is `tandem-controller`. Kubernetes' variable for it
+# would be the setting TANDEM_CONTROLLER_PORT.
 RELEASE, NAMESPACE = "tandem", "ml"
 UID = 12345
 KEYS = {name: secrets.token_hex(32) for name in ("api_key", "admin_token")}
-# Sets the owners and modes that Kubernetes sets: of claims, of scratch volumes, of the files of Secrets.
-PREPARE = "chmod 2775 /claims/*; chmod 2777 /scratch/*; chgrp -R 0 /secrets; find /secrets -type f -exec chmod 440 {} +"
+# Sets the owners and modes that Kubernetes sets: of claims, of scratch volumes, of the files of
+# Secrets.
+PREPARE = (
+    "chmod 2775 /claims/*; chmod 2777 /scratch/*; chgrp -R 0 /secrets; find /secrets -type f -exec"
+    " chmod 440 {} +"
+)
 
 
 def command_of(container: Object, kind: str) -> list[str]:
@@ -43,7 +47,8 @@ def command_of(container: Object, kind: str) -> list[str]:
 
 
 class Pods:
-    """The services of Compose that the pods' containers are: <component>, and <component>-<name> those before it."""
+    """The services of Compose that the pods' containers are: <component>, and <component>-<name>
+    those before it."""
 
     def __init__(self, rendered: Rendered, directory: Path) -> None:
         self.directory = directory
@@ -58,40 +63,65 @@ class Pods:
                 self.services[service] = self.service(name, pod["spec"], container) | {
                     "depends_on": {before: {"condition": "service_completed_successfully"}},
                     "profiles": ["test"] if name.startswith("test-") else [],
-                    "networks": {"default": {"aliases": [
-                        f"{s['metadata']['name']}.{s['metadata']['namespace']}.svc" for s in rendered.all("Service")
-                        if last and selects({"matchLabels": s["spec"]["selector"]}, pod["metadata"]["labels"])
-                    ]}},
-                }  # fmt: skip
+                    "networks": {
+                        "default": {
+                            "aliases": [
+                                f"{s['metadata']['name']}.{s['metadata']['namespace']}.svc"
+                                for s in rendered.all("Service")
+                                if last
+                                and selects(
+                                    {"matchLabels": s["spec"]["selector"]},
+                                    pod["metadata"]["labels"],
+                                )
+                            ]
+                        }
+                    },
+                }
                 before = service
         mounts = [f"{kind}:/claims/{kind}" for kind in self.claims] + [
             f"{kind}:/scratch/{kind}" for kind in self.scratch
         ]
         self.services["node"] = {
-            "image": f"tandem-controller:{TAG}", "user": "0:0", "entrypoint": ["sh", "-c", PREPARE],
-            "healthcheck": {"disable": True}, "network_mode": "none", "volumes": [*mounts, f"{directory}:/secrets"],
-        }  # fmt: skip
+            "image": f"tandem-controller:{TAG}",
+            "user": "0:0",
+            "entrypoint": ["sh", "-c", PREPARE],
+            "healthcheck": {"disable": True},
+            "network_mode": "none",
+            "volumes": [*mounts, f"{directory}:/secrets"],
+        }
 
     def service(self, pod: str, spec: Object, container: Object) -> Object:
-        user, memory = spec["securityContext"], int(quantity(container["resources"]["limits"]["memory"]))
+        user, memory = (
+            spec["securityContext"],
+            int(quantity(container["resources"]["limits"]["memory"])),
+        )
         assert "command" not in container
         health: Object = {"disable": True}
         if "readinessProbe" in container:
             start, ready = container["startupProbe"], container["readinessProbe"]
             health = {
-                "test": ["CMD", *command_of(container, "readiness")], "interval": "3s",
-                "timeout": f"{ready['timeoutSeconds']}s", "retries": 3,
+                "test": ["CMD", *command_of(container, "readiness")],
+                "interval": "3s",
+                "timeout": f"{ready['timeoutSeconds']}s",
+                "retries": 3,
                 "start_period": f"{start['periodSeconds'] * start['failureThreshold']}s",
-            }  # fmt: skip
+            }
         return {
-            "image": container["image"], "command": container.get("args"), "environment": environment(container),
+            "image": container["image"],
+            "command": container.get("args"),
+            "environment": environment(container),
             # test_pods has compared the rest of what it may do.
-            "user": f"{user['runAsUser']}:{user['runAsGroup']}", "group_add": [str(user["fsGroup"])],
-            "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"],
-            "mem_limit": memory, "memswap_limit": memory, "healthcheck": health,
+            "user": f"{user['runAsUser']}:{user['runAsGroup']}",
+            "group_add": [str(user["fsGroup"])],
+            "read_only": True,
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+            "mem_limit": memory,
+            "memswap_limit": memory,
+            "healthcheck": health,
             "stop_grace_period": f"{spec.get('terminationGracePeriodSeconds', 30)}s",
             **self.mounts(pod, spec, container),
-        }  # fmt: skip
+        }
 
     def mounts(self, pod: str, spec: Object, container: Object) -> Object:
         found, shm = [], {}
@@ -100,15 +130,31 @@ class Pods:
             volume, target = volumes[mount["name"]], mount["mountPath"]
             if "projected" in volume:
                 source = self.secret_files(pod, volume["projected"])
-                found.append({"type": "bind", "source": str(source), "target": target, "read_only": mount["readOnly"]})
+                found.append(
+                    {
+                        "type": "bind",
+                        "source": str(source),
+                        "target": target,
+                        "read_only": mount["readOnly"],
+                    }
+                )
             elif volume.get("emptyDir", {}).get("medium") == "Memory":
                 shm = {"shm_size": int(quantity(volume["emptyDir"]["sizeLimit"]))}
                 assert target == "/dev/shm"
             else:
                 claim = volume.get("persistentVolumeClaim", {}).get("claimName")
-                (self.claims if claim else self.scratch).add(source := claim or f"{pod}-{mount['name']}")
+                (self.claims if claim else self.scratch).add(
+                    source := claim or f"{pod}-{mount['name']}"
+                )
                 # Kubernetes copies nothing from the image into a new volume.
-                found.append({"type": "volume", "source": source, "target": target, "volume": {"nocopy": True}})
+                found.append(
+                    {
+                        "type": "volume",
+                        "source": source,
+                        "target": target,
+                        "volume": {"nocopy": True},
+                    }
+                )
         return {"volumes": found, **shm}
 
     def secret_files(self, pod: str, projected: Object) -> Path:
@@ -126,9 +172,13 @@ class Pods:
 
 @pytest.fixture(scope="module")
 def rendered() -> Rendered:
-    values = charts.merged(charts.load_values(charts.CHART / "values-cpu.yaml"), {
-        "image": {"tag": TAG if TAG != "0.1.0" else ""}, "podSecurity": {"runAsUser": UID},
-    })  # fmt: skip
+    values = charts.merged(
+        charts.load_values(charts.CHART / "values-cpu.yaml"),
+        {
+            "image": {"tag": TAG if TAG != "0.1.0" else ""},
+            "podSecurity": {"runAsUser": UID},
+        },
+    )
     return charts.render(values, release=RELEASE, namespace=NAMESPACE)
 
 
@@ -140,7 +190,10 @@ def stack(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory := tmp_path_factory.mktemp("pods") / "secrets").mkdir()
     pods = Pods(rendered, directory)
     file = directory.with_suffix(".json")
-    content = {"services": pods.services, "volumes": {name: {} for name in pods.claims | pods.scratch}}
+    content = {
+        "services": pods.services,
+        "volumes": {name: {} for name in pods.claims | pods.scratch},
+    }
     file.write_text(json.dumps(content).replace("$", "$$"))
     with Compose(str(file), project=f"tandem-node-{secrets.token_hex(3)}") as stack:
         stack.up(timeout=400)
@@ -177,7 +230,9 @@ def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack
             stack.exec(role, *command_of(container_of(rendered, role), kind))
     stack.kill_program("trainer", "runner", signal.SIGSTOP)
     stack.exec("trainer", "python", "-c", _AGE)
-    done = stack.exec("trainer", *command_of(container_of(rendered, "trainer"), "liveness"), check=False)
+    done = stack.exec(
+        "trainer", *command_of(container_of(rendered, "trainer"), "liveness"), check=False
+    )
     assert done.returncode != 0
     assert "runner" in done.stdout + done.stderr
     stack.kill_program("trainer", "runner", signal.SIGCONT)
@@ -185,11 +240,19 @@ def test_probes_succeed_and_the_liveness_probe_notices_a_runner_that_hangs(stack
 
 def test_scratch_volumes_are_at_most_half_full(stack, rendered):
     for role in ROLES:
-        mounts = {mount["name"]: mount["mountPath"] for mount in container_of(rendered, role)["volumeMounts"]}
+        mounts = {
+            mount["name"]: mount["mountPath"]
+            for mount in container_of(rendered, role)["volumeMounts"]
+        }
         for volume in pod_of(rendered, role)["spec"]["volumes"]:
             if limit := volume.get("emptyDir", {}).get("sizeLimit"):
-                used = int(stack.exec(role, "du", "-sk", mounts[volume["name"]]).stdout.split()[0]) * 1024
-                assert used < quantity(limit) / 2, f"{role}: {volume['name']} holds {used} bytes of {limit}"
+                used = (
+                    int(stack.exec(role, "du", "-sk", mounts[volume["name"]]).stdout.split()[0])
+                    * 1024
+                )
+                assert used < quantity(limit) / 2, (
+                    f"{role}: {volume['name']} holds {used} bytes of {limit}"
+                )
 
 
 def test_every_pod_stops_within_its_grace_period(stack, rendered):

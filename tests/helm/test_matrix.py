@@ -1,5 +1,5 @@
-"""Lint and render over a matrix of values, for the oldest and the newest Kubernetes; every object fits its schema, and
-what does not is seen."""
+"""Lint and render over a matrix of values, for the oldest and the newest Kubernetes; every object
+fits its schema, and what does not is seen."""
 
 import copy
 import re
@@ -15,12 +15,19 @@ from helm.renders import of
 
 CHOICES = matrix.choices()
 NO_TRAINER = {"trainer": {"enabled": False}}
-WILDCARDS = {"enabled": True, "controllerHost": "*.api.example.org", "inferenceHost": "*.example.org"}
+WILDCARDS = {
+    "enabled": True,
+    "controllerHost": "*.api.example.org",
+    "inferenceHost": "*.example.org",
+}
 TEMPLATE = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: {{ .Release.Name }}-more}"
 MORE: dict[str, dict[str, Any]] = {
     "one node, ephemeral cache": merged(ONE_NODE, {"cache": {"type": "ephemeral"}}),
     "one host": {"ingress": {"enabled": True, "inferenceHost": "models.example.org"}},
-    "wildcard hosts": {"ingress": WILDCARDS, "gateway": {**WILDCARDS, "parentRefs": [{"name": "public"}]}},
+    "wildcard hosts": {
+        "ingress": WILDCARDS,
+        "gateway": {**WILDCARDS, "parentRefs": [{"name": "public"}]},
+    },
     "no trainer": merged(EVERYTHING, NO_TRAINER),
     "no trainer, one node": merged(ONE_NODE, NO_TRAINER),
     "paused": matrix.roles(replicas=0),
@@ -45,7 +52,8 @@ def check_schemas(rendered: Rendered, version: str = NEWEST) -> None:
 def test_every_object_fits_its_schema(name, version):
     values = SETS[name]
     if version == OLDEST and values.get("gpuMode") == "shared":
-        values = charts.merged(values, {"shared": {"via": "resource"}})  # claims need Kubernetes 1.34
+        # Claims need Kubernetes 1.34.
+        values = charts.merged(values, {"shared": {"via": "resource"}})
     check_schemas(of(values, version=version), version)
 
 
@@ -61,7 +69,10 @@ def test_lint_finds_what_the_schema_refuses():
 
 def test_the_package_has_the_targets_of_links(tmp_path):
     values = matrix.VALUES["everything"]
-    assert charts.render(values, chart=charts.package(tmp_path), release="a").objects == of(values).objects
+    assert (
+        charts.render(values, chart=charts.package(tmp_path), release="a").objects
+        == of(values).objects
+    )
 
 
 def test_a_key_given_twice_and_a_name_used_twice_are_errors():
@@ -70,7 +81,9 @@ def test_a_key_given_twice_and_a_name_used_twice_are_errors():
     with pytest.raises(ValueError, match=r"more than once.*one"):
         charts.render(merged(matrix.BASE, {"extraObjects": [one, one]}))
     with pytest.raises(yaml.constructor.ConstructorError, match=r"given twice: \{'data'\}"):
-        charts.render(merged(matrix.BASE, {"extraObjects": [f"{yaml.safe_dump(one)}data: {{}}\ndata: {{}}"]}))
+        charts.render(
+            merged(matrix.BASE, {"extraObjects": [f"{yaml.safe_dump(one)}data: {{}}\ndata: {{}}"]})
+        )
 
 
 @pytest.mark.sample(12)
@@ -80,7 +93,9 @@ def test_every_switch_and_choice_changes_an_object(choice):
     assert of(before).objects != of(after).objects
 
 
-@pytest.mark.parametrize("more", [{}, {kind: {"existingClaim": ""} for kind in ("data", "cache")}, SHARED])
+@pytest.mark.parametrize(
+    "more", [{}, {kind: {"existingClaim": ""} for kind in ("data", "cache")}, SHARED]
+)
 def test_texts_that_look_like_numbers_stay_texts(more):
     values = EVERYTHING
     for number, (path, _) in enumerate(matrix.leaves(matrix.defaults()), 100):

@@ -10,7 +10,16 @@ from helm import charts
 from helm.charts import CHART, Object, Rendered, merged
 from helm.matrix import BASE, CASES, COMPONENT, INSTANCE
 from helm.pods import selects
-from helm.renders import NAMESPACE, RELEASES, case, component, component_of, templates, value, with_values
+from helm.renders import (
+    NAMESPACE,
+    RELEASES,
+    case,
+    component,
+    component_of,
+    templates,
+    value,
+    with_values,
+)
 from monitoring.dashboards import metrics
 
 ROOT = CHART.parents[1]
@@ -36,7 +45,9 @@ def groups_of(file: str, replaced: dict[str, str]) -> list[Object]:
     return yaml.safe_load(text)["groups"]
 
 
-TANDEM = [group | {"rules": [*map(in_namespace, group["rules"])]} for group in groups_of("tandem.yml", {})]
+TANDEM = [
+    group | {"rules": [*map(in_namespace, group["rules"])]} for group in groups_of("tandem.yml", {})
+]
 KUBERNETES = groups_of("kubernetes.yml", OF_THE_RELEASE)
 DASHBOARDS = sorted((ROOT / "images" / "grafana" / "dashboards").glob("*.json"))
 MONITORED = [name for name in CASES if value(name, "monitoring.monitors.kind") != "none"]
@@ -49,7 +60,10 @@ def camel(name: str) -> str:
 def target(rendered: list[Rendered], monitor: Object) -> tuple[str, int]:
     """The component and the port that a monitor finds in a namespace with these releases."""
     spec, endpoint = monitor["spec"], endpoint_of(monitor)
-    assert (spec["namespaceSelector"], endpoint["path"]) == ({"matchNames": [NAMESPACE]}, "/metrics")
+    assert (spec["namespaceSelector"], endpoint["path"]) == (
+        {"matchNames": [NAMESPACE]},
+        "/metrics",
+    )
     selected = [(spec["selector"]["matchLabels"], endpoint["port"])]
     if monitor["kind"] == "ServiceMonitor":
         selected = [
@@ -64,7 +78,9 @@ def target(rendered: list[Rendered], monitor: Object) -> tuple[str, int]:
     assert labels[INSTANCE] == "a"
     pod = templates(rendered[0])[labels[COMPONENT]]
     ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
-    (number,) = (port["containerPort"] for port in ports if name in (port["name"], port["containerPort"]))
+    (number,) = (
+        port["containerPort"] for port in ports if name in (port["name"], port["containerPort"])
+    )
     return component(pod), number
 
 
@@ -76,32 +92,56 @@ def endpoint_of(monitor: Object) -> Object:
 @pytest.mark.parametrize("name", MONITORED)
 def test_each_monitor_finds_the_target_of_its_job_and_no_other(name):
     rendered = [case(name, release) for release in RELEASES]
-    kind = {"pod": "PodMonitor", "service": "ServiceMonitor"}[value(name, "monitoring.monitors.kind")]
-    monitors = {f"tandem-{m['metadata']['name'].removeprefix('a-tandem-')}": m for m in rendered[0].all(kind)}
+    kind = {"pod": "PodMonitor", "service": "ServiceMonitor"}[
+        value(name, "monitoring.monitors.kind")
+    ]
+    monitors = {
+        f"tandem-{m['metadata']['name'].removeprefix('a-tandem-')}": m
+        for m in rendered[0].all(kind)
+    }
     assert set(monitors) == set(JOBS)
-    assert not rendered[0].all({"PodMonitor": "ServiceMonitor", "ServiceMonitor": "PodMonitor"}[kind])
+    assert not rendered[0].all(
+        {"PodMonitor": "ServiceMonitor", "ServiceMonitor": "PodMonitor"}[kind]
+    )
     for job, monitor in monitors.items():
         (static,) = JOBS[job]["static_configs"]
         (address,) = static["targets"]
         role = static["labels"]["role"]
-        assert target(rendered, monitor) == (component_of(name, role), int(address.rpartition(":")[2])), job
+        assert target(rendered, monitor) == (
+            component_of(name, role),
+            int(address.rpartition(":")[2]),
+        ), job
         endpoint = endpoint_of(monitor)
         labels = {r["targetLabel"]: r["replacement"] for r in endpoint["relabelings"]}
         assert labels == {"job": job, "role": role}
         assert all(set(r) == {"targetLabel", "replacement"} for r in endpoint["relabelings"])
-        expected = [{camel(key): v for key, v in r.items()} for r in JOBS[job].get("metric_relabel_configs", [])]
+        expected = [
+            {camel(key): v for key, v in r.items()}
+            for r in JOBS[job].get("metric_relabel_configs", [])
+        ]
         assert endpoint.get("metricRelabelings", []) == expected
-        assert endpoint["interval"] == JOBS[job].get("scrape_interval", PROMETHEUS["global"]["scrape_interval"])
+        assert endpoint["interval"] == JOBS[job].get(
+            "scrape_interval", PROMETHEUS["global"]["scrape_interval"]
+        )
         assert endpoint["scrapeTimeout"] == PROMETHEUS["global"]["scrape_timeout"]
 
 
 def test_users_options_of_monitors():
     more = [{"action": "labeldrop", "regex": "x"}]
     settings = {
-        "kind": "pod", "labels": {"release": "kps"}, "annotations": {"a": "b"}, "relabelings": more,
-        "metricRelabelings": more, "interval": "30s", "gpuInterval": "6s", "scrapeTimeout": "4s",
-    }  # fmt: skip
-    plain, changed = (with_values(monitoring={"monitors": s}).all("PodMonitor") for s in ({"kind": "pod"}, settings))
+        "kind": "pod",
+        "labels": {"release": "kps"},
+        "annotations": {"a": "b"},
+        "relabelings": more,
+        "metricRelabelings": more,
+        "interval": "30s",
+        "gpuInterval": "6s",
+        "scrapeTimeout": "4s",
+    }
+    plain, changed = (
+        with_values(monitoring={"monitors": s}).all("PodMonitor")
+        for s in ({"kind": "pod"}, settings)
+    )
     assert [endpoint_of(m)["interval"] for m in changed] == ["30s", "6s", "6s", "30s"]
     for before, after in zip(plain, changed, strict=True):
         assert after["metadata"]["labels"] == before["metadata"]["labels"] | {"release": "kps"}
@@ -113,7 +153,9 @@ def test_users_options_of_monitors():
 
 def rules(**settings: Any) -> list[Object]:
     """The groups of a PrometheusRule made with these values."""
-    return with_values(monitoring={"rules": {"enabled": True, **settings}}).one("PrometheusRule")["spec"]["groups"]
+    return with_values(monitoring={"rules": {"enabled": True, **settings}}).one("PrometheusRule")[
+        "spec"
+    ]["groups"]
 
 
 def alerts(groups: list[Object]) -> dict[str, Object]:
@@ -128,17 +170,27 @@ def test_the_rules_are_those_of_compose_in_the_releases_namespace():
 
 
 def test_the_rules_count_a_gpu_as_free_where_jobs_do():
-    made = with_values(monitoring={"rules": {"enabled": True}}, settings={"freeGpuBytes": 2**31}).one("PrometheusRule")
-    raised = [rule["expr"] for rule in alerts(made["spec"]["groups"]).values() if "2147483648" in rule["expr"]]
+    made = with_values(
+        monitoring={"rules": {"enabled": True}}, settings={"freeGpuBytes": 2**31}
+    ).one("PrometheusRule")
+    raised = [
+        rule["expr"]
+        for rule in alerts(made["spec"]["groups"]).values()
+        if "2147483648" in rule["expr"]
+    ]
     assert len(raised) == 2
     assert "256 * 1024^2" not in str(made)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.rules.enabled")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if value(name, "monitoring.rules.enabled")]
+)
 def test_the_rules_on_kube_state_metrics_select_the_pods_of_the_release(name):
     rendered = case(name)
     exprs = " ".join(
-        rule["expr"] for group in rendered.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"]
+        rule["expr"]
+        for group in rendered.one("PrometheusRule")["spec"]["groups"]
+        for rule in group["rules"]
     )
     selectors = re.findall(r"\bkube_\w+\s*\{([^}]*)\}", exprs)
     assert len(selectors) == len(re.findall(r"\bkube_", exprs)) >= 4
@@ -147,7 +199,10 @@ def test_the_rules_on_kube_state_metrics_select_the_pods_of_the_release(name):
     assert len(own) == len(templates(rendered))
     others = ["ingress-nginx-controller-6d4f9c7b8-x2x7q", "b-tandem-trainer-0", "a-tandem-test-job"]
     for selector in selectors:
-        matchers = {label: (sign, text) for label, sign, text in re.findall(r'(\w+)(=~?)"([^"]*)"', selector)}
+        matchers = {
+            label: (sign, text)
+            for label, sign, text in re.findall(r'(\w+)(=~?)"([^"]*)"', selector)
+        }
         assert matchers["namespace"] == ("=", NAMESPACE), selector
         sign, pattern = matchers["pod"]
         assert sign == "=~"
@@ -157,10 +212,15 @@ def test_the_rules_on_kube_state_metrics_select_the_pods_of_the_release(name):
 def test_disabled_and_overridden_rules():
     everything = alerts(TANDEM + KUBERNETES)
     first, second, third, *_ = everything
-    changed = alerts(rules(disabled=[first], overrides={second: {"for": "77m"}, third: {"severity": "info"}}))
+    changed = alerts(
+        rules(disabled=[first], overrides={second: {"for": "77m"}, third: {"severity": "info"}})
+    )
     del everything[first]
     everything[second] = {**everything[second], "for": "77m"}
-    everything[third] = {**everything[third], "labels": everything[third]["labels"] | {"severity": "info"}}
+    everything[third] = {
+        **everything[third],
+        "labels": everything[third]["labels"] | {"severity": "info"},
+    }
     assert changed == everything
     group = next(g for g in TANDEM + KUBERNETES if all("alert" in rule for rule in g["rules"]))
     without = rules(disabled=[rule["alert"] for rule in group["rules"]])
@@ -171,7 +231,11 @@ def test_labels_and_runbook_of_alerts():
     labelled = rules(alertLabels={"team": "ml", "severity": "page"})
     for group, before in zip(labelled, TANDEM + KUBERNETES, strict=True):
         for rule, was in zip(group["rules"], before["rules"], strict=True):
-            more = {"labels": was["labels"] | {"team": "ml", "severity": "page"}} if "alert" in was else {}
+            more = (
+                {"labels": was["labels"] | {"team": "ml", "severity": "page"}}
+                if "alert" in was
+                else {}
+            )
             assert rule == was | more
     mine = "https://example.org/run"
     for name, rule in alerts(rules(runbook=mine)).items():
@@ -181,11 +245,18 @@ def test_labels_and_runbook_of_alerts():
         assert rule["annotations"] == was | {"runbook_url": expected}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if value(name, "monitoring.dashboards.enabled")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if value(name, "monitoring.dashboards.enabled")]
+)
 def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
     files = {}
-    for config in (o for o in case(name).all("ConfigMap") if "-dashboard-" in o["metadata"]["name"]):
-        assert config["metadata"]["labels"].items() >= value(name, "monitoring.dashboards.labels").items()
+    for config in (
+        o for o in case(name).all("ConfigMap") if "-dashboard-" in o["metadata"]["name"]
+    ):
+        assert (
+            config["metadata"]["labels"].items()
+            >= value(name, "monitoring.dashboards.labels").items()
+        )
         files |= config["data"]
         assert len(str(config)) < 2**20, "too large for a ConfigMap"
     assert {file: text.encode() for file, text in files.items()} == {
@@ -194,15 +265,24 @@ def test_the_dashboards_are_those_of_compose_byte_for_byte(name):
 
 
 def test_namespace_and_labels_of_dashboards():
-    dashboards = {"enabled": True, "namespace": "grafana", "labels": {"grafana_dashboard": None, "mine": "yes"}}
+    dashboards = {
+        "enabled": True,
+        "namespace": "grafana",
+        "labels": {"grafana_dashboard": None, "mine": "yes"},
+    }
     for config in with_values(monitoring={"dashboards": dashboards}).all("ConfigMap"):
         assert config["metadata"]["namespace"] == "grafana"
         assert config["metadata"]["labels"]["mine"] == "yes"
 
 
 def test_releases_of_one_name_have_dashboards_of_their_own_in_one_namespace():
-    """Both are called t: their objects, and the files that Grafana's sidecar writes into one directory."""
+    """Both are called t: their objects, and the files that Grafana's sidecar writes into one
+    directory."""
     values = merged(BASE, {"monitoring": {"dashboards": {"enabled": True, "namespace": "grafana"}}})
-    made = [config for team in ("a", "b") for config in charts.render(values, namespace=team).all("ConfigMap")]
+    made = [
+        config
+        for team in ("a", "b")
+        for config in charts.render(values, namespace=team).all("ConfigMap")
+    ]
     assert len({config["metadata"]["name"] for config in made}) == 2 * len(DASHBOARDS)
     assert len({key for config in made for key in config["data"]}) == 2 * len(DASHBOARDS)

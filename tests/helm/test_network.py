@@ -1,8 +1,8 @@
 """Which pods reach which ports, computed from the NetworkPolicies of two releases in one namespace.
 
-Policies add up. A pod that no policy selects for a direction is open in that direction. Both ends must allow a
-connection. An address block contains pods too here, although network plugins differ on that: it is the more open
-reading.
+Policies add up. A pod that no policy selects for a direction is open in that direction. Both ends
+must allow a connection. An address block contains pods too here, although network plugins differ on
+that: it is the more open reading.
 """
 
 import ipaddress
@@ -48,7 +48,9 @@ class Pod:
 class Network:
     """Namespaces (name → labels) and the policies in them."""
 
-    def __init__(self, policies: Iterable[Object], namespaces: Mapping[str, Mapping[str, str]]) -> None:
+    def __init__(
+        self, policies: Iterable[Object], namespaces: Mapping[str, Mapping[str, str]]
+    ) -> None:
         self.policies = list(policies)
         self.namespaces = namespaces
 
@@ -64,7 +66,9 @@ class Network:
                 for rule in policy["spec"].get(direction.lower()) or []
             )
 
-        return allows("Egress", "to", source, destination) and allows("Ingress", "from", destination, source)
+        return allows("Egress", "to", source, destination) and allows(
+            "Ingress", "from", destination, source
+        )
 
     def _is_peer(self, peers: list[Object] | None, pod: Pod, home: str) -> bool:
         return not peers or any(self._matches(peer, pod, home) for peer in peers)
@@ -93,7 +97,9 @@ def _is_port(ports: list[Object] | None, owner: Pod, port: int, protocol: str) -
     def matches(entry: Object) -> bool:
         assert set(entry) <= {"port", "protocol"}
         same = entry.get("protocol", "TCP") == protocol
-        return same and (entry.get("port", port) == port or owner.ports.get(entry["port"]) == (port, protocol))
+        return same and (
+            entry.get("port", port) == port or owner.ports.get(entry["port"]) == (port, protocol)
+        )
 
     return not ports or any(map(matches, ports))
 
@@ -113,21 +119,28 @@ NAMESPACES = {
     "kube-system": {},
     "openshift-dns": {},
 }
-STRANGERS = {name: Pod(name, namespace, labels) for name, namespace, labels in (
-    ("prometheus", "monitoring", _PROMETHEUS),
-    ("prometheus here", NAMESPACE, _PROMETHEUS),
-    ("client", NAMESPACE, {"a-tandem-client": "true"}),
-    ("client of b", NAMESPACE, {"b-tandem-client": "true"}),
-    ("client that says no", NAMESPACE, {"a-tandem-client": "false"}),
-    ("pod", NAMESPACE, {"app": "web"}),
-    ("client elsewhere", "elsewhere", {"a-tandem-client": "true"}),
-    ("pod elsewhere", "elsewhere", {"app": "web"}),
-    ("proxy elsewhere", "elsewhere", {"app": "proxy"}),
-    ("proxy here", NAMESPACE, {"app": "proxy"}),
-    ("test of nobody", NAMESPACE, {COMPONENT: "test-reach"}),
-    ("controller of b elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "b", COMPONENT: "controller"}),
-    ("trainer elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "a", COMPONENT: "trainer"}),
-)} | {"outside": INTERNET}  # fmt: skip
+STRANGERS = {
+    name: Pod(name, namespace, labels)
+    for name, namespace, labels in (
+        ("prometheus", "monitoring", _PROMETHEUS),
+        ("prometheus here", NAMESPACE, _PROMETHEUS),
+        ("client", NAMESPACE, {"a-tandem-client": "true"}),
+        ("client of b", NAMESPACE, {"b-tandem-client": "true"}),
+        ("client that says no", NAMESPACE, {"a-tandem-client": "false"}),
+        ("pod", NAMESPACE, {"app": "web"}),
+        ("client elsewhere", "elsewhere", {"a-tandem-client": "true"}),
+        ("pod elsewhere", "elsewhere", {"app": "web"}),
+        ("proxy elsewhere", "elsewhere", {"app": "proxy"}),
+        ("proxy here", NAMESPACE, {"app": "proxy"}),
+        ("test of nobody", NAMESPACE, {COMPONENT: "test-reach"}),
+        (
+            "controller of b elsewhere",
+            "elsewhere",
+            {NAME: "tandem", INSTANCE: "b", COMPONENT: "controller"},
+        ),
+        ("trainer elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "a", COMPONENT: "trainer"}),
+    )
+} | {"outside": INTERNET}
 SCRAPERS = {"prometheus", "prometheus here"}
 SMOKE = {"test-reach", "test-job"}
 TESTS = {*SMOKE, "test-volume-write", "test-volume-read"}
@@ -138,9 +151,15 @@ class World:
 
     def __init__(self, rendered: Rendered) -> None:
         other = of(matrix.BASE, release="b")
-        self.own = {component(pod): Pod.of(component(pod), NAMESPACE, pod) for _, pod in rendered.pods()}
-        self.others = {f"b {component(pod)}": Pod.of(component(pod), NAMESPACE, pod) for _, pod in other.pods()}
-        self.network = Network([p for r in (rendered, other) for p in r.all("NetworkPolicy")], NAMESPACES)
+        self.own = {
+            component(pod): Pod.of(component(pod), NAMESPACE, pod) for _, pod in rendered.pods()
+        }
+        self.others = {
+            f"b {component(pod)}": Pod.of(component(pod), NAMESPACE, pod) for _, pod in other.pods()
+        }
+        self.network = Network(
+            [p for r in (rendered, other) for p in r.all("NetworkPolicy")], NAMESPACES
+        )
 
     def reaching(self, destination: str, port: int) -> set[str]:
         """The names of the pods that reach a port of a pod of release a."""
@@ -168,9 +187,15 @@ def expected(components: set[str], clients: set[str]) -> dict[tuple[str, int], s
     """All allowed connections: (destination, port) → sources."""
     public = clients | SCRAPERS | SMOKE
     if "engine" in components:
-        metrics = {("engine", port): SCRAPERS | SMOKE for port in (TRAINER_METRICS, INFERENCE_METRICS)}
+        metrics = {
+            ("engine", port): SCRAPERS | SMOKE for port in (TRAINER_METRICS, INFERENCE_METRICS)
+        }
         return {("controller", 8080): public, ("engine", 8000): public | {"controller"}, **metrics}
-    pair = {(a, port): {b} for a, b in (("trainer", "inference"), ("inference", "trainer")) for port in PORTS}
+    pair = {
+        (a, port): {b}
+        for a, b in (("trainer", "inference"), ("inference", "trainer"))
+        for port in PORTS
+    }
     return pair | {
         ("controller", 8080): public,
         ("inference", 8000): public | {"controller", "trainer"},
@@ -198,10 +223,17 @@ def test_only_expected_connections_are_open(name):
         assert not found.reached(one, INTERNET, 443, "UDP")
         assert found.reached(one, PROXY_OUTSIDE, 3128) == (works and "everything" in name)
         for server, port in dns:
-            assert all(found.reached(one, server, port, protocol) for protocol in ("UDP", "TCP")), (one, port)
+            assert all(found.reached(one, server, port, protocol) for protocol in ("UDP", "TCP")), (
+                one,
+                port,
+            )
         for port in PORTS:
             assert found.reaching(one, port) == allowed.get((one, port), set()), f"{one}:{port}"
-            assert not [s for s in (*STRANGERS.values(), *found.others.values()) if found.reached(one, s, port)], one
+            assert not [
+                s
+                for s in (*STRANGERS.values(), *found.others.values())
+                if found.reached(one, s, port)
+            ], one
 
 
 def test_an_offline_hub_closes_the_way_to_the_internet():
@@ -210,7 +242,11 @@ def test_an_offline_hub_closes_the_way_to_the_internet():
         assert not any(found.reached(source, INTERNET, 443) for source in found.own)
     both = changed(
         huggingface={"offline": True},
-        networkPolicy={"extraEgress": [{"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}], "ports": [{"port": 443}]}]},
+        networkPolicy={
+            "extraEgress": [
+                {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}], "ports": [{"port": 443}]}
+            ]
+        },
     )
     assert both.reached("trainer", INTERNET, 443)
     assert not both.reached("trainer", PROXY_OUTSIDE, 443)
@@ -227,7 +263,9 @@ def test_the_notes_warn_of_a_service_for_the_outside_that_the_policies_close(rol
 
 
 def test_the_scrapers_are_a_value():
-    found = changed(networkPolicy={"prometheus": [{"podSelector": {"matchLabels": {"app": "web"}}}]})
+    found = changed(
+        networkPolicy={"prometheus": [{"podSelector": {"matchLabels": {"app": "web"}}}]}
+    )
     assert found.reaching("trainer", TRAINER_METRICS) == {"pod", "inference", *SMOKE}
     nobody = changed(networkPolicy={"prometheus": []})
     assert nobody.reaching("trainer", TRAINER_METRICS) == {"inference", *SMOKE}
@@ -268,7 +306,9 @@ def test_every_pod_reaches_the_urls_in_its_variables_and_arguments(name):
         destination = found.own[spec["selector"][COMPONENT]]
         (target,) = (port["targetPort"] for port in spec["ports"] if port["port"] == url.port)
         number, protocol = destination.ports[target]
-        assert spec.get("clusterIP") != "None" or number == url.port, f"{text}: a headless Service translates no ports"
+        assert spec.get("clusterIP") != "None" or number == url.port, (
+            f"{text}: a headless Service translates no ports"
+        )
         reaches = found.reached(source, destination, number, protocol)
         assert reaches or source in ("test-volume-write", "test-volume-read"), f"{source}: {text}"
 
@@ -282,7 +322,9 @@ def test_the_example_client_is_restricted_and_reaches_only_the_two_apis():
     assert validate(JOB, NEWEST) == breaches(pod) == []
     rendered = of(matrix.BASE, release="tandem")
     services = {o["metadata"]["name"]: o["spec"] for o in rendered.all("Service")}
-    pods = {component(other): Pod.of(component(other), NAMESPACE, other) for _, other in rendered.pods()}
+    pods = {
+        component(other): Pod.of(component(other), NAMESPACE, other) for _, other in rendered.pods()
+    }
     network = Network(rendered.all("NetworkPolicy"), {NAMESPACE: {}})
     (container,) = pod["spec"]["containers"]
     variables = environment(container)
@@ -293,7 +335,9 @@ def test_the_example_client_is_restricted_and_reaches_only_the_two_apis():
         name = service["selector"][COMPONENT]
         reached.add((name, pods[name].ports[port["targetPort"]][0]))
     client = Pod.of("example", NAMESPACE, pod)
-    assert {(name, n) for name, p in pods.items() for n in PORTS if network.reaches(client, p, n)} == reached
+    assert {
+        (name, n) for name, p in pods.items() for n in PORTS if network.reaches(client, p, n)
+    } == reached
     assert {name for name, _ in reached} == {"controller", "inference"}
     (volume,) = (v for v in pod["spec"]["volumes"] if "projected" in v)
     (source,) = volume["projected"]["sources"]

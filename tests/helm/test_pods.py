@@ -1,7 +1,8 @@
 """Pods' GPUs, shared memory, grace periods, probes, updates and rights.
 
-Pods, test pods too, have the security contexts and no other fields than those of `helm.pods`, which comply with the
-profile restricted of Kubernetes' Pod Security Standards; their account has no rights.
+Pods, test pods too, have the security contexts and no other fields than those of `helm.pods`, which
+comply with the profile restricted of Kubernetes' Pod Security Standards; their account has no
+rights.
 """
 
 import copy
@@ -30,7 +31,9 @@ from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
 GPU_ROLES = ("trainer", "inference")
-STOP_SECONDS = {"controller": GRACE_SECONDS} | {role: stop_seconds(PROGRAMS[role]) for role in GPU_ROLES}
+STOP_SECONDS = {"controller": GRACE_SECONDS} | {
+    role: stop_seconds(PROGRAMS[role]) for role in GPU_ROLES
+}
 """Role → the longest time between SIGTERM and its exit."""
 KNOWN_RESOURCES = {"cpu", "memory", "ephemeral-storage"}
 
@@ -39,7 +42,11 @@ def devices(container: dict) -> dict[str, str]:
     """A container's extended resources."""
     resources = container["resources"]
     requests, limits = (
-        {name: amount for name, amount in resources.get(kind, {}).items() if name not in KNOWN_RESOURCES}
+        {
+            name: amount
+            for name, amount in resources.get(kind, {}).items()
+            if name not in KNOWN_RESOURCES
+        }
         for kind in ("requests", "limits")
     )
     assert requests == limits, "Kueue counts requests"
@@ -55,10 +62,16 @@ def test_only_trainer_and_inference_get_gpus(name):
             role = container["name"]
             where = f"{obj['metadata']['name']}: {role}"
             gpu = cuda and role in GPU_ROLES
-            limits = {"nvidia.com/gpu": str(value(name, f"{role}.gpus"))} if gpu and not by_claim else {}
+            limits = (
+                {"nvidia.com/gpu": str(value(name, f"{role}.gpus"))} if gpu and not by_claim else {}
+            )
             assert devices(container) == limits, where
-            assert container["resources"].get("claims") == ([{"name": "gpus"}] if gpu and by_claim else None), where
-            assert environment(container).get("NVIDIA_VISIBLE_DEVICES") == (None if gpu else "void"), where
+            assert container["resources"].get("claims") == (
+                [{"name": "gpus"}] if gpu and by_claim else None
+            ), where
+            assert environment(container).get("NVIDIA_VISIBLE_DEVICES") == (
+                None if gpu else "void"
+            ), where
 
 
 def test_other_resources_and_more_gpus():
@@ -76,11 +89,15 @@ def test_shared_gpus_are_one_claim_of_one_pod():
     claim = rendered.one("ResourceClaimTemplate")
     pod = pod_of(rendered, "trainer")
     assert pod is pod_of(rendered, "inference")
-    assert pod["spec"]["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": claim["metadata"]["name"]}]
+    assert pod["spec"]["resourceClaims"] == [
+        {"name": "gpus", "resourceClaimTemplateName": claim["metadata"]["name"]}
+    ]
     (request,) = claim["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"] == {
-        "deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": SHARED["trainer"]["gpus"]
-    }  # fmt: skip
+        "deviceClassName": "gpu.nvidia.com",
+        "allocationMode": "ExactCount",
+        "count": SHARED["trainer"]["gpus"],
+    }
     for obj, other in rendered.pods():
         assert ("resourceClaims" in other["spec"]) == (other is pod), obj["metadata"]["name"]
     assert case("shared by resource").all("ResourceClaimTemplate") == []
@@ -91,7 +108,10 @@ def test_memory_limits_include_shared_memory(name):
     rendered = case(name)
     names = set()
     for role in GPU_ROLES:
-        shm, resources = volume(rendered, role, "/dev/shm"), container_of(rendered, role)["resources"]
+        shm, resources = (
+            volume(rendered, role, "/dev/shm"),
+            container_of(rendered, role)["resources"],
+        )
         names.add((component_of(name, role), shm["name"]))
         size = quantity(value(name, f"{role}.shmSize"))
         assert shm["emptyDir"]["medium"] == "Memory"
@@ -103,18 +123,29 @@ def test_memory_limits_include_shared_memory(name):
     assert len(names) == 2, "each role has a volume of its own"
     for _, pod in rendered.pods():
         temporary = {v["name"]: v["emptyDir"] for v in pod["spec"]["volumes"] if "emptyDir" in v}
-        mounts = [mount for container in pod["spec"]["containers"] for mount in container["volumeMounts"]]
+        mounts = [
+            mount for container in pod["spec"]["containers"] for mount in container["volumeMounts"]
+        ]
         in_memory = [name for name, volume in temporary.items() if volume.get("medium") == "Memory"]
         assert in_memory == [mount["name"] for mount in mounts if mount["mountPath"] == "/dev/shm"]
         assert all("sizeLimit" in volume for volume in temporary.values())
 
 
 def test_every_container_can_meet_a_quota_and_a_limit_range():
-    """A ResourceQuota on limits.cpu asks every container for that limit; a LimitRange bounds limit / request."""
-    amounts = {name: {"cpu": 2, "memory": "2Gi", "ephemeral-storage": "2Gi"} for name in ("requests", "limits")}
+    """A ResourceQuota on limits.cpu asks every container for that limit; a LimitRange bounds limit
+    / request."""
+    amounts = {
+        name: {"cpu": 2, "memory": "2Gi", "ephemeral-storage": "2Gi"}
+        for name in ("requests", "limits")
+    }
     own = {"resources": amounts}
     rendered = with_values(
-        **matrix.roles(**own), initContainers=own, tests=own, baseModel="", tinyModel=True, device="cpu"
+        **matrix.roles(**own),
+        initContainers=own,
+        tests=own,
+        baseModel="",
+        tinyModel=True,
+        device="cpu",
     )
     for obj, pod in rendered.pods():
         for container in containers(pod):
@@ -125,10 +156,14 @@ def test_every_container_can_meet_a_quota_and_a_limit_range():
 
 def test_an_empty_request_or_limit_is_none():
     """null would be replaced by the default, like a key that values of an older chart lack."""
-    none = {"resources": {"requests": {"cpu": ""}, "limits": {"memory": "", "ephemeral-storage": ""}}}
+    none = {
+        "resources": {"requests": {"cpu": ""}, "limits": {"memory": "", "ephemeral-storage": ""}}
+    }
     rendered = with_values(**matrix.roles(**none), initContainers=none, tests=none)
     found = [container["resources"] for _, pod in rendered.pods() for container in containers(pod)]
-    amounts = [part for resources in found for part in (resources["requests"], resources.get("limits", {}))]
+    amounts = [
+        part for resources in found for part in (resources["requests"], resources.get("limits", {}))
+    ]
     assert {name for part in amounts for name in part} == {"memory", "nvidia.com/gpu"}
     assert all(resources["requests"]["memory"] for resources in found)
     assert all("memory" not in resources.get("limits", {}) for resources in found)
@@ -136,12 +171,22 @@ def test_an_empty_request_or_limit_is_none():
 
 @pytest.mark.parametrize(
     ("memory", "shm", "total"),
-    [("64Gi", "512Mi", "66048Mi"), ("1Ti", "1Gi", "1049600Mi"), ("100Mi", "3Mi", "103Mi"), ("1500Gi", "2Ti", "3548Gi")],
+    [
+        ("64Gi", "512Mi", "66048Mi"),
+        ("1Ti", "1Gi", "1049600Mi"),
+        ("100Mi", "3Mi", "103Mi"),
+        ("1500Gi", "2Ti", "3548Gi"),
+    ],
 )
 def test_memory_of_any_unit(memory, shm, total):
-    role = {"shmSize": shm, "resources": {"requests": {"memory": memory}, "limits": {"memory": memory}}}
+    role = {
+        "shmSize": shm,
+        "resources": {"requests": {"memory": memory}, "limits": {"memory": memory}},
+    }
     resources = container_of(with_values(trainer=role), "trainer")["resources"]
-    assert {quantity(resources[kind]["memory"]) for kind in ("requests", "limits")} == {quantity(total)}
+    assert {quantity(resources[kind]["memory"]) for kind in ("requests", "limits")} == {
+        quantity(total)
+    }
 
 
 @pytest.mark.parametrize("seconds", [None, 0, 600])
@@ -150,10 +195,19 @@ def test_the_grace_period_covers_the_pre_stop_pause_and_the_slowest_stop(name, s
     changed = {} if seconds is None else {"preStopSeconds": seconds}
     rendered = of(merged(VALUES[name], {"controller": changed, "inference": changed}))
     for role in ROLES:
-        pause = 0 if role == "trainer" else value(name, f"{role}.preStopSeconds") if seconds is None else seconds
+        pause = (
+            0
+            if role == "trainer"
+            else value(name, f"{role}.preStopSeconds")
+            if seconds is None
+            else seconds
+        )
         hook = container_of(rendered, role).get("lifecycle", {}).get("preStop")
         assert hook == ({"exec": {"command": ["sleep", str(pause)]}} if pause else None)
-        assert pod_of(rendered, role)["spec"]["terminationGracePeriodSeconds"] >= pause + STOP_SECONDS[role] + 5
+        assert (
+            pod_of(rendered, role)["spec"]["terminationGracePeriodSeconds"]
+            >= pause + STOP_SECONDS[role] + 5
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -163,19 +217,29 @@ def test_probes(name):
         container = container_of(rendered, role)
         probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
         assert not any("initialDelaySeconds" in probe for probe in probes.values())
-        seconds = {kind: probe["periodSeconds"] * probe.get("failureThreshold", 3) for kind, probe in probes.items()}
+        seconds = {
+            kind: probe["periodSeconds"] * probe.get("failureThreshold", 3)
+            for kind, probe in probes.items()
+        }
         minutes = value(name, "inference.startupMinutes") if role == "inference" else 5
         assert seconds["startup"] >= max(300, 60 * minutes)
         if role == "controller":
             paths = {kind: probe["httpGet"] for kind, probe in probes.items()}
-            # /readyz is 503 on a full volume, where the only endpoint must not go: deletes free space.
+            # /readyz is 503 on a full volume, where the only endpoint must not go: deletes free
+            # space.
             assert all(path == {"path": "/healthz", "port": "http"} for path in paths.values())
             continue
         commands = {kind: probe["exec"]["command"] for kind, probe in probes.items()}
         health = ["python", "-m", "tandem.supervise.health"]
-        assert commands == {"startup": [*health, "--started"], "readiness": health, "liveness": [*health, "--live"]}
+        assert commands == {
+            "startup": [*health, "--started"],
+            "readiness": health,
+            "liveness": [*health, "--live"],
+        }
         assert seconds["liveness"] >= 60, "one slow answer of a busy machine must not kill a pod"
-    patient = container_of(with_values(inference={"startupMinutes": 600}), "inference")["startupProbe"]
+    patient = container_of(with_values(inference={"startupMinutes": 600}), "inference")[
+        "startupProbe"
+    ]
     assert patient["periodSeconds"] * patient["failureThreshold"] >= 60 * 600
 
 
@@ -183,8 +247,11 @@ def test_probes(name):
 def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
     rendered = case(name)
     lead = component_of(name, "trainer")
-    workloads = {o["metadata"]["name"].removeprefix("a-tandem-"): o for kind in ("Deployment", "StatefulSet")
-                 for o in rendered.all(kind)}  # fmt: skip
+    workloads = {
+        o["metadata"]["name"].removeprefix("a-tandem-"): o
+        for kind in ("Deployment", "StatefulSet")
+        for o in rendered.all(kind)
+    }
     assert set(workloads) == {component_of(name, role) for role in ROLES}
     for component, workload in workloads.items():
         assert workload["spec"]["replicas"] == 1
@@ -210,13 +277,18 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
 )
 def test_a_role_can_be_off(role, how, tests):
     rendered = of(merged(VALUES["everything"], {role: how}))
-    workloads = {o["metadata"]["name"].removeprefix("a-tandem-"): o["spec"]["replicas"]
-                 for kind in ("Deployment", "StatefulSet") for o in rendered.all(kind)}  # fmt: skip
+    workloads = {
+        o["metadata"]["name"].removeprefix("a-tandem-"): o["spec"]["replicas"]
+        for kind in ("Deployment", "StatefulSet")
+        for o in rendered.all(kind)
+    }
     others = {other: 1 for other in ROLES if other != role}
     assert workloads == (others | {role: 0} if "replicas" in how else others)
     assert ("Paused" in rendered.notes) == ("replicas" in how)
     # Nothing waits for, asks or selects what has no pod.
-    assert {o["metadata"]["name"].removeprefix("a-tandem-test-") for o in rendered.all("Pod")} == set(tests.split())
+    assert {
+        o["metadata"]["name"].removeprefix("a-tandem-test-") for o in rendered.all("Pod")
+    } == set(tests.split())
     asked = [arg for o in rendered.all("Pod") for arg in o["spec"]["containers"][0]["args"]]
     assert not any(f"-{role}" in arg for arg in asked)
     names = [o["metadata"]["name"] for o in rendered.objects]
@@ -230,24 +302,40 @@ def test_the_notes_wait_for_each_workload_as_kubectl_can(name, strategy):
     values = {role: {"updateStrategy": strategy} for role in GPU_ROLES}
     rendered = of(merged(VALUES[name], values))
     rollout, wait = (
-        {word for line in rendered.notes.splitlines() if verb in line for word in line.split() if "/" in word}
+        {
+            word
+            for line in rendered.notes.splitlines()
+            if verb in line
+            for word in line.split()
+            if "/" in word
+        }
         for verb in (" rollout status ", " wait --for=jsonpath='{.status.readyReplicas}'=1 ")
     )
     assert f" -c {preflight_of(rendered, 'inference')['name']} " in rendered.notes
     stateful = {f"statefulset/a-tandem-{component_of(name, 'inference')}"}
-    assert rollout == {"deployment/a-tandem-controller"} | (stateful if strategy == "RollingUpdate" else set())
+    assert rollout == {"deployment/a-tandem-controller"} | (
+        stateful if strategy == "RollingUpdate" else set()
+    )
     assert wait == (stateful if strategy == "OnDelete" else set())
 
 
 @pytest.mark.parametrize("mode", [{}, SHARED], ids=["dedicated", "shared"])
 def test_preflight_sees_what_a_role_mounts(mode):
-    """Variables like SSL_CERT_FILE and HF_HOME, and a base model, may name something below such a mount."""
-    mounts = {role: [{"name": f"of-{role}", "mountPath": f"/{role}", "readOnly": True}] for role in ROLES}
-    more = {role: {"extraVolumes": [{"name": f"of-{role}"}], "extraVolumeMounts": mounts[role]} for role in ROLES}
+    """Variables like SSL_CERT_FILE and HF_HOME, and a base model, may name something below such a
+    mount."""
+    mounts = {
+        role: [{"name": f"of-{role}", "mountPath": f"/{role}", "readOnly": True}] for role in ROLES
+    }
+    more = {
+        role: {"extraVolumes": [{"name": f"of-{role}"}], "extraVolumeMounts": mounts[role]}
+        for role in ROLES
+    }
     rendered = with_values(**merged(mode, more))
     for role in ROLES:
         for container in (container_of(rendered, role), preflight_of(rendered, role)):
-            assert [m for m in container["volumeMounts"] if m["name"].startswith("of-")] == mounts[role]
+            assert [m for m in container["volumeMounts"] if m["name"].startswith("of-")] == mounts[
+                role
+            ]
 
 
 @pytest.mark.parametrize("name", ["defaults", "everything", "shared by claim"])
@@ -268,8 +356,16 @@ def test_pods_are_restricted(name):
         assert breaches(pod, assigned_user=name == "OpenShift") == [], obj["metadata"]["name"]
         assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
         for container in containers(pod):
-            for kind, resource in (("requests", "cpu"), ("requests", "memory"), ("limits", "memory")):
-                assert quantity(container["resources"][kind][resource]) > 0, (container["name"], kind, resource)
+            for kind, resource in (
+                ("requests", "cpu"),
+                ("requests", "memory"),
+                ("limits", "memory"),
+            ):
+                assert quantity(container["resources"][kind][resource]) > 0, (
+                    container["name"],
+                    kind,
+                    resource,
+                )
     kinds = {obj["kind"] for obj in rendered.objects}
     assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding", "Secret"}
 
@@ -286,10 +382,15 @@ def test_a_breach_is_seen(kind):
     pod = copy.deepcopy(case("defaults").one("StatefulSet", "trainer")["spec"]["template"])
     spec, container = pod["spec"], pod["spec"]["initContainers"][0]
     node = {
-        "pod": spec, "container": container, "volume": spec["volumes"][0], "mount": container["volumeMounts"][0],
-        "port": spec["containers"][0]["ports"][0], "probe": spec["containers"][0]["livenessProbe"],
-        "source": spec["volumes"][-1]["projected"]["sources"][0], "context": container["securityContext"],
+        "pod": spec,
+        "container": container,
+        "volume": spec["volumes"][0],
+        "mount": container["volumeMounts"][0],
+        "port": spec["containers"][0]["ports"][0],
+        "probe": spec["containers"][0]["livenessProbe"],
+        "source": spec["volumes"][-1]["projected"]["sources"][0],
+        "context": container["securityContext"],
         "token": spec,
-    }[kind]  # fmt: skip
+    }[kind]
     node["automountServiceAccountToken" if kind == "token" else "privileged"] = True
     assert breaches(pod)

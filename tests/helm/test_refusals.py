@@ -21,24 +21,51 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"baseModel": ""}, "baseModel is empty"),
     ({"tinyModel": True}, "tinyModel writes a model of its own"),
     ({"gpuMode": "shared", "device": "cpu"}, "gpuMode=shared needs device=cuda"),
-    ({"gpuMode": "shared", "trainer": {"enabled": False}}, r"gpuMode=shared and trainer\.enabled=false"),
+    (
+        {"gpuMode": "shared", "trainer": {"enabled": False}},
+        r"gpuMode=shared and trainer\.enabled=false",
+    ),
     ({"trainer": {"replicas": 2}}, "'/trainer/replicas': maximum: got 2, want 1"),
     ({"gpuMode": "shared", "trainer": {"gpus": 2}}, r"trainer\.gpus=2 and inference\.gpus=1"),
-    ({"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}}, r"trainer\.gpus=3 .*tensorParallel=2"),
+    (
+        {"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}},
+        r"trainer\.gpus=3 .*tensorParallel=2",
+    ),
     (
         {"device": "cpu", "trainer": {"cpuRanks": 3, "settings": {"tensorParallel": 2}}},
         r"cpuRanks=3 .*tensorParallel=2",
     ),
-    ({"trainer": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"trainer\.extendedResources has nvidia\.com/gpu"),
-    ({"inference": {"extendedResources": {"nvidia.com/gpu": 1}}}, r"inference\.extendedResources has nvidia\.com/gpu"),
     (
-        merged(ONE_NODE, {"trainer": {"nodeSelector": {"pool": "a"}}, "controller": {"nodeSelector": {"pool": "b"}}}),
+        {"trainer": {"extendedResources": {"nvidia.com/gpu": 1}}},
+        r"trainer\.extendedResources has nvidia\.com/gpu",
+    ),
+    (
+        {"inference": {"extendedResources": {"nvidia.com/gpu": 1}}},
+        r"inference\.extendedResources has nvidia\.com/gpu",
+    ),
+    (
+        merged(
+            ONE_NODE,
+            {
+                "trainer": {"nodeSelector": {"pool": "a"}},
+                "controller": {"nodeSelector": {"pool": "b"}},
+            },
+        ),
         r"controller\.nodeSelector and trainer\.nodeSelector have different values of pool",
     ),
-    ({kind: {"existingClaim": "x"} for kind in ("data", "cache")}, r"data\.existingClaim and cache\.existingClaim"),
+    (
+        {kind: {"existingClaim": "x"} for kind in ("data", "cache")},
+        r"data\.existingClaim and cache\.existingClaim",
+    ),
     ({"ingress": {"enabled": True}}, r"neither ingress\.controllerHost nor ingress\.inferenceHost"),
-    ({"ingress": {"enabled": True, **ONE_HOST}}, r"ingress\.controllerHost and ingress\.inferenceHost are the same"),
-    ({"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}}, r"neither gateway\.controllerHost nor gateway\."),
+    (
+        {"ingress": {"enabled": True, **ONE_HOST}},
+        r"ingress\.controllerHost and ingress\.inferenceHost are the same",
+    ),
+    (
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}]}},
+        r"neither gateway\.controllerHost nor gateway\.",
+    ),
     ({"gateway": {"enabled": True, **HOSTS}}, r"gateway\.parentRefs names no Gateway"),
     (
         {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], **ONE_HOST}},
@@ -53,8 +80,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         at("inference.extraEnv", [{"name": "NVIDIA_VISIBLE_DEVICES"}]),
         "the variable NVIDIA_VISIBLE_DEVICES is there twice",
     ),
-    (at("controller.extraEnv", [{"name": "A"}, {"name": "A"}]), "controller: .*the variable A is there twice"),
-    (merged(SHARED, at("inference.extraVolumes", [{"name": "data"}])), "engine: the volume data .*extraVolumes"),
+    (
+        at("controller.extraEnv", [{"name": "A"}, {"name": "A"}]),
+        "controller: .*the variable A is there twice",
+    ),
+    (
+        merged(SHARED, at("inference.extraVolumes", [{"name": "data"}])),
+        "engine: the volume data .*extraVolumes",
+    ),
     (
         at("trainer.extraVolumeMounts", [{"name": "x", "mountPath": "/tmp"}]),
         "trainer: .* preflight: the mount /tmp .*extraVolumeMounts",
@@ -63,25 +96,46 @@ BAD: list[tuple[dict[str, Any], str]] = [
         at("controller.extraContainers", [{"name": "preflight"}]),
         "controller: the container preflight .*extraContainers",
     ),
-    (at("controller.service.nodePort", 30000), r"controller\.service\.nodePort=30000 has no use with type ClusterIP"),
+    (
+        at("controller.service.nodePort", 30000),
+        r"controller\.service\.nodePort=30000 has no use with type ClusterIP",
+    ),
     (
         at("inference.service", {"type": "NodePort", "loadBalancerClass": "a.b/c"}),
         r"inference\.service\.loadBalancerClass=a\.b/c has no use with type NodePort",
     ),
     ({"monitoring": {"rules": {"enabled": True, "disabled": ["Nope"]}}}, "there is no alert Nope"),
-    ({"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}}, "there is no alert Nope"),
+    (
+        {"monitoring": {"rules": {"enabled": True, "overrides": {"Nope": {"for": "1m"}}}}},
+        "there is no alert Nope",
+    ),
     # Single values; the schema refuses them.
     ({"device": "tpu"}, "'/device': value must be one of 'cuda', 'cpu'"),
     ({"data": {"size": "200"}}, "'/data/size': '200' does not match"),
-    ({"trainer": {"resources": {"limits": {"memory": "64G B"}}}}, "'/trainer/resources/limits/memory': '64G B'"),
-    ({"controller": {"service": {"port": 70000}}}, "'/controller/service/port': maximum: got 70,000"),
+    (
+        {"trainer": {"resources": {"limits": {"memory": "64G B"}}}},
+        "'/trainer/resources/limits/memory': '64G B'",
+    ),
+    (
+        {"controller": {"service": {"port": 70000}}},
+        "'/controller/service/port': maximum: got 70,000",
+    ),
     ({"podSecurity": {"runAsUser": 0}}, "'/podSecurity/runAsUser': minimum: got 0"),
     ({"gateway": {"inferenceHost": "*."}}, r"'/gateway/inferenceHost': '\*\.' does not match"),
     ({"commonLabels": {"cost": 42}}, "'/commonLabels/cost': got number, want string"),
     # Typos inside lists.
-    ({"trainer": {"tolerations": [{"keyy": "x"}]}}, r"'/trainer/tolerations/0': additional properties 'keyy'"),
-    ({"trainer": {"affinity": {"nodeAffinitty": {}}}}, r"'/trainer/affinity': additional properties 'nodeAffinitty'"),
-    ({"controller": {"extraEnv": [{"value": "x"}]}}, r"'/controller/extraEnv/0': missing property 'name'"),
+    (
+        {"trainer": {"tolerations": [{"keyy": "x"}]}},
+        r"'/trainer/tolerations/0': additional properties 'keyy'",
+    ),
+    (
+        {"trainer": {"affinity": {"nodeAffinitty": {}}}},
+        r"'/trainer/affinity': additional properties 'nodeAffinitty'",
+    ),
+    (
+        {"controller": {"extraEnv": [{"value": "x"}]}},
+        r"'/controller/extraEnv/0': missing property 'name'",
+    ),
 ]
 """Values in addition to the required ones, and a part of Helm's message."""
 
@@ -93,7 +147,9 @@ def test_a_bad_value_is_refused_by_name(values, named):
 
 
 def test_a_kubernetes_that_is_too_old_is_refused():
-    with pytest.raises(helm_sdkpy.InstallError, match=r"requires kubeVersion: >=1\.30\.0-0 .* v1\.29\.9"):
+    with pytest.raises(
+        helm_sdkpy.InstallError, match=r"requires kubeVersion: >=1\.30\.0-0 .* v1\.29\.9"
+    ):
         charts.render(matrix.BASE, version="1.29.9")
     with pytest.raises(helm_sdkpy.InstallError, match=r"shared\.via=claim needs Kubernetes 1\.34"):
         charts.render({**matrix.BASE, "gpuMode": "shared"}, version="1.33.4")
@@ -102,7 +158,9 @@ def test_a_kubernetes_that_is_too_old_is_refused():
 def test_a_misspelt_key_in_any_mapping_is_refused_by_name():
     """One render with a misspelt key in every mapping: Helm's message names them all."""
     values, messages = matrix.BASE, []
-    for section, key in {path[:-1]: f"{path[-1]}x" for path in matrix.keys(matrix.defaults())}.items():
+    for section, key in {
+        path[:-1]: f"{path[-1]}x" for path in matrix.keys(matrix.defaults())
+    }.items():
         if not ".".join(section).endswith(FREE_KEYS):
             values = merged(values, at(".".join((*section, key)), 1))
             place = "".join(f"/{part}" for part in section)

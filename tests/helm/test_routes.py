@@ -43,7 +43,10 @@ def test_only_public_paths_are_routed(name, kind):
         return
     assert {service for _, _, service in found} == {"a-tandem-controller", "a-tandem-inference"}
     assert all(service == f"a-tandem-{ROLE_OF[host]}" for host, _, service in found)
-    routed = {role: {prefix for host, prefix, _ in found if ROLE_OF[host] == role} for role in ROLE_OF.values()}
+    routed = {
+        role: {prefix for host, prefix, _ in found if ROLE_OF[host] == role}
+        for role in ROLE_OF.values()
+    }
     assert routed["controller"] == {"/v1"}
 
     def reached(path: str) -> bool:
@@ -52,5 +55,15 @@ def test_only_public_paths_are_routed(name, kind):
     public = {path for path in PUBLIC_PATHS if path.startswith("/v1/")} | ROLLOUT_PATHS
     assert len(public) >= 7
     assert [path for path in public if not reached(path)] == []
-    closed = ("/", "/metrics", "/metrics/", "/pause", "/tokenize", "/detokenize", "/update_weights", "/rollouts", "/v2")
+    closed = (
+        "/",
+        "/metrics",
+        "/metrics/",
+        "/pause",
+        "/tokenize",
+        "/detokenize",
+        "/update_weights",
+        "/rollouts",
+        "/v2",
+    )
     assert [path for path in closed if reached(path)] == []

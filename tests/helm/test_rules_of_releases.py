@@ -1,4 +1,5 @@
-"""Several releases and one Prometheus: the rules of a release look at its own namespace, and at all of it."""
+"""Several releases and one Prometheus: the rules of a release look at its own namespace, and at all
+of it."""
 
 import json
 import re
@@ -17,19 +18,29 @@ TARGETS = ("controller", "trainer", "inference", "vllm")
 
 def rules_of(team: str, **settings: Any) -> Object:
     """The rules of the release in a namespace, as Prometheus reads them."""
-    values = merged(BASE, {"monitoring": {"rules": {"enabled": True, "kubernetes": False, **settings}}})
+    values = merged(
+        BASE, {"monitoring": {"rules": {"enabled": True, "kubernetes": False, **settings}}}
+    )
     return charts.render(values, namespace=team).one("PrometheusRule")["spec"]
 
 
 def firing(tmp_path, rules: dict[str, Object], series: dict[str, str], names: list[str]) -> str:
-    """What promtool prints after 20 minutes of these series, about every alert of these names that fires."""
+    """What promtool prints after 20 minutes of these series, about every alert of these names that
+    fires."""
     for team, spec in rules.items():
         (tmp_path / f"{team}.yml").write_text(json.dumps(spec))
     test = {
-        "interval": "1m", "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "alert_rule_test": [{"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names],
-    }  # fmt: skip
-    files = {"rule_files": [f"{team}.yml" for team in rules], "evaluation_interval": "1m", "tests": [test]}
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names
+        ],
+    }
+    files = {
+        "rule_files": [f"{team}.yml" for team in rules],
+        "evaluation_interval": "1m",
+        "tests": [test],
+    }
     (tmp_path / "cases.yml").write_text(json.dumps(files))
     done = promtool("test", "rules", "cases.yml", cwd=tmp_path)
     return done.stdout + done.stderr
@@ -37,18 +48,24 @@ def firing(tmp_path, rules: dict[str, Object], series: dict[str, str], names: li
 
 def ups(team: str, *targets: str, value: int = 1) -> dict[str, str]:
     """`up` of targets in a namespace."""
-    return {f'up{{job="tandem-{name}",namespace="{team}",pod="{name}"}}': f"{value}x30" for name in targets}
+    return {
+        f'up{{job="tandem-{name}",namespace="{team}",pod="{name}"}}': f"{value}x30"
+        for name in targets
+    }
 
 
 def test_a_release_without_targets_is_missed_while_another_has_all(tmp_path):
     rules = {team: rules_of(team) for team in TEAMS}
     printed = firing(tmp_path, rules, ups("team-a", *TARGETS), ["TandemTargetAbsent"])
-    absent = re.findall(r'Labels:\{alertname="TandemTargetAbsent", job="tandem-(\w+)", namespace="([^"]+)"', printed)
+    absent = re.findall(
+        r'Labels:\{alertname="TandemTargetAbsent", job="tandem-(\w+)", namespace="([^"]+)"', printed
+    )
     assert sorted(absent) == sorted((target, "team-b") for target in TARGETS), printed
 
 
 @pytest.mark.parametrize(
-    "changes", [{"disabled": ["TandemTargetDown"]}, {"overrides": {"TandemTargetDown": {"for": "1h"}}}]
+    "changes",
+    [{"disabled": ["TandemTargetDown"]}, {"overrides": {"TandemTargetDown": {"for": "1h"}}}],
 )
 def test_what_a_release_changes_holds_though_another_has_the_rule_as_it_was(tmp_path, changes):
     series = ups("team-a", *TARGETS, value=0) | ups("team-b", *TARGETS)

@@ -1,4 +1,5 @@
-"""Secrets are files that pods reference. No render contains their values; few containers get the admin token."""
+"""Secrets are files that pods reference. No render contains their values; few containers get the
+admin token."""
 
 import base64
 import json
@@ -11,7 +12,16 @@ from helm import charts
 from helm.charts import merged
 from helm.matrix import CASES, ROLES, VALUES
 from helm.pods import containers
-from helm.renders import NAMESPACE, case, container_of, environment, is_shared, pod_of, preflight_of, with_values
+from helm.renders import (
+    NAMESPACE,
+    case,
+    container_of,
+    environment,
+    is_shared,
+    pod_of,
+    preflight_of,
+    with_values,
+)
 from tandem.cli import app
 
 SECRETS = {"api_key": "k-9f2b7c41", "admin_token": "t-51d0aa87", "hf_token": "h-77e3c209"}
@@ -23,7 +33,12 @@ def with_secret(name: str) -> tuple[dict, ...]:
     data = {key: base64.b64encode(value.encode()).decode() for key, value in SECRETS.items()}
     return (
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
-        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": NAMESPACE}, "data": data},
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "data": data,
+        },
     )
 
 
@@ -62,17 +77,25 @@ def test_only_inference_and_a_trainer_that_shares_its_gpus_get_the_admin_token(n
         for container in containers(pod):
             assert not container.get("envFrom")
             assert all(set(variable) == {"name", "value"} for variable in container.get("env", []))
-            named = {v for n, v in environment(container).items() if n.endswith("_FILE") or n == "HF_TOKEN_PATH"}
+            named = {
+                v
+                for n, v in environment(container).items()
+                if n.endswith("_FILE") or n == "HF_TOKEN_PATH"
+            }
             mounted = files(pod, container)
             assert named <= set(mounted), container["name"]
             if "admin_token" in mounted.values():
                 words = [container["name"], *container.get("args", [])]
                 of_admin = any(role in word for word in words for role in admins)
-                assert of_admin or container["name"].startswith(("inference-", "tiny-model")), container["name"]
+                assert of_admin or container["name"].startswith(("inference-", "tiny-model")), (
+                    container["name"]
+                )
                 assert pod is pod_of(rendered, "inference")
     for role in ROLES:
         pod, main = pod_of(rendered, role), container_of(rendered, role)
-        expected = {f"{MOUNT}/{key}": key for key in SECRETS if key != "admin_token" or role in admins}
+        expected = {
+            f"{MOUNT}/{key}": key for key in SECRETS if key != "admin_token" or role in admins
+        }
         assert files(pod, main) == files(pod, preflight_of(rendered, role)) == expected
         assert (environment(main).get("TANDEM_ADMIN_TOKEN_FILE") is not None) == (role in admins)
 
@@ -80,7 +103,8 @@ def test_only_inference_and_a_trainer_that_shares_its_gpus_get_the_admin_token(n
 @pytest.mark.parametrize("name", ["defaults", "shared by claim", "shared by resource"])
 @pytest.mark.parametrize("role", ROLES)
 def test_preflight_finds_the_secrets_that_the_chart_gives_a_role(monkeypatch, tmp_path, name, role):
-    """`tandem preflight` with the arguments, variables and secret files of the role's init container."""
+    """`tandem preflight` with the arguments, variables and secret files of the role's init
+    container."""
     rendered = case(name)
     container = preflight_of(rendered, role)
     for variable in [variable for variable in os.environ if variable.startswith("TANDEM_")]:
@@ -93,7 +117,11 @@ def test_preflight_finds_the_secrets_that_the_chart_gives_a_role(monkeypatch, tm
         (tmp_path / path.removeprefix(f"{MOUNT}/")).write_text(f"{SECRETS[key]:-<32}")
     printed = CliRunner().invoke(app, [*container["args"][1:], "--json"]).stdout
     found = {check["name"]: check["status"] for check in json.loads(printed)}
-    secrets = {check: status for check, status in found.items() if check in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN")}
+    secrets = {
+        check: status
+        for check, status in found.items()
+        if check in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN")
+    }
     admin = role == "inference" or (role == "trainer" and is_shared(name))
     assert found["settings"] == "ok"
     assert secrets == {"TANDEM_API_KEY": "ok"} | ({"TANDEM_ADMIN_TOKEN": "ok"} if admin else {})
@@ -107,7 +135,11 @@ def test_a_secret_of_another_name_with_other_keys():
     paths = {"api_key": "key", "admin_token": "admin", "hf_token": "hub.token"}
     assert files(pod, container) == {f"{MOUNT}/{path}": key for path, key in paths.items()}
     for _, any_pod in rendered.pods():
-        sources = [s for v in any_pod["spec"]["volumes"] for s in v.get("projected", {}).get("sources", [])]
+        sources = [
+            s for v in any_pod["spec"]["volumes"] for s in v.get("projected", {}).get("sources", [])
+        ]
         assert {source["secret"]["name"] for source in sources} == {"mine"}
-    existing = charts.render(merged(VALUES["defaults"], {"secret": {"name": "mine"}}), existing=with_secret("mine"))
+    existing = charts.render(
+        merged(VALUES["defaults"], {"secret": {"name": "mine"}}), existing=with_secret("mine")
+    )
     assert "Pods wait" not in existing.notes

@@ -17,7 +17,8 @@ def identity(release: str, one: str) -> dict[str, str]:
 
 
 def selector(name: str, obj: Object, own: str) -> tuple[Object, str] | None:
-    """The labels that an object selects, and the component that it is for; policies: test_network."""
+    """The labels that an object selects, and the component that it is for; policies:
+    test_network."""
     role = {"inference-pods": "inference", "vllm": "inference"}.get(own, own)
     match obj["kind"]:
         case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
@@ -38,8 +39,12 @@ def test_a_selector_selects_only_its_component(name):
             own = obj["metadata"]["name"].removeprefix(f"{release}-tandem-")
             if pod := pod_template(obj):
                 labels = pod["metadata"]["labels"]
-                assert labels.items() >= identity(release, own).items(), "a user's labels do not replace them"
-                assert "everything" not in name or labels["tandem"] == "mine", "the user's other labels stay"
+                assert labels.items() >= identity(release, own).items(), (
+                    "a user's labels do not replace them"
+                )
+                assert "everything" not in name or labels["tandem"] == "mine", (
+                    "the user's other labels stay"
+                )
             if found := selector(name, obj, own):
                 assert found[0] == identity(release, found[1]), own
     assert not names[0] & names[1]
@@ -47,12 +52,20 @@ def test_a_selector_selects_only_its_component(name):
 
 def test_a_user_cannot_mark_services_as_headless():
     """ServiceMonitors would scrape vLLM twice."""
-    rendered = with_values(commonLabels={HEADLESS: "true"}, monitoring={"monitors": {"kind": "service"}})
-    marked = {o["metadata"]["name"] for o in rendered.all("Service") if HEADLESS in o["metadata"]["labels"]}
+    rendered = with_values(
+        commonLabels={HEADLESS: "true"}, monitoring={"monitors": {"kind": "service"}}
+    )
+    marked = {
+        o["metadata"]["name"]
+        for o in rendered.all("Service")
+        if HEADLESS in o["metadata"]["labels"]
+    }
     assert marked == {"a-tandem-trainer", "a-tandem-inference-pods"}
 
 
-@pytest.mark.parametrize("values", [EVERYTHING, merged(EVERYTHING, SHARED)], ids=["dedicated", "shared"])
+@pytest.mark.parametrize(
+    "values", [EVERYTHING, merged(EVERYTHING, SHARED)], ids=["dedicated", "shared"]
+)
 def test_names_of_long_releases_fit_and_differ(values):
     names = []
     for end in ("one", "two"):
@@ -68,7 +81,8 @@ def test_long_overrides_and_namespaces_fit():
 
 
 def check_names(rendered: charts.Rendered) -> None:
-    """Names have at most 63 characters, the limit of Services and labels; schemas check labels and StatefulSets."""
+    """Names have at most 63 characters, the limit of Services and labels; schemas check labels and
+    StatefulSets."""
     for obj in rendered.objects:
         assert schemas.validate(obj, NEWEST) == []
         assert obj["kind"] == "ConfigMap" or len(obj["metadata"]["name"]) <= 63

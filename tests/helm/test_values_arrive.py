@@ -1,5 +1,5 @@
-"""Every key of values.yaml has a use: a distinct value for each of them appears in the rendered objects, which fit
-their schemas."""
+"""Every key of values.yaml has a use: a distinct value for each of them appears in the rendered
+objects, which fit their schemas."""
 
 import json
 import re
@@ -15,8 +15,14 @@ _TERM = {"matchExpressions": [{"key": "MARK", "operator": "Exists"}]}
 TEMPLATES: dict[str, Any] = {
     "pullSecrets": ["MARK"],
     "tolerations": [{"key": "MARK", "operator": "Exists"}],
-    "topologySpreadConstraints": [{"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
-    "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}}},
+    "topologySpreadConstraints": [
+        {"topologyKey": "MARK", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [_TERM]}
+        }
+    },
     "extraEnv": [{"name": "MARK", "value": "1"}],
     "extraVolumes": [{"name": "MARK", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "data", "mountPath": "/MARK"}],
@@ -34,8 +40,15 @@ TEMPLATES: dict[str, Any] = {
 }
 """Last part of a key → its value, in which MARK is replaced by a distinct text."""
 
-PATTERNED = ("mark{n}x", "{big}Gi", "{big}s", "{big}m", "mark{n}x.example.org", "example.org/mark{n}x",
-             "sha256:{n:064x}")  # fmt: skip
+PATTERNED = (
+    "mark{n}x",
+    "{big}Gi",
+    "{big}s",
+    "{big}m",
+    "mark{n}x.example.org",
+    "example.org/mark{n}x",
+    "sha256:{n:064x}",
+)
 """Values for a key whose schema has a pattern; the first that matches is used."""
 
 OVERRIDING = {
@@ -66,12 +79,17 @@ ON = {
     "inference": _LOAD_BALANCER,
     "ingress": {"enabled": True},
     "gateway": {"enabled": True},
-    "monitoring": {"monitors": {"kind": "pod"}, "rules": {"enabled": True}, "dashboards": {"enabled": True}},
+    "monitoring": {
+        "monitors": {"kind": "pod"},
+        "rules": {"enabled": True},
+        "dashboards": {"enabled": True},
+    },
 }
 
 
 def distinct(path: str, n: int) -> tuple[Any, str] | None:
-    """A value for a key and the text that identifies it; None for switches, choices and values without such a text."""
+    """A value for a key and the text that identifies it; None for switches, choices and values
+    without such a text."""
     schema, name, mark = schema_of(path), path.rpartition(".")[2], f"mark{n}x"
     kinds = schema.get("type", [])
     if "enum" in schema or "boolean" in kinds:
@@ -91,8 +109,12 @@ def distinct(path: str, n: int) -> tuple[Any, str] | None:
 
 
 def test_every_value_arrives():
-    paths = dict.fromkeys(path.replace("labels.grafana_dashboard", "labels") for path, _ in leaves(defaults()))
-    values = {path: value for n, path in enumerate(paths, 100) if (value := distinct(path, n)) is not None}
+    paths = dict.fromkeys(
+        path.replace("labels.grafana_dashboard", "labels") for path, _ in leaves(defaults())
+    )
+    values = {
+        path: value for n, path in enumerate(paths, 100) if (value := distinct(path, n)) is not None
+    }
     assert len(values) > 120
     plain = set(values) - OVERRIDING - DIGESTS - NOT_VERBATIM
     text = ""
@@ -107,6 +129,8 @@ def test_every_value_arrives():
         for path in keys:
             given = merged(given, at(path, values[path][0]))
         rendered = charts.render(merged(given, switches), version=version)
-        assert [problem for obj in rendered.objects for problem in schemas.validate(obj, version)] == []
+        assert [
+            problem for obj in rendered.objects for problem in schemas.validate(obj, version)
+        ] == []
         text += json.dumps(rendered.objects)
     assert [path for path in set(values) - NOT_VERBATIM if values[path][1] not in text] == []

@@ -6,7 +6,16 @@ import pytest
 
 from helm import matrix
 from helm.charts import CHART, merged
-from helm.matrix import CASES, COMPONENT, INSTANCE, NAME, ONE_NODE, ROLES, SHARED_BY_RESOURCE, VALUES
+from helm.matrix import (
+    CASES,
+    COMPONENT,
+    INSTANCE,
+    NAME,
+    ONE_NODE,
+    ROLES,
+    SHARED_BY_RESOURCE,
+    VALUES,
+)
 from helm.pods import containers
 from helm.renders import case, component, container_of, of, pod_of, templates, value, volume
 
@@ -25,7 +34,9 @@ def test_all_roles_mount_the_same_two_volumes(name):
     }
     for role in ROLES:
         for kind in ("data", "cache"):
-            claim = volume(rendered, role, f"/{kind}").get("persistentVolumeClaim", {}).get("claimName")
+            claim = (
+                volume(rendered, role, f"/{kind}").get("persistentVolumeClaim", {}).get("claimName")
+            )
             assert claim == claims.get(kind)
         mounts = {m["mountPath"]: m for m in container_of(rendered, role)["volumeMounts"]}
         assert "readOnly" not in mounts["/data"]
@@ -33,7 +44,9 @@ def test_all_roles_mount_the_same_two_volumes(name):
         assert "/models" not in mounts or mounts["/models"]["readOnly"] is True
     assert (value("defaults", "data.keep"), value("defaults", "cache.keep")) == (True, False)
     made = {o["metadata"]["name"]: o for o in rendered.all("PersistentVolumeClaim")}
-    assert set(made) == {claim for kind, claim in claims.items() if not value(name, f"{kind}.existingClaim")}
+    assert set(made) == {
+        claim for kind, claim in claims.items() if not value(name, f"{kind}.existingClaim")
+    }
     for claim, obj in made.items():
         kind = claim.removeprefix("a-tandem-")
         assert obj["spec"]["accessModes"] == [value(name, f"{kind}.accessMode")]
@@ -44,7 +57,8 @@ def test_all_roles_mount_the_same_two_volumes(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_volume_is_mounted_inside_another(name):
-    """The runtime would have to create the directory as the host's root, whom NFS' root_squash gives no rights."""
+    """The runtime would have to create the directory as the host's root, whom NFS' root_squash
+    gives no rights."""
     for obj, pod in case(name).pods():
         for container in containers(pod):
             paths = [PurePosixPath(mount["mountPath"]) for mount in container["volumeMounts"]]
@@ -54,7 +68,8 @@ def test_no_volume_is_mounted_inside_another(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_images_of_trainer_and_inference_have_a_volume_for_their_own_files(name):
-    """In test pods, too: the root file system is read-only, and inference's entrypoint makes its TMPDIR."""
+    """In test pods, too: the root file system is read-only, and inference's entrypoint makes its
+    TMPDIR."""
     image = (CHART.parents[1] / "Dockerfile").read_text()
     assert " TMPDIR=/private-cache/tmp " in image
     assert " XDG_CACHE_HOME=/private-cache " in image
@@ -67,8 +82,12 @@ def test_images_of_trainer_and_inference_have_a_volume_for_their_own_files(name)
 
 @pytest.mark.parametrize(("given", "expected"), [("", None), ("-", ""), ("fast", "fast")])
 def test_storage_classes(given, expected):
-    rendered = of(merged(matrix.BASE, {kind: {"storageClass": given} for kind in ("data", "cache")}))
-    assert [c["spec"].get("storageClassName") for c in rendered.all("PersistentVolumeClaim")] == [expected] * 2
+    rendered = of(
+        merged(matrix.BASE, {kind: {"storageClass": given} for kind in ("data", "cache")})
+    )
+    assert [c["spec"].get("storageClassName") for c in rendered.all("PersistentVolumeClaim")] == [
+        expected
+    ] * 2
 
 
 def required(pod: dict) -> list[dict]:
@@ -82,19 +101,27 @@ def test_pods_must_share_a_node_only_if_a_volume_is_read_write_once(name):
         modes.add(value(name, "cache.accessMode"))
     together = "ReadWriteOnce" in modes
     for obj, pod in case(name).pods():
-        assert [term["topologyKey"] for term in required(pod)] == [HOSTNAME] * together, obj["metadata"]["name"]
+        assert [term["topologyKey"] for term in required(pod)] == [HOSTNAME] * together, obj[
+            "metadata"
+        ]["name"]
     strategy = case(name).one("Deployment")["spec"]["strategy"]["type"]
-    assert strategy == ("Recreate" if together else "RollingUpdate"), "a second pod may not get the volume"
+    assert strategy == ("Recreate" if together else "RollingUpdate"), (
+        "a second pod may not get the volume"
+    )
 
 
 ONE_NODE_CASES = [name for name in CASES if "one node" in name] + ["2+2.yaml", "values-cpu.yaml"]
 
 
-@pytest.mark.parametrize("off", [(), ("trainer",), ("inference",), ("trainer", "inference")], ids="+".join)
+@pytest.mark.parametrize(
+    "off", [(), ("trainer",), ("inference",), ("trainer", "inference")], ids="+".join
+)
 @pytest.mark.parametrize("name", ONE_NODE_CASES)
 def test_one_pod_of_the_release_chooses_the_node_and_the_others_follow(name, off):
-    """It is the one that is hardest to place and not paused. Its own term names it, too, so that it can be the first,
-    and the others, so that it returns to them. A test pod is in no term: it must not attract anybody."""
+    """It is the one that is hardest to place and not paused. Its own term names it, too, so that it
+    can be the first, and the others, so that it returns to them. A test pod is in no term: it must
+    not attract anybody.
+    """
     rendered = of(merged(VALUES[name], {role: {"replicas": 0} for role in off}))
     running = {component(pod) for obj, pod in rendered.pods() if obj["spec"].get("replicas")}
     leader = next(one for one in ("trainer", "engine", "inference", "controller") if one in running)
@@ -107,7 +134,9 @@ def test_one_pod_of_the_release_chooses_the_node_and_the_others_follow(name, off
         if obj["kind"] == "Pod":
             assert {leader} <= set(among["values"]) <= everybody
         elif component(pod) in running:
-            assert set(among["values"]) == (everybody if component(pod) == leader else {leader}), component(pod)
+            assert set(among["values"]) == (everybody if component(pod) == leader else {leader}), (
+                component(pod)
+            )
 
 
 @pytest.mark.parametrize("name", [*ONE_NODE_CASES, "defaults"])
@@ -119,9 +148,13 @@ def test_pods_tolerate_the_trainers_node_if_they_follow_it(name):
         found = pod["spec"].get("tolerations", [])
         assert len(found) == len({str(toleration) for toleration in found})
         if pod["metadata"]["labels"][COMPONENT] == "controller":
-            assert found == [OWN, *(trainers if name != "defaults" else [])], obj["metadata"]["name"]
+            assert found == [OWN, *(trainers if name != "defaults" else [])], obj["metadata"][
+                "name"
+            ]
         else:
-            assert all(toleration in found for toleration in trainers if name != "defaults"), obj["metadata"]["name"]
+            assert all(toleration in found for toleration in trainers if name != "defaults"), obj[
+                "metadata"
+            ]["name"]
 
 
 def test_a_users_tolerations_stay_without_gpus():
@@ -135,7 +168,9 @@ def test_a_users_tolerations_stay_without_gpus():
 @pytest.mark.parametrize("more", [{}, SHARED_BY_RESOURCE], ids=["dedicated", "shared"])
 def test_a_users_affinity_stays(more):
     term = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "db"}}}
-    preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": term}]}
+    preferred = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": term}]
+    }
     own = {"podAffinity": {REQUIRED: [term], **preferred}, "podAntiAffinity": {REQUIRED: [term]}}
     values = merged(merged(matrix.BASE, ONE_NODE), merged(more, matrix.roles(affinity=own)))
     for pod in templates(of(values)).values():

@@ -1,4 +1,5 @@
-"""python -m inference.failing_adapter: what vLLM's executor of two workers says of adapters; `bad` can't be loaded.
+"""python -m inference.failing_adapter: what vLLM's executor of two workers says of adapters; `bad`
+can't be loaded.
 
 Executor and workers are vLLM's own classes, with the plugin, in this process and without a model.
 """
@@ -36,7 +37,9 @@ def main() -> None:
     plugin._tell_failed_adapters()
     workers, executor = [process(0), process(1)], object.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue = False, deque()
-    executor.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda call: [w._execute_worker_rpc(call) for w in workers])
+    executor.rpc_broadcast_mq = SimpleNamespace(
+        enqueue=lambda call: [w._execute_worker_rpc(call) for w in workers]
+    )
     executor.response_mqs = [worker.worker_response_mq for worker in workers]
     for number, name in enumerate(("good", "bad", "good"), 1):
         try:

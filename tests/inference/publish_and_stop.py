@@ -1,4 +1,5 @@
-"""`python publish_and_stop.py PHASE SIGNAL`: a publisher that sends itself a signal when it reaches a phase."""
+"""`python publish_and_stop.py PHASE SIGNAL`: a publisher that sends itself a signal when it reaches
+a phase."""
 
 import os
 import sys

@@ -35,9 +35,14 @@ def make_run(spool: Spool, name: str, model: Path, lora: LoraShape = LORA) -> Ru
 
 
 def commit(
-    spool: Spool, run: str, adapter: Path | Callable[[Path], object], probe: Probe | None, job: str | None = None
+    spool: Spool,
+    run: str,
+    adapter: Path | Callable[[Path], object],
+    probe: Probe | None,
+    job: str | None = None,
 ) -> Manifest:
-    """The next checkpoint of a run, with the adapter of that directory, or the one that the callable writes."""
+    """The next checkpoint of a run, with the adapter of that directory, or the one that the
+    callable writes."""
     staged = spool.root / "jobs/work" / fs.new_ulid()
     staged.mkdir(parents=True)
     if callable(adapter):
@@ -51,7 +56,8 @@ def commit(
 class Stage:
     """The run `run` on a spool, a fake vLLM, and publishers between them.
 
-    An adapter of this stage moves the fake's log-probs by one number, which is also the checkpoint's "effect".
+    An adapter of this stage moves the fake's log-probs by one number, which is also the
+    checkpoint's "effect".
     """
 
     def __init__(self, directory: Path, vllm: FakeVllm) -> None:
@@ -69,7 +75,9 @@ class Stage:
         secrets = {"api_key": fake_vllm.API_KEY, "admin_token": fake_vllm.ADMIN_TOKEN}
         return Settings(**{**fixed, **secrets, "device": "cpu", **values})  # type: ignore[arg-type]
 
-    def publisher(self, *, client: VllmClient | None = None, grace: float = 0.0, **settings: object) -> Publisher:
+    def publisher(
+        self, *, client: VllmClient | None = None, grace: float = 0.0, **settings: object
+    ) -> Publisher:
         return Publisher(self.settings(**settings), client or self.client, grace=grace)
 
     def write_adapter(self, effect: float, directory: Path) -> None:
@@ -82,12 +90,14 @@ class Stage:
 
     def probe(self, effect: float) -> Probe:
         now, previous, base = (
-            [fake_vllm.logprobs(tokens, moved) for tokens in PROMPTS] for moved in (effect, self.effects[-1], 0.0)
+            [fake_vllm.logprobs(tokens, moved) for tokens in PROMPTS]
+            for moved in (effect, self.effects[-1], 0.0)
         )
         return Probe(tokens=PROMPTS, logprobs=now, previous=previous, base=base)
 
     def step(self, effect: float, *, weights: float | None = None, job: str | None = None) -> None:
-        """Commit a checkpoint whose probe has `effect`, with weights that have it too, or another one."""
+        """Commit a checkpoint whose probe has `effect`, with weights that have it too, or another
+        one."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
             self.spool.events.append(job, "claimed")

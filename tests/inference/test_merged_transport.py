@@ -29,13 +29,17 @@ OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
 class FakeVllm:
     """Takes weights by every way but `broken`, and has those of `model`."""
 
-    def __init__(self, model: Path, log: list[str], broken: str, state: dict[str, str] | None) -> None:
+    def __init__(
+        self, model: Path, log: list[str], broken: str, state: dict[str, str] | None
+    ) -> None:
         self._model, self._log, self._broken, self._state = model, log, broken, state
 
     def merged(self) -> dict[str, str] | None:
         return self._state
 
-    def swap_merged(self, *_: Any, source: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+    def swap_merged(
+        self, *_: Any, source: Mapping[str, Any], again: Mapping[str, Any]
+    ) -> dict[str, Any]:
         assert again["way"] == "volume"
         self._log.append(source["way"])
         if source["way"] == self._broken:
@@ -45,8 +49,10 @@ class FakeVllm:
     def merged_rows(self, rows: Mapping[str, int]) -> list[dict[str, Any]]:
         file = TensorFile(self._model / "model.safetensors")
         found = {name: file[name][row] for name, row in rows.items()}
-        return [{"name": n, "begin": 0, "end": len(row), "sha256": sha256(row.tobytes()).hexdigest()}
-                for n, row in found.items()]  # fmt: skip
+        return [
+            {"name": n, "begin": 0, "end": len(row), "sha256": sha256(row.tobytes()).hexdigest()}
+            for n, row in found.items()
+        ]
 
 
 class Scene:
@@ -64,7 +70,10 @@ class Scene:
         monkeypatch.setattr(transports, "verify_files", verify)
 
     def transport(
-        self, broken: str = "", state: dict[str, str] | None = None, requests: Literal["keep", "wait"] = "keep"
+        self,
+        broken: str = "",
+        state: dict[str, str] | None = None,
+        requests: Literal["keep", "wait"] = "keep",
     ) -> MergedTransport:
         spool = SimpleNamespace(
             checkpoints=SimpleNamespace(path=lambda _run, _step: self.model),
@@ -73,7 +82,11 @@ class Scene:
         )
         client = cast(VllmClient, FakeVllm(self.model, self.log, broken, state))
         settings = Settings(
-            weights="merged", transport="nccl", device="cpu", base_model=str(self.model), swap_requests=requests
+            weights="merged",
+            transport="nccl",
+            device="cpu",
+            base_model=str(self.model),
+            swap_requests=requests,
         )
         return MergedTransport(client, cast(Any, None), settings, cast(Spool, spool))
 
@@ -100,7 +113,9 @@ def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
     assert scene.log == ["verify", "volume"]
 
 
-def test_a_swap_and_hashes_that_take_long_are_no_hang(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_a_swap_and_hashes_that_take_long_are_no_hang(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     """TANDEM_SWAP_SECONDS may be longer than the liveness probe allows a turn of the publisher."""
     slow = slower(monkeypatch, tmp_path)
     monkeypatch.setattr(transports, "verify_files", slow(transports.verify_files))
@@ -115,12 +130,18 @@ def test_hashing_the_whole_weights_of_a_lora_run_is_no_hang(
     scene.offers = []
     transport = scene.transport()
     find = slower(monkeypatch, tmp_path)(lambda _: scene.model)
-    transport._spool = cast(Spool, SimpleNamespace(events=transport._spool.events, merged=SimpleNamespace(find=find)))
+    transport._spool = cast(
+        Spool, SimpleNamespace(events=transport._spool.events, merged=SimpleNamespace(find=find))
+    )
     run = RUN.model_copy(update={"lora": LoraShape(rank=4, alpha=8.0), "trainable": "lora"})
-    assert transport._offered(run, scene.manifest) == [{"way": "volume", "directory": str(scene.model)}]
+    assert transport._offered(run, scene.manifest) == [
+        {"way": "volume", "directory": str(scene.model)}
+    ]
 
 
-def slower(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def slower(
+    monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function wait until the publisher gives a sign of life, in that directory."""
     monkeypatch.setenv(liveness.VARIABLE, str(directory))
     monkeypatch.setattr(transports, "BEAT_SECONDS", 0.01)
@@ -138,7 +159,8 @@ def slower(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Callable[[Callab
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda whole: b"", lambda whole: b"\xff" * 64, lambda whole: whole[: len(whole) // 3]]
+    "damage",
+    [lambda whole: b"", lambda whole: b"\xff" * 64, lambda whole: whole[: len(whole) // 3]],
 )
 def test_files_that_are_none_are_damage(scene: Scene, damage: Callable[[bytes], bytes]) -> None:
     path = scene.model / "model.safetensors"
@@ -182,7 +204,9 @@ def test_after_a_wait_in_vain_requests_are_let_in_for_as_long(
 @pytest.mark.parametrize("phase", get_args(MergedPhase))
 def test_only_announced_weights_count(scene: Scene, phase: MergedPhase) -> None:
     """Others were not verified, or are torn: the publisher must write and check them again."""
-    transport = scene.transport(state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"})
+    transport = scene.transport(
+        state={"phase": phase, "name": "r@1", "path": "/1", "transport": "merge"}
+    )
     transport.refresh()
     assert transport.listed == ({"r@1": "/1"} if phase == "served" else {})
 

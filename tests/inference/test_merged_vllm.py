@@ -1,4 +1,5 @@
-"""The real vLLM on the CPU with merged weights: what it serves, what a swap does to requests, and what it refuses."""
+"""The real vLLM on the CPU with merged weights: what it serves, what a swap does to requests, and
+what it refuses."""
 
 import itertools
 import json
@@ -40,16 +41,31 @@ names = (f"merged-{i}" for i in itertools.count())
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen2"])
-def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def vllm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
     """A mixture of experts; and biases with tied embeddings."""
     directory = tmp_path_factory.mktemp("merged")
     tiny_model.write_tokenizer(directory / "model")
-    sizes: dict[str, Any] = {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     if request.param == "qwen3_moe":
         sizes = {"moe_intermediate_size": 32}
-    write_random_model(directory / "model", family=request.param, vocab_size=320, hidden_size=64, head_dim=32,
-                       max_position_embeddings=4096, **sizes)  # fmt: skip
-    with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_EXPERT_LORA="1") as server:
+    write_random_model(
+        directory / "model",
+        family=request.param,
+        vocab_size=320,
+        hidden_size=64,
+        head_dim=32,
+        max_position_embeddings=4096,
+        **sizes,
+    )
+    with VllmServer(
+        directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_EXPERT_LORA="1"
+    ) as server:
         yield server
 
 
@@ -67,8 +83,14 @@ class MergedTrainer(Trainer):
         self.run = make_run(self.spool, next(names), self.model, EVERYWHERE).name
         path = self.spool.root / "runs" / self.run / "run.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"weights": "merged"}))
-        self.settings = Settings(root=self.spool.root, inference_url=vllm.url, base_model=str(self.model), device="cpu",
-                                 weights="merged", **settings)  # fmt: skip
+        self.settings = Settings(
+            root=self.spool.root,
+            inference_url=vllm.url,
+            base_model=str(self.model),
+            device="cpu",
+            weights="merged",
+            **settings,
+        )
         self._publisher = Publisher(self.settings, self.client, grace=0.5)
         self.adapters = [self.adapter(0, 0.0, EVERYWHERE)]
 
@@ -89,38 +111,71 @@ class MergedTrainer(Trainer):
 
 
 @pytest.fixture
-def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedTrainer:
+def trainer(
+    vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> MergedTrainer:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return MergedTrainer(vllm, tmp_path)
 
 
-def complete(vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any) -> httpx.Response:
-    body = {"model": model, "prompt": list(tokens), "max_tokens": 4, "temperature": 0.0, "ignore_eos": True, **options}
+def complete(
+    vllm: VllmServer, model: str, tokens: Sequence[int] = (5, 6, 7), **options: Any
+) -> httpx.Response:
+    body = {
+        "model": model,
+        "prompt": list(tokens),
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        **options,
+    }
     return httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
 
 
 def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) -> str:
     """1500 tokens as a stream, which sets `begun` at the first one; all that came."""
-    body = {"model": model, "prompt": list(tokens), "max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
+    body = {
+        "model": model,
+        "prompt": list(tokens),
+        "max_tokens": 1500,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
     lines = list[str]()
     url = f"{vllm.url}/v1/completions"
-    with httpx.stream("POST", url, headers=API, json=body | {"stream": True}, timeout=120) as response:
+    with httpx.stream(
+        "POST", url, headers=API, json=body | {"stream": True}, timeout=120
+    ) as response:
         for line in response.iter_lines():
             begun.set()
             lines.append(line)
     return "\n".join(lines)
 
 
-def test_a_choice_that_came_through_the_rollout_door_is_a_turn(vllm: VllmServer, trainer: MergedTrainer) -> None:
+def test_a_choice_that_came_through_the_rollout_door_is_a_turn(
+    vllm: VllmServer, trainer: MergedTrainer
+) -> None:
     trainer.step(1)
     served = trainer.publish(trainer.run)
-    body = {"model": trainer.run, "messages": [{"role": "user", "content": "?"}], "max_tokens": 3, "ignore_eos": True}
-    answer = httpx.post(f"{vllm.url}/rollout/v1/chat/completions", headers=API, json=body, timeout=120).json()
+    body = {
+        "model": trainer.run,
+        "messages": [{"role": "user", "content": "?"}],
+        "max_tokens": 3,
+        "ignore_eos": True,
+    }
+    answer = httpx.post(
+        f"{vllm.url}/rollout/v1/chat/completions", headers=API, json=body, timeout=120
+    ).json()
     turn = turn_from_openai(answer["choices"][0])
     assert (answer["choices"][0]["model"], len(turn.logprobs)) == (served.model, 3)
-    generate = {"model": trainer.run, "token_ids": turn.prompt_token_ids,
-                "sampling_params": {"max_tokens": 3, "temperature": 0.0, "logprobs": 1}}  # fmt: skip
-    answer = httpx.post(f"{vllm.url}/inference/v1/generate", headers=API, json=generate, timeout=120)
+    generate = {
+        "model": trainer.run,
+        "token_ids": turn.prompt_token_ids,
+        "sampling_params": {"max_tokens": 3, "temperature": 0.0, "logprobs": 1},
+    }
+    answer = httpx.post(
+        f"{vllm.url}/inference/v1/generate", headers=API, json=generate, timeout=120
+    )
     assert answer.headers["x-tandem-weights"] == served.model
     assert len(answer.json()["choices"][0]["logprobs"]["content"]) == 3
 
@@ -142,7 +197,9 @@ def test_a_deleted_run_is_served_no_more_and_makes_room_for_another(
     another.check_bits(adapter)
 
 
-def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedTrainer, client: VllmClient) -> None:
+def test_one_name_serves_each_step_bit_by_bit(
+    vllm: VllmServer, trainer: MergedTrainer, client: VllmClient
+) -> None:
     if client.merged()["phase"] == "empty":
         assert complete(vllm, "base").status_code == 503, "nothing was verified yet"
     assert "the second copy is on the device (auto)" in vllm.log.read_text()
@@ -154,7 +211,10 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
         served = trainer.publish(trainer.run)
         assert (served.step, served.refused_step) == (step, None)
         assert served.seconds.keys() == set(PARTS)
-        assert sum(served.seconds[part] for part in ("stage", "drain", "swap")) < served.seconds["load"]
+        assert (
+            sum(served.seconds[part] for part in ("stage", "drain", "swap"))
+            < served.seconds["load"]
+        )
         assert served.mean_abs_logprob_error < 1e-4
         trainer.check_bits(adapter)
         answer = complete(vllm, served.model)
@@ -182,14 +242,20 @@ def test_one_name_serves_each_step_bit_by_bit(vllm: VllmServer, trainer: MergedT
 def test_requests_that_run_during_a_swap(
     vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, requests: str
 ) -> None:
-    trainer._publisher = Publisher(trainer.settings.model_copy(update={"swap_requests": requests}), client, grace=0.5)
+    trainer._publisher = Publisher(
+        trainer.settings.model_copy(update={"swap_requests": requests}), client, grace=0.5
+    )
     trainer.step(1)
     trainer.publish(trainer.run)
     adapter = trainer.step(2)
     prompt = SEQUENCES[1]
-    undisturbed = complete(vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True).json()["choices"][0]
+    undisturbed = complete(
+        vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
+    ).json()["choices"][0]
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True, logprobs=0)
+        running = pool.submit(
+            complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True, logprobs=0
+        )
         until("it runs", lambda: client.merged()["in_flight"] == 1)
         begun = Event()
         streamed = pool.submit(stream, vllm, trainer.run, prompt, begun)
@@ -213,11 +279,18 @@ def test_requests_that_run_during_a_swap(
     assert 0 < change < 1500
     assert tokens[:change] == undisturbed["token_ids"][:change]
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert [event["weight_versions"][0]["spans"][1][0] for event in events if "weight_versions" in event] == [second]
+    assert [
+        event["weight_versions"][0]["spans"][1][0] for event in events if "weight_versions" in event
+    ] == [second]
     if requests == "recompute":
-        # Every token after the swap has the log-prob of the new weights, as if they had computed all before it.
+        # Every token after the swap has the log-prob of the new weights, as if they had computed
+        # all before it.
         row = linear_row([*prompt, *tokens])
-        expected = make_policy(trainer.model, EVERYWHERE, adapter)(row).logprobs.detach().numpy()[len(prompt) - 1 :]
+        expected = (
+            make_policy(trainer.model, EVERYWHERE, adapter)(row)
+            .logprobs.detach()
+            .numpy()[len(prompt) - 1 :]
+        )
         told = np.array(body["choices"][0]["logprobs"]["token_logprobs"])
         # vLLM's rounding is that of its batches: of 1,260 tokens the worst differs by up to 0.001.
         assert np.abs(told - expected)[change + 1 :].mean() < 1e-4
@@ -225,18 +298,29 @@ def test_requests_that_run_during_a_swap(
         assert np.abs(told - expected)[:change].mean() > 0.1
 
 
-def test_every_sequence_of_a_request_tells_its_versions(vllm: VllmServer, trainer: MergedTrainer) -> None:
-    """vLLM's ids of sequences: several prompts, several samples, chat, and an id that looks like one of vLLM's."""
+def test_every_sequence_of_a_request_tells_its_versions(
+    vllm: VllmServer, trainer: MergedTrainer
+) -> None:
+    """vLLM's ids of sequences: several prompts, several samples, chat, and an id that looks like
+    one of vLLM's."""
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
-    body = {"model": trainer.run, "max_tokens": 2000, "temperature": 1.0, "ignore_eos": True, "n": 2}
+    body = {
+        "model": trainer.run,
+        "max_tokens": 2000,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "n": 2,
+    }
     headers = API | {"x-request-id": "run-7-12345678"}
     prompts = {"prompt": [[5, 6, 7], [8, 9]]}
     messages = {"messages": [{"role": "user", "content": "yes"}]}
     with ThreadPoolExecutor(2) as pool:
         several, chat = (
-            pool.submit(httpx.post, f"{vllm.url}/v1/{path}", headers=headers, json=body | what, timeout=200)
+            pool.submit(
+                httpx.post, f"{vllm.url}/v1/{path}", headers=headers, json=body | what, timeout=200
+            )
             for path, what in (("completions", prompts), ("chat/completions", messages))
         )
         metrics = f"{vllm.url}/metrics"
@@ -244,7 +328,10 @@ def test_every_sequence_of_a_request_tells_its_versions(vllm: VllmServer, traine
         until("all six sequences run", lambda: running.search(httpx.get(metrics).text))
         time.sleep(0.5)
         assert trainer.publish(trainer.run).step == 2
-    for request, expected in ((several, [(0, 0), (0, 1), (1, 0), (1, 1)]), (chat, [(0, 0), (0, 1)])):
+    for request, expected in (
+        (several, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        (chat, [(0, 0), (0, 1)]),
+    ):
         answer = request.result()
         assert answer.headers["x-tandem-weights"] == f"{trainer.run}@1,{trainer.run}@2"
         told = answer.json()["weight_versions"]
@@ -252,7 +339,9 @@ def test_every_sequence_of_a_request_tells_its_versions(vllm: VllmServer, traine
         assert all(0 < entry["spans"][1][1] < 2000 for entry in told)
 
 
-def test_a_prefix_that_other_weights_computed_is_not_used(vllm: VllmServer, trainer: MergedTrainer) -> None:
+def test_a_prefix_that_other_weights_computed_is_not_used(
+    vllm: VllmServer, trainer: MergedTrainer
+) -> None:
     for seed in (1, 2):
         adapter = trainer.step(seed)
         trainer.check_cached_prefix(vllm, trainer.publish(trainer.run).model, adapter, EVERYWHERE)

@@ -1,4 +1,5 @@
-"""Where each weight lies in vLLM's workers, what a swap makes of it, and what the publisher's check of it finds."""
+"""Where each weight lies in vLLM's workers, what a swap makes of it, and what the publisher's check
+of it finds."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -48,23 +49,36 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
             assert (place == 1).all(), name
     for name, count in times.items():
         kind = name.split(".")[-2]
-        copies = tp if "norm" in kind or kind == "gate" else max(1, tp // 2) if kind in ("k_proj", "v_proj") else 1
+        copies = (
+            tp
+            if "norm" in kind or kind == "gate"
+            else max(1, tp // 2)
+            if kind in ("k_proj", "v_proj")
+            else 1
+        )
         assert (count == copies).all(), (name, Counter(count.ravel().tolist()))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
     ("whole", "way", "dtype"),
-    [(False, "merge", torch.float32), (False, "merge", torch.bfloat16), (True, "merge", torch.float32),
-     (True, "volume", torch.float32)],
-)  # fmt: skip
+    [
+        (False, "merge", torch.float32),
+        (False, "merge", torch.bfloat16),
+        (True, "merge", torch.float32),
+        (True, "volume", torch.float32),
+    ],
+)
 def test_many_versions_leave_no_trace(
     directory: Path, tmp_path: Path, whole: bool, way: str, dtype: torch.dtype, tp: int
 ) -> None:
     """Adapters of all layers and of some, in turn."""
     model = Model(directory, dtype)
     adapters = [model.adapter(tmp_path, seed, lora) for seed, lora in enumerate((LORA, SOME, LORA))]
-    sources = [whole_model(model, a, tmp_path / f"{i}") if way == "volume" else None for i, a in enumerate(adapters)]
+    sources = [
+        whole_model(model, a, tmp_path / f"{i}") if way == "volume" else None
+        for i, a in enumerate(adapters)
+    ]
     workers = Workers(model, tp, whole=whole)
     last = 99 if tp == 2 else 5
     for number in range(last + 1):
@@ -108,23 +122,50 @@ def transpose_a_square(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "match"),
     [
-        ("qwen3", swap_gate_and_up, r"gate_up_proj.weight of vLLM differs from \S+gate_proj.weight"),
-        ("qwen3", lambda w: setattr(w[DOWN], "quant_method", Fp8LinearMethod()),
-         r"layers.1.mlp.down_proj is quantised \(Fp8LinearMethod\)"),
-        ("qwen3", lambda w: setattr(w[DOWN], "weight", nn.Parameter(torch.empty(0), requires_grad=False)),
-         r"packed model.layers.1.mlp.down_proj.weight"),
-        ("qwen3", lambda w: w["model.layers.1.mlp"].add_module("extra", nn.Linear(2, 2)),
-         r"files have no model.layers.1.mlp.extra.weight"),
+        (
+            "qwen3",
+            swap_gate_and_up,
+            r"gate_up_proj.weight of vLLM differs from \S+gate_proj.weight",
+        ),
+        (
+            "qwen3",
+            lambda w: setattr(w[DOWN], "quant_method", Fp8LinearMethod()),
+            r"layers.1.mlp.down_proj is quantised \(Fp8LinearMethod\)",
+        ),
+        (
+            "qwen3",
+            lambda w: setattr(w[DOWN], "weight", nn.Parameter(torch.empty(0), requires_grad=False)),
+            r"packed model.layers.1.mlp.down_proj.weight",
+        ),
+        (
+            "qwen3",
+            lambda w: w["model.layers.1.mlp"].add_module("extra", nn.Linear(2, 2)),
+            r"files have no model.layers.1.mlp.extra.weight",
+        ),
         ("qwen3", rename_the_fused_layer, r"in_proj is fused from layers"),
-        ("qwen3", lambda w: w["model.norm"].weight.view(torch.int32)[3].bitwise_xor_(1), r"model.norm.weight of vLLM"),
+        (
+            "qwen3",
+            lambda w: w["model.norm"].weight.view(torch.int32)[3].bitwise_xor_(1),
+            r"model.norm.weight of vLLM",
+        ),
         ("qwen3", lambda w: setattr(w[DOWN], "tp_rank", 1), r"down_proj.weight of vLLM differs"),
-        ("qwen3_moe", transpose_a_square, r"w2_weight of vLLM differs from \S+0.mlp.experts.3.down_proj.weight"),
-        ("qwen3_moe", lambda w: w[EXPERTS].register_parameter("w13_bias", nn.Parameter(torch.zeros(2))),
-         r"w13_bias has no known place"),
-        ("qwen3_moe", lambda w: setattr(w[EXPERTS].moe_config.moe_parallel_config, "use_ep", True),
-         r"experts are distributed"),
+        (
+            "qwen3_moe",
+            transpose_a_square,
+            r"w2_weight of vLLM differs from \S+0.mlp.experts.3.down_proj.weight",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: w[EXPERTS].register_parameter("w13_bias", nn.Parameter(torch.zeros(2))),
+            r"w13_bias has no known place",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: setattr(w[EXPERTS].moe_config.moe_parallel_config, "use_ep", True),
+            r"experts are distributed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_is_not_the_files_is_refused(
     dense: Model, moe: Model, family: str, change: Callable[[Worker], None], match: str
 ) -> None:
@@ -162,16 +203,25 @@ EXPERT_A, EXPERT_B = peft_keys("model.layers.1.mlp.experts.3.up_proj")
     ("change", "match"),
     [
         (lambda t: t.update({A.replace("q_proj", "z_proj"): t.pop(A)}), r"no place for"),
-        (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}), r"place for \S+lm_head"),
+        (
+            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 32)}),
+            r"place for \S+lm_head",
+        ),
         (lambda t: t.pop(B), r"lora_B"),
         (lambda t: t.pop(EXPERT_A), r"experts.3.up_proj.lora_A"),
         (lambda t: (t.pop(EXPERT_A), t.pop(EXPERT_B)), r"experts.3.up_proj"),
         (lambda t: t.update({A: t[A].half()}), r"is F16, not F32"),
-        (lambda t: t.update({A: t[A][:, :-1]}), r"q_proj.lora_A.weight and its B don't fit a layer"),
+        (
+            lambda t: t.update({A: t[A][:, :-1]}),
+            r"q_proj.lora_A.weight and its B don't fit a layer",
+        ),
         (lambda t: t.update({A: torch.cat([t[A], t[A]], 1)}), r"don't fit"),
         (lambda t: t.update({B: torch.cat([t[B], t[B]])}), r"don't fit"),
         (lambda t: t.update({A: t[A][:-1]}), r"don't fit"),
-        (lambda t: t.update({EXPERT_B: t[EXPERT_B].T}), r"experts.3.up_proj.lora_A.weight and its B don't fit"),
+        (
+            lambda t: t.update({EXPERT_B: t[EXPERT_B].T}),
+            r"experts.3.up_proj.lora_A.weight and its B don't fit",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
@@ -285,7 +335,9 @@ def test_an_order_that_comes_too_late_is_not_carried_out(dense: Model, tmp_path:
     workers.check(None)
 
 
-def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(dense: Model, tmp_path: Path) -> None:
+def test_an_order_that_reaches_a_sleeping_vllm_is_not_carried_out(
+    dense: Model, tmp_path: Path
+) -> None:
     """Whoever ordered it has died, and the weights are not in memory."""
     workers = Workers(dense)
     core = Core(workers)
@@ -304,7 +356,10 @@ class Served(Workers):
         self.serve(adapter, scale=scale)
 
     def wrong(
-        self, adapter: Path | None = None, change: Callable[[list[Any]], object] = lambda _: None, **of: int
+        self,
+        adapter: Path | None = None,
+        change: Callable[[list[Any]], object] = lambda _: None,
+        **of: int,
     ) -> str:
         """`of`: the row to look at, of some tensors."""
         check = SpotCheck(str(self.model.directory), str(self.model.dtype).removeprefix("torch."))
@@ -317,7 +372,9 @@ class Served(Workers):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_spot_check_passes_right_weights(directory: Path, tmp_path: Path, tp: int, dtype: torch.dtype) -> None:
+def test_the_spot_check_passes_right_weights(
+    directory: Path, tmp_path: Path, tp: int, dtype: torch.dtype
+) -> None:
     model = Model(directory, dtype)
     served = Served(model, model.adapter(tmp_path, 1), tp)
     for _ in range(20):
@@ -325,7 +382,10 @@ def test_the_spot_check_passes_right_weights(directory: Path, tmp_path: Path, tp
 
 
 def test_the_spot_check_finds_a_wrong_scale(model: Model, tmp_path: Path) -> None:
-    assert "is another one" in Served(model, model.adapter(tmp_path, 1), 2, scale=2.5 * (1 + 1e-4)).wrong()
+    assert (
+        "is another one"
+        in Served(model, model.adapter(tmp_path, 1), 2, scale=2.5 * (1 + 1e-4)).wrong()
+    )
 
 
 @pytest.mark.parametrize("stale", ["base model", "another worker"])
@@ -333,14 +393,18 @@ def test_the_spot_check_finds_one_stale_tensor(model: Model, tmp_path: Path, sta
     served = Served(model, model.adapter(tmp_path, 1), 2)
     first, second = served.each
     other = first if stale == "another worker" else model.worker(2, 1)
-    second["model.layers.1.self_attn.o_proj"].weight.copy_(other["model.layers.1.self_attn.o_proj"].weight)
+    second["model.layers.1.self_attn.o_proj"].weight.copy_(
+        other["model.layers.1.self_attn.o_proj"].weight
+    )
     for _ in range(5):
         assert "of model.layers.1.self_attn.o_proj.weight is another one" in served.wrong()
 
 
 def test_the_spot_check_finds_swapped_modules(model: Model, tmp_path: Path) -> None:
     right = model.adapter(tmp_path, 1)
-    pairs = list(zip(*(peft_keys(f"model.layers.0.self_attn.{name}_proj") for name in "kv"), strict=True))
+    pairs = list(
+        zip(*(peft_keys(f"model.layers.0.self_attn.{name}_proj") for name in "kv"), strict=True)
+    )
 
     def swap(tensors: dict[str, Tensor]) -> None:
         for k, v in pairs:
@@ -355,7 +419,12 @@ def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_
     check = SpotCheck(str(model.directory), "float32")
     adapter = model.adapter(tmp_path, 1)
     whole = (adapter / WEIGHTS_FILE).read_bytes()
-    for content in [b"nothing", whole[:100], whole[:8] + b"[" + whole[9:], (2).to_bytes(8, "little") + b"{}"]:
+    for content in [
+        b"nothing",
+        whole[:100],
+        whole[:8] + b"[" + whole[9:],
+        (2).to_bytes(8, "little") + b"{}",
+    ]:
         (adapter / WEIGHTS_FILE).write_bytes(content)
         with pytest.raises(CheckpointDamaged, match=WEIGHTS_FILE):
             check.adapter_rows(adapter, LORA)
@@ -364,7 +433,9 @@ def test_the_spot_check_refuses_what_is_no_adapter_of_the_run(model: Model, tmp_
         check.adapter_rows(adapter, LORA.model_copy(update={"rank": 8}))
 
 
-def test_a_tied_models_files_may_have_an_output_layer_which_vllm_does_not_load(tmp_path: Path) -> None:
+def test_a_tied_models_files_may_have_an_output_layer_which_vllm_does_not_load(
+    tmp_path: Path,
+) -> None:
     directory = write_random_model(tmp_path / "tied", family="qwen2", tie_word_embeddings=True)
     (file,) = directory.glob("*.safetensors")
     tensors = load_file(file)
@@ -383,8 +454,12 @@ def test_the_spot_check_finds_a_missing_part(model: Model, tmp_path: Path) -> No
 
     assert f"of {name}" in served.wrong(change=lambda found: found.pop(at(found)[1]))
     # Both workers say that they have the left half.
-    assert f"of {name}" in served.wrong(change=lambda found: found.__setitem__(at(found)[1], found[at(found)[0]]))
-    assert f"of {name}" in served.wrong(change=lambda found: [found.pop(i) for i in reversed(at(found))])
+    assert f"of {name}" in served.wrong(
+        change=lambda found: found.__setitem__(at(found)[1], found[at(found)[0]])
+    )
+    assert f"of {name}" in served.wrong(
+        change=lambda found: [found.pop(i) for i in reversed(at(found))]
+    )
 
 
 def test_a_copy_in_host_memory_is_one_block_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +479,11 @@ def test_a_copy_in_host_memory_is_one_block_of_its_size(monkeypatch: pytest.Monk
     copies = model_weights.pinned_copies(tensors)
     assert list(copies) == list(tensors)
     for name, copy in copies.items():
-        assert (copy.dtype, copy.is_contiguous(), copy.data_ptr() % 4) == (tensors[name].dtype, True, 0)
+        assert (copy.dtype, copy.is_contiguous(), copy.data_ptr() % 4) == (
+            tensors[name].dtype,
+            True,
+            0,
+        )
         assert torch.equal(copy, tensors[name])
     needed = sum(tensor.nbytes for tensor in tensors.values())
     assert needed <= sizes[0] < needed + 512 * len(tensors)

@@ -1,5 +1,5 @@
-"""The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters change only their own
-tokens; FlashInfer is used only where it can compile its kernels."""
+"""The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters
+change only their own tokens; FlashInfer is used only where it can compile its kernels."""
 
 import os
 import signal
@@ -26,7 +26,9 @@ no = lambda *_: False
 loads = type("Loads", (), {"add_lora": None})
 sys.modules |= {  # the real imports take 8 s
     "vllm.platforms": types.SimpleNamespace(
-        current_platform=types.SimpleNamespace(is_cpu=no, is_cuda=no, is_device_capability_family=no)
+        current_platform=types.SimpleNamespace(
+            is_cpu=no, is_cuda=no, is_device_capability_family=no
+        )
     ),
     "vllm.v1.executor.abstract": types.SimpleNamespace(Executor=loads),
     "vllm.v1.worker.gpu_worker": types.SimpleNamespace(Worker=loads),
@@ -64,7 +66,9 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
             os.kill(engine, signal.SIGKILL)
 
 
-def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -77,7 +81,9 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch
     for prefill in (True, False):
         wrapper = punica_cpu.PunicaWrapperCPU(16, 16, "cpu")
         tokens = (base, base, 7, 7, 9, base)
-        wrapper.update_metadata(LoRAMapping(tokens, (base, 7, 9, base), is_prefill=prefill), adapters, 2, 100)
+        wrapper.update_metadata(
+            LoRAMapping(tokens, (base, 7, 9, base), is_prefill=prefill), adapters, 2, 100
+        )
         y = torch.zeros(6, 8)
         wrapper.add_lora_linear(y, x, (a,), (b,), 2.0, (8,))
         for adapter, row, added in zip(tokens, x, y, strict=True):
@@ -89,20 +95,31 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(monkeypatch
 def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
     script = [sys.executable, "-m", "inference.failing_adapter"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
-    done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-4:] == ["True", "ValueError: no such file on 0", "True", "0 answers are left"]
+    done = subprocess.run(
+        script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-4:] == [
+        "True",
+        "ValueError: no such file on 0",
+        "True",
+        "0 answers are left",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("cuda", "compiles", "hidden"), [(True, False, True), (True, True, False), (False, False, False)]
+    ("cuda", "compiles", "hidden"),
+    [(True, False, True), (True, True, False), (False, False, False)],
 )
 def test_flashinfer_is_hidden_where_it_can_not_compile(
     cuda: bool, compiles: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.32 asks `has_flashinfer` for most kernels, but imports FlashInfer for all-reduce and attention anyway."""
+    """vLLM 0.32 asks `has_flashinfer` for most kernels, but imports FlashInfer for all-reduce and
+    attention anyway."""
     platform = SimpleNamespace(is_cuda=lambda: cuda)
     monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
-    monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", SimpleNamespace(has_flashinfer=lambda: compiles))
+    monkeypatch.setitem(
+        sys.modules, "vllm.utils.flashinfer", SimpleNamespace(has_flashinfer=lambda: compiles)
+    )
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="found"))
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
     plugin._hide_flashinfer_without_nvcc()

@@ -28,7 +28,9 @@ from tandem.vllm_client.client import (
 from waiting import until
 
 
-def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_is_served_and_its_job_gets_one_event(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = stage.publisher()
     publisher.once()
     assert (stage.record().step, stage.record().mean_abs_logprob_error) == (0, 0.0)
@@ -36,9 +38,13 @@ def test_each_step_is_served_and_its_job_gets_one_event(stage: Stage, monkeypatc
     publisher.once()
     stage.vllm.calls.clear()
     with monkeypatch.context() as reading:
-        reading.setattr(Checkpoints, "manifest", lambda *_: pytest.fail("it reads a manifest again"))
+        reading.setattr(
+            Checkpoints, "manifest", lambda *_: pytest.fail("it reads a manifest again")
+        )
         publisher.once()
-    assert [path for path, _ in stage.vllm.calls] == ["/v1/models"], "without a change it only asks for the list"
+    assert [path for path, _ in stage.vllm.calls] == ["/v1/models"], (
+        "without a change it only asks for the list"
+    )
     record = stage.record()
     sha256 = stage.spool.checkpoints.manifest("run", 1).files["adapter_model.safetensors"].sha256
     assert (record.model, record.checkpoint, record.tokens_checked) == ("run@1", sha256, 7 + 19)
@@ -56,7 +62,9 @@ def no_adapter(directory: Path) -> None:
     (directory / "adapter_config.json").write_bytes(b"{}")
 
 
-def then(change: Callable[[Path], object], file: str = "adapter_model.safetensors") -> Callable[[Stage], object]:
+def then(
+    change: Callable[[Path], object], file: str = "adapter_model.safetensors"
+) -> Callable[[Stage], object]:
     """A good step whose file is changed."""
 
     def commit_and_change(stage: Stage) -> None:
@@ -71,14 +79,26 @@ def then(change: Callable[[Path], object], file: str = "adapter_model.safetensor
     [
         (lambda stage: stage.step(0.5, weights=0.9), "differ from the trainer's"),
         # The weights of the step before, which are within the tolerance.
-        (lambda stage: stage.step(0.305, weights=0.3), "nearer to those of the checkpoint before it"),
+        (
+            lambda stage: stage.step(0.305, weights=0.3),
+            "nearer to those of the checkpoint before it",
+        ),
         (lambda stage: stage.step(0.5, weights=float("nan")), "not all finite"),
         (lambda stage: commit(stage.spool, "run", no_adapter, stage.probe(0.5)), "500"),
-        (lambda stage: commit(stage.spool, "run", partial(stage.write_adapter, 0.3), None), "the base model's"),
+        (
+            lambda stage: commit(stage.spool, "run", partial(stage.write_adapter, 0.3), None),
+            "the base model's",
+        ),
         (then(lambda file: shutil.copy(file.parents[1] / "00000001" / file.name, file)), "altered"),
-        (then(lambda file: file.write_bytes(file.read_bytes()[:-1])), "00000002: adapter_model.safetensors is trunc"),
+        (
+            then(lambda file: file.write_bytes(file.read_bytes()[:-1])),
+            "00000002: adapter_model.safetensors is trunc",
+        ),
         (then(Path.unlink), "00000002: adapter_model.safetensors is missing"),
-        (then(lambda file: file.write_bytes(file.read_bytes()[:50]), "manifest.json"), "manifest.json"),
+        (
+            then(lambda file: file.write_bytes(file.read_bytes()[:50]), "manifest.json"),
+            "manifest.json",
+        ),
     ],
 )
 def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
@@ -101,7 +121,8 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     publisher.once()
     publisher.once()
     assert (stage.served(), stage.listed()) == ((1, 4), ["run@1"])
-    # A refused step is tried again when it changes. A good one after it is served, and the record names no refused one.
+    # A refused step is tried again when it changes. A good one after it is served, and the record
+    # names no refused one.
     stage.rollback(1)
     stage.step(0.7)
     good = stage.weights(2).read_bytes()
@@ -113,7 +134,9 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     assert stage.served() == (2, None)
 
 
-def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_are_refused(stage: Stage) -> None:
+def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_are_refused(
+    stage: Stage,
+) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
     publisher.once()
@@ -180,7 +203,9 @@ def test_a_slow_list_of_models_makes_the_publisher_forget_nothing(stage: Stage) 
     assert stage.served() == (1, None)
 
 
-def test_no_secret_goes_to_a_proxy_of_the_environment(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_goes_to_a_proxy_of_the_environment(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
@@ -188,7 +213,9 @@ def test_no_secret_goes_to_a_proxy_of_the_environment(stage: Stage, monkeypatch:
     assert VllmClient(stage.settings()).models() == {"base": "/model"}
 
 
-def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_before(stage: Stage) -> None:
+def test_a_restarted_vllm_gets_all_checkpoints_again_and_no_record_names_one_before(
+    stage: Stage,
+) -> None:
     make_run(stage.spool, "zero", stage.model)
     publisher = stage.publisher()
     stage.step(0.3)
@@ -234,7 +261,8 @@ def test_after_a_rollback_the_name_serves_the_new_checkpoint(stage: Stage) -> No
     publisher.once()
     assert (stage.listed(), stage.served()) == (["run@0"], (0, None))
     stage.step(-0.4)
-    # A publisher that was away between the rollback and the new step: vLLM still lists the old checkpoint.
+    # A publisher that was away between the rollback and the new step: vLLM still lists the old
+    # checkpoint.
     stage.vllm.adapters["run@1"] = ("/copies/run@1-of-before", 0.3)
     stage.publisher().once()
     assert stage.vllm.adapters["run@1"][1] == pytest.approx(-0.4)
@@ -248,7 +276,9 @@ def test_of_many_refused_steps_few_are_tried_in_a_turn(stage: Stage) -> None:
     assert stage.vllm.loads() == ["run@8", "run@7", "run@6"]
 
 
-def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_refused(stage: Stage) -> None:
+def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_refused(
+    stage: Stage,
+) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
     publisher.once()
@@ -263,7 +293,9 @@ def test_a_restarted_vllm_gets_the_last_good_step_however_many_behind_it_are_ref
 
 
 @pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize(("version", "resets"), [("0.32.0", 0), ("0.31.1", 1), ("0.26.0", 1), ("dev", 1)])
+@pytest.mark.parametrize(
+    ("version", "resets"), [("0.32.0", 0), ("0.31.1", 1), ("0.26.0", 1), ("dev", 1)]
+)
 def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
     stage: Stage, version: str, resets: int, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +304,8 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
     stage.vllm.version = version
     publisher = stage.publisher()
     assert not publisher.once()
-    stage.vllm.start()  # the publisher has seen the start, so it knows that nothing was loaded before
+    # The publisher has seen the start, so it knows that nothing was loaded before.
+    stage.vllm.start()
     stage.step(0.3)
     if lost:
         load = stage.client.load_lora
@@ -296,13 +329,16 @@ def test_the_prefix_cache_is_reset_where_it_could_hold_the_old_adapter(
 
 def test_old_steps_stay_in_use_and_for_the_grace_unless_there_are_too_many(stage: Stage) -> None:
     for number in range(5):
-        make_run(stage.spool, f"idle-{number}", stage.model)  # nobody uses them, and they push nothing out
+        # Nobody uses them, and they push nothing out.
+        make_run(stage.spool, f"idle-{number}", stage.model)
     for step in range(1, 7):
         stage.step(step / 10)
         stage.publisher(keep_served=1, grace=60.0).once()
 
     def steps() -> list[int]:
-        return [int(name.removeprefix("run@")) for name in stage.listed() if name.startswith("run@")]
+        return [
+            int(name.removeprefix("run@")) for name in stage.listed() if name.startswith("run@")
+        ]
 
     assert steps() == [1, 2, 3, 4, 5, 6]
     stage.publisher(keep_served=1, grace=60.0, max_loras=1).once()  # at most four old steps
@@ -347,7 +383,9 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
     assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
 
 
-def test_a_run_whose_steps_come_faster_than_they_are_loaded_keeps_no_other_waiting(stage: Stage) -> None:
+def test_a_run_whose_steps_come_faster_than_they_are_loaded_keeps_no_other_waiting(
+    stage: Stage,
+) -> None:
     for name in ("another", "zero"):
         make_run(stage.spool, name, stage.model)
     stage.step(0.1)
@@ -429,13 +467,16 @@ def test_the_files_of_listed_copies_look_used(stage: Stage, tmp_path: Path) -> N
     assert all(min(path.stat().st_atime, path.stat().st_mtime) > time.time() - 60 for path in paths)
 
 
-def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: Stage, tmp_path: Path) -> None:
+def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(
+    stage: Stage, tmp_path: Path
+) -> None:
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
     publisher.once()  # loads only step 1
     stage.vllm.in_use = {"run@1"}
     stage.step(0.4)
-    stage.rollback(0)  # the volume has neither step any more, and vLLM drops step 1 at once, under a running request
+    # The volume has neither step any more, and vLLM drops step 1 at once, under a running request.
+    stage.rollback(0)
 
     def copies() -> list[str]:
         return sorted(path.name.split("-")[0] for path in tmp_path.glob("tandem-adapters-*/*"))
@@ -450,8 +491,12 @@ def test_copies_of_unloaded_adapters_are_removed_when_no_request_is_left(stage: 
 
 def test_the_program_ends_at_once_when_it_is_told_to(stage: Stage, tmp_path: Path) -> None:
     settings = stage.settings()
-    values = {"ROOT": settings.root, "INFERENCE_URL": stage.vllm.url, "API_KEY": fake_vllm.API_KEY,
-              "ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN}  # fmt: skip
+    values = {
+        "ROOT": settings.root,
+        "INFERENCE_URL": stage.vllm.url,
+        "API_KEY": fake_vllm.API_KEY,
+        "ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+    }
     environment = os.environ | {f"TANDEM_{name}": str(value) for name, value in values.items()}
     command = [sys.executable, "-m", "tandem.inference.publisher"]
     with subprocess.Popen(command, env=environment | {"TMPDIR": str(tmp_path)}) as process:
@@ -492,9 +537,12 @@ def test_only_calls_without_side_effects_are_tried_again(
     client = VllmClient(stage.settings())
     client._http._transport = httpx.MockTransport(fail)
     for call, allowed in (
-        (client.models, tries), (lambda: client.prompt_logprobs("base", [1, 2]), tries),
-        (lambda: client.load_lora("run@0", "/somewhere"), 1), (client.sleep, 1), (client.wake_up, 1),
-    ):  # fmt: skip
+        (client.models, tries),
+        (lambda: client.prompt_logprobs("base", [1, 2]), tries),
+        (lambda: client.load_lora("run@0", "/somewhere"), 1),
+        (client.sleep, 1),
+        (client.wake_up, 1),
+    ):
         asked.clear()
         with pytest.raises(InferenceUnavailable) as caught:
             call()
@@ -508,7 +556,10 @@ def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Sta
     assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)]
     queued = VllmClient(stage.settings())
     queued._http._transport = httpx.MockTransport(raise_timeout)
-    with pytest.raises(InferenceUnavailable, match=r"within 120 s: it has a long queue, or TANDEM_MAX_LORAS adapters"):
+    with pytest.raises(
+        InferenceUnavailable,
+        match=r"within 120 s: it has a long queue, or TANDEM_MAX_LORAS adapters",
+    ):
         queued.prompt_logprobs("base", [1, 2])
 
 
@@ -521,7 +572,8 @@ class Killed(BaseException):
 
 
 class DyingClient(VllmClient):
-    """Dies at one call: before the server gets it (`calls_left` is even), or after, so that nobody sees the answer."""
+    """Dies at one call: before the server gets it (`calls_left` is even), or after, so that nobody
+    sees the answer."""
 
     calls_left = 0
 
@@ -551,7 +603,10 @@ def test_a_publisher_killed_at_any_call_leaves_nothing_undone(stage: Stage, tmp_
             stage.publisher().once()
         assert stage.served() == (1, None), point
         assert stage.vllm.adapters["run@1"][1] == pytest.approx(effect), point
-        assert [event.type for event in stage.spool.events.read(f"job-{point}")] == ["claimed", "served"], point
+        assert [event.type for event in stage.spool.events.read(f"job-{point}")] == [
+            "claimed",
+            "served",
+        ], point
         if finished:
             break
     assert point >= 10

@@ -1,4 +1,5 @@
-"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and what it serves right.
+"""The real vLLM on the CPU, with a mixture of experts: the guard, the client, retention, and what
+it serves right.
 
 All tests share one server and name their runs apart. Dense models are served in tests/stack.
 """
@@ -48,8 +49,15 @@ names = (f"real-{i}" for i in itertools.count())
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     directory = tmp_path_factory.mktemp("vllm")
     tiny_model.write_tokenizer(directory / "model")
-    write_random_model(directory / "model", family="qwen3_moe", vocab_size=320, hidden_size=64, head_dim=32,
-                       moe_intermediate_size=32, max_position_embeddings=4096)  # fmt: skip
+    write_random_model(
+        directory / "model",
+        family="qwen3_moe",
+        vocab_size=320,
+        hidden_size=64,
+        head_dim=32,
+        moe_intermediate_size=32,
+        max_position_embeddings=4096,
+    )
     with VllmServer(directory, directory / "model") as server:
         yield server
 
@@ -69,19 +77,43 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
     routes = re.findall(r"Route: (\S+), Methods: (.+)", vllm.log.read_text())
     paths = {re.sub(r"\{[^}]*\}", "x", path) for path, _ in routes}
     # Fails if vLLM prints its routes in another way.
-    known = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/pause", "/sleep", "/update_weights"]
-    assert {*known, "/collective_rpc", "/reset_prefix_cache", "/v1/models", "/v1/chat/completions"} <= paths
+    known = [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/adapters",
+        "/pause",
+        "/sleep",
+        "/update_weights",
+    ]
+    assert {
+        *known,
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/v1/models",
+        "/v1/chat/completions",
+    } <= paths
     assert len(paths) > 40
     with httpx.Client(base_url=vllm.url, timeout=60) as http:
         for path in sorted(paths - PUBLIC_PATHS - API_KEY_PATHS):
-            around = (f"/{path}", f"{path}/", path.upper(), f"/health/..{path}", f"/v1/models/../..{path}")
+            around = (
+                f"/{path}",
+                f"{path}/",
+                path.upper(),
+                f"/health/..{path}",
+                f"/v1/models/../..{path}",
+            )
             for spelling in (path, *around):
                 for method in ("GET", "POST", "DELETE", "OPTIONS"):
                     # httpx would normalise a path that it is given as text.
                     url = httpx.URL(vllm.url).copy_with(raw_path=spelling.encode())
-                    assert http.request(method, url, headers=API).status_code == 401, (method, spelling)
+                    assert http.request(method, url, headers=API).status_code == 401, (
+                        method,
+                        spelling,
+                    )
         for path in ("/is_paused", "/is_sleeping", "/get_world_size"):
-            assert http.get(path, headers={**API, ADMIN_HEADER: ADMIN_TOKEN}).status_code == 200, path
+            assert http.get(path, headers={**API, ADMIN_HEADER: ADMIN_TOKEN}).status_code == 200, (
+                path
+            )
         for path in ("/health", "/version", "/metrics"):
             assert http.get(path).status_code == 200, path
         # vLLM checks the API key on /v1, the guard on the two routes that vLLM leaves open.
@@ -93,20 +125,28 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
 
 
 def test_what_the_processes_of_vllm_show(vllm: VllmServer) -> None:
-    """Secrets are on no command line and in no log. The engine, which is forked from the server, does not listen on its
-    port: a port that outlives the server would let clients wait."""
+    """Secrets are on no command line and in no log. The engine, which is forked from the server,
+    does not listen on its port: a port that outlives the server would let clients wait."""
     port, server = int(vllm.url.rpartition(":")[2]), psutil.Process(vllm.pid)
     children = server.children(recursive=True)
     assert children
     for process in (server, *children):
-        listens = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        listens = [
+            one.laddr.port
+            for one in process.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN
+        ]
         assert (port in listens) == (process == server)
-    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
     for secret in (API_KEY, ADMIN_TOKEN):
         assert not [text for text in (vllm.log.read_text(), *lines) if secret in text]
 
 
-def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
+def test_the_client_loads_scores_and_unloads(
+    vllm: VllmServer, client: VllmClient, identity: Path
+) -> None:
     name = f"{next(names)}@1"
     assert client.healthy()
     assert client.prefix_cache_keyed_by_path()  # vLLM 0.32
@@ -120,16 +160,24 @@ def test_the_client_loads_scores_and_unloads(vllm: VllmServer, client: VllmClien
     with pytest.raises(InferenceRefused, match="already been loaded"):
         client.load_lora(name, str(identity))
     tokens = list(range(1, 40))
-    assert distance(client.prompt_logprobs(name, tokens), client.prompt_logprobs("base", tokens)) < 1e-6
+    assert (
+        distance(client.prompt_logprobs(name, tokens), client.prompt_logprobs("base", tokens))
+        < 1e-6
+    )
     assert client.reset_prefix_cache()
     client.unload_lora(name)
     assert name not in client.models()
     client.unload_lora(name)  # a name that vLLM does not have is no error
 
 
-def test_the_client_reports_what_is_wrong(vllm: VllmServer, client: VllmClient, tmp_path: Path) -> None:
+def test_the_client_reports_what_is_wrong(
+    vllm: VllmServer, client: VllmClient, tmp_path: Path
+) -> None:
     write_identity(tmp_path / "rank", vllm.model, LoraShape(rank=128, targets=ATTENTION.targets))
-    broken = {"weights": ("adapter_model.safetensors", b"x"), "config": ("adapter_config.json", b"{")}
+    broken = {
+        "weights": ("adapter_model.safetensors", b"x"),
+        "config": ("adapter_config.json", b"{"),
+    }
     for fault, (file, content) in broken.items():
         write_identity(tmp_path / fault, vllm.model, ATTENTION)
         (tmp_path / fault / file).write_bytes(content)
@@ -152,7 +200,9 @@ def stream(vllm: VllmServer, model: str) -> AbstractContextManager[httpx.Respons
     return httpx.stream("POST", f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120)
 
 
-def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient, identity: Path) -> None:
+def test_an_adapter_in_use_is_not_unloaded(
+    vllm: VllmServer, client: VllmClient, identity: Path
+) -> None:
     run = next(names)
     name = f"{run}@1"
     client.load_lora(name, str(identity))
@@ -161,9 +211,13 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
         lines = answer.iter_lines()
         next(lines)
         until("the request runs", lambda: name in client.adapters_in_use())
-        assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
+        assert (
+            retention.expired({name: str(identity)}, runs={run}, wanted=(), existing={name}) == []
+        )
         # A step that a rollback discarded goes at once. The request that uses it continues.
-        assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [name]
+        assert retention.expired({name: str(identity)}, runs={run}, wanted=(), existing=()) == [
+            name
+        ]
         client.unload_lora(name)
         assert name not in client.models()
         for _ in range(20):
@@ -172,11 +226,16 @@ def test_an_adapter_in_use_is_not_unloaded(vllm: VllmServer, client: VllmClient,
     assert time.time() - 60 < client.adapters_last_used()[name] <= time.time()
 
 
-def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client: VllmClient, tmp_path: Path) -> None:
-    """The publisher verifies while clients sample, and every slot of vLLM's for adapters is in use."""
+def test_prompt_logprobs_are_right_while_others_sample(
+    vllm: VllmServer, client: VllmClient, tmp_path: Path
+) -> None:
+    """The publisher verifies while clients sample, and every slot of vLLM's for adapters is in
+    use."""
     adapters = [f"{next(names)}@1" for _ in range(Settings().max_loras)]
     for seed, name in enumerate(adapters):
-        client.load_lora(name, str(write_random_adapter(tmp_path / str(seed), vllm.model, ATTENTION, seed=seed)))
+        client.load_lora(
+            name, str(write_random_adapter(tmp_path / str(seed), vllm.model, ATTENTION, seed=seed))
+        )
     models = ["base", *adapters]
     alone = {model: client.prompt_logprobs(model, SEQUENCES[1]) for model in models}
     assert distance(alone["base"], alone[adapters[0]]) > 0.5
@@ -193,13 +252,22 @@ def test_prompt_logprobs_are_right_while_others_sample(vllm: VllmServer, client:
 def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
     vllm: VllmServer, client: VllmClient, identity: Path
 ) -> None:
-    """On the CPU no memory moves, but the engine stops, drops its cache and continues as on a GPU."""
+    """On the CPU no memory moves, but the engine stops, drops its cache and continues as on a
+    GPU."""
     name = f"{next(names)}@1"
     client.load_lora(name, str(identity))
 
     def complete(model: str, tokens: int) -> dict[str, object]:
-        body = {"model": model, "prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-        answer = httpx.post(f"{vllm.url}/v1/completions", json=body, headers=API, timeout=120).json()
+        body = {
+            "model": model,
+            "prompt": [5, 6, 7],
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        answer = httpx.post(
+            f"{vllm.url}/v1/completions", json=body, headers=API, timeout=120
+        ).json()
         return {key: answer["choices"][0][key] for key in ("text", "finish_reason")}
 
     def asleep() -> bool:
@@ -228,7 +296,8 @@ def test_requests_to_a_sleeping_vllm_wait_and_end_as_without_the_sleep(
 
 
 class Trainer:
-    """The trainer's side: a spool, adapters, their log-probs on fixed sequences, and a publisher to vLLM."""
+    """The trainer's side: a spool, adapters, their log-probs on fixed sequences, and a publisher to
+    vLLM."""
 
     def __init__(self, vllm: VllmServer, directory: Path) -> None:
         self.model, self.directory = vllm.model, directory
@@ -239,7 +308,9 @@ class Trainer:
 
     def adapter(self, seed: int, scale: float = 1.0, lora: LoraShape = ATTENTION) -> Path:
         """A random adapter. `scale` multiplies B."""
-        path = write_random_adapter(self.directory / f"{seed}-{scale}-{len(lora.targets)}", self.model, lora, seed=seed)
+        path = write_random_adapter(
+            self.directory / f"{seed}-{scale}-{len(lora.targets)}", self.model, lora, seed=seed
+        )
         file = path / "adapter_model.safetensors"
         save_file({k: v * scale if "lora_B" in k else v for k, v in load_file(file).items()}, file)
         return path
@@ -248,17 +319,33 @@ class Trainer:
         policy = make_policy(self.model, lora, adapter)
         return [policy(linear_row(tokens)).logprobs.tolist() for tokens in SEQUENCES]
 
-    def probe(self, adapter: Path, previous: Path | None = None, lora: LoraShape = ATTENTION) -> Probe:
+    def probe(
+        self, adapter: Path, previous: Path | None = None, lora: LoraShape = ATTENTION
+    ) -> Probe:
         before = self.base if previous is None else self.logprobs(previous)
-        return Probe(tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=self.base)
+        return Probe(
+            tokens=SEQUENCES, logprobs=self.logprobs(adapter, lora), previous=before, base=self.base
+        )
 
-    def check_cached_prefix(self, vllm: VllmServer, model: str, adapter: Path, lora: LoraShape = ATTENTION) -> None:
-        """Sampled tokens have this adapter's log-probs, also where the prefix cache has the prompt."""
-        prompt = SEQUENCES[0][:140]  # longer than a block of the prefix cache, which has 128 tokens on the CPU
-        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 1, "logprobs": 0,
-                "return_token_ids": True}  # fmt: skip
+    def check_cached_prefix(
+        self, vllm: VllmServer, model: str, adapter: Path, lora: LoraShape = ATTENTION
+    ) -> None:
+        """Sampled tokens have this adapter's log-probs, also where the prefix cache has the
+        prompt."""
+        # Longer than a block of the prefix cache, which has 128 tokens on the CPU.
+        prompt = SEQUENCES[0][:140]
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
         for _ in range(2):
-            answer = httpx.post(f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120).json()["choices"][0]
+            answer = httpx.post(
+                f"{vllm.url}/v1/completions", headers=API, json=body, timeout=120
+            ).json()["choices"][0]
             row = linear_row([*prompt, *answer["token_ids"]], trained=[len(prompt)])
             expected = float(make_policy(self.model, lora, adapter)(row).logprobs[0])
             assert answer["logprobs"]["token_logprobs"][0] == pytest.approx(expected, abs=1e-3)
@@ -271,7 +358,9 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def trainer(
+    vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Trainer:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Trainer(vllm, tmp_path)
 
@@ -292,7 +381,9 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
         assert first.mean_abs_logprob_error < 1e-6
         adapter = trainer.adapter(1, lora=lora)
         probe = trainer.probe(adapter, lora=lora)
-        assert distance(probe.logprobs, probe.base) > 0.5, "an adapter that changes little proves little"
+        assert distance(probe.logprobs, probe.base) > 0.5, (
+            "an adapter that changes little proves little"
+        )
         commit(trainer.spool, run, adapter, probe)
         served[lora] = trainer.publish(run)
     assert (served[ATTENTION].step, served[ATTENTION].refused_step) == (1, None)
@@ -305,7 +396,9 @@ def test_adapters_on_attention_are_served_and_those_on_experts_are_refused(
     assert client.healthy()
 
 
-def test_a_small_step_is_told_apart_from_the_step_before(trainer: Trainer, client: VllmClient) -> None:
+def test_a_small_step_is_told_apart_from_the_step_before(
+    trainer: Trainer, client: VllmClient
+) -> None:
     """It is so small that it is within the tolerance, and that no token changes its experts."""
     run = make_run(trainer.spool, next(names), trainer.model, ATTENTION).name
     right, small = trainer.adapter(1), trainer.adapter(1, 1.0001)
@@ -332,7 +425,10 @@ def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached
 
     def cache_hits() -> float:
         text = httpx.get(f"{vllm.url}/metrics", timeout=60).text
-        return sum(float(n) for n in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", text, re.MULTILINE))
+        return sum(
+            float(n)
+            for n in re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", text, re.MULTILINE)
+        )
 
     for seed in (1, 2):
         adapter = trainer.adapter(seed)
@@ -340,7 +436,9 @@ def test_after_a_rollback_the_name_serves_neither_the_old_adapter_nor_its_cached
         assert trainer.publish(run).model == f"{run}@1"
         before = cache_hits()
         trainer.check_cached_prefix(vllm, f"{run}@1", adapter)
-        assert cache_hits() > before, "the prefix cache was not used, so this test proves nothing about it"
+        assert cache_hits() > before, (
+            "the prefix cache was not used, so this test proves nothing about it"
+        )
         trainer.spool.checkpoints.rollback(run, 0)
         assert trainer.publish(run).step == 0
         assert f"{run}@1" not in client.models()

@@ -1,5 +1,5 @@
-"""Whole weights from the trainer's ranks to vLLM's workers, over Gloo: what arrives, and what happens when somebody
-dies or stands still."""
+"""Whole weights from the trainer's ranks to vLLM's workers, over Gloo: what arrives, and what
+happens when somebody dies or stands still."""
 
 import os
 import signal
@@ -28,8 +28,11 @@ CASES = [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3_moe", 1, 1),
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
-def senders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Senders]:
-    """Trainers of one rank, two tensor-parallel ones, and two stages; tied embeddings with biases, and experts."""
+def senders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Senders]:
+    """Trainers of one rank, two tensor-parallel ones, and two stages; tied embeddings with biases,
+    and experts."""
     family, tp, pp = request.param
     directory = tmp_path_factory.mktemp("senders")
     with start_ranks(directory, write_model(family, tmp_path_factory), tp, pp) as ranks:
@@ -60,7 +63,11 @@ def test_twenty_publications_leave_no_trace(senders: Senders, tmp_path: Path, co
     model = Model(Path(senders.spool.runs.get(senders.run).base_model))
     adapters = [model.adapter(tmp_path, seed) for seed in range(3)]
     workers = Workers(model, count, whole=True)
-    touched = [v for n, v in model.tensors.items() if n.split(".")[-2] in LORA_TARGETS and n.endswith("weight")]
+    touched = [
+        v
+        for n, v in model.tensors.items()
+        if n.split(".")[-2] in LORA_TARGETS and n.endswith("weight")
+    ]
     for number in range(20):
         adapter = adapters[number % 3]
         source = offered(senders, adapter)
@@ -212,7 +219,9 @@ def test_ranks_with_another_layout_are_refused(
     assert "error" in ranks.sent(2 * BOUND)
 
 
-def test_another_version_takes_the_landing_place(ranks: Senders, dense: Model, adapters: list[Path]) -> None:
+def test_another_version_takes_the_landing_place(
+    ranks: Senders, dense: Model, adapters: list[Path]
+) -> None:
     """While a worker waits for ranks that never send, vLLM is told to serve other weights."""
     first, second = adapters
     workers = Workers(dense, 2, whole=True)

@@ -33,7 +33,12 @@ def events(model: str) -> Iterator[str]:
         yield event({**head, "choices": [choice], "prompt_token_ids": [7, 8]})
     for index, token in ((0, 1), (1, 2), (0, 3)):
         text = 'says "prompt_token_ids": [0]'
-        choice = {"index": index, "delta": {"content": text}, "logprobs": entries([token]), "token_ids": [token]}
+        choice = {
+            "index": index,
+            "delta": {"content": text},
+            "logprobs": entries([token]),
+            "token_ids": [token],
+        }
         yield event({**head, "choices": [choice]})
     yield "data: [DONE]\n\n"
 
@@ -58,7 +63,10 @@ def door(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> TestCli
     async def generate(request: Request) -> Any:
         seen.append(await request.json())
         entry = {"token_id": 9, "logprob": -0.5}
-        return {"model": "run@3", "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [9]}]}
+        return {
+            "model": "run@3",
+            "choices": [{"index": 0, "logprobs": {"content": [entry]}, "token_ids": [9]}],
+        }
 
     @app.post("/v1/{kind:path}")
     async def complete(kind: str, request: Request) -> Any:
@@ -77,8 +85,12 @@ def door(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> TestCli
     return TestClient(app, headers=API, raise_server_exceptions=False)
 
 
-def test_a_choice_has_everything_that_training_needs(door: TestClient, seen: list[dict[str, Any]]) -> None:
-    answer = door.post(CHAT, json={"model": "run@3", "messages": [], "logprobs": False, "temperature": 0.7})
+def test_a_choice_has_everything_that_training_needs(
+    door: TestClient, seen: list[dict[str, Any]]
+) -> None:
+    answer = door.post(
+        CHAT, json={"model": "run@3", "messages": [], "logprobs": False, "temperature": 0.7}
+    )
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     assert seen == [{"model": "run@3", "messages": [], "temperature": 0.7, "logprobs": True, **ids}]
     for i, choice in enumerate(answer.json()["choices"]):
@@ -90,7 +102,9 @@ def test_a_choice_has_everything_that_training_needs(door: TestClient, seen: lis
         assert seen[-1] == {"prompt": "?", "logprobs": sent, **ids}
 
 
-def test_tokens_in_and_out_have_the_names_of_ids(door: TestClient, seen: list[dict[str, Any]]) -> None:
+def test_tokens_in_and_out_have_the_names_of_ids(
+    door: TestClient, seen: list[dict[str, Any]]
+) -> None:
     body = {"model": "run@3", "token_ids": [7, 8], "sampling_params": {"max_tokens": 1}}
     answer = door.post(GENERATE, json=body)
     assert seen == [{**body, "sampling_params": {"max_tokens": 1, "logprobs": 1}}]
@@ -104,18 +118,30 @@ def test_a_stream_has_it_in_each_choices_first_chunk(door: TestClient) -> None:
     lines = door.post(CHAT, json={"messages": [], "stream": True, "n": 2}).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[7, 8]] * 2 + [None] * 3
+    assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [[7, 8]] * 2 + [
+        None
+    ] * 3
     assert [chunk["choices"][0].get("model") for chunk in chunks] == ["run@3"] * 2 + [None] * 3
-    assert chunks[2:] == [json.loads(event.removeprefix("data: ")) for event in list(events("run@3"))[2:-1]]
+    assert chunks[2:] == [
+        json.loads(event.removeprefix("data: ")) for event in list(events("run@3"))[2:-1]
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "harmless"),
-    [("top_k", 20, -1), ("top_p", 0.9, 1.0), ("min_p", 0.1, 0.0), ("frequency_penalty", 0.5, 0),
-     ("bad_words", ["x"], []), ("logit_bias", {"1": 2}, {}),
-     ("response_format", {"type": "json_object"}, {"type": "text"}),
-     ("tool_choice", "required", "auto"), ("echo", True, False), ("include_reasoning", False, True)],
-)  # fmt: skip
+    [
+        ("top_k", 20, -1),
+        ("top_p", 0.9, 1.0),
+        ("min_p", 0.1, 0.0),
+        ("frequency_penalty", 0.5, 0),
+        ("bad_words", ["x"], []),
+        ("logit_bias", {"1": 2}, {}),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tool_choice", "required", "auto"),
+        ("echo", True, False),
+        ("include_reasoning", False, True),
+    ],
+)
 def test_what_changes_the_distribution_is_refused(
     door: TestClient, seen: list[dict[str, Any]], name: str, value: object, harmless: object
 ) -> None:
@@ -135,7 +161,9 @@ def test_errors_and_what_is_no_object_pass_unchanged(door: TestClient) -> None:
 def test_the_key_is_asked_for_at_the_guard(door: TestClient, seen: list[dict[str, Any]]) -> None:
     for path in ROLLOUT_PATHS:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
-            answer = door.request("GET" if path.endswith("models") else "POST", path, headers=headers)
+            answer = door.request(
+                "GET" if path.endswith("models") else "POST", path, headers=headers
+            )
             assert answer.status_code == 401
             assert "API key" in answer.json()["error"]["message"]
     for path in ("v1/load_lora_adapter", "pause", "v1/models/", "rollout/v1/models"):

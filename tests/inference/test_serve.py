@@ -13,7 +13,9 @@ from tandem.inference.server import serve
 
 
 @pytest.fixture
-def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
+def environments(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[dict[str, str]]]:
     """Those of the vLLMs that start."""
     log = logging.getLogger()
     level = log.level
@@ -24,7 +26,12 @@ def environments(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         given.append(environment)
         sys.exit("became vLLM")
 
-    settings = {"ROOT": stage.spool.root, "BASE_MODEL": stage.model, "DEVICE": "cpu", "INFERENCE_PORT": 1}
+    settings = {
+        "ROOT": stage.spool.root,
+        "BASE_MODEL": stage.model,
+        "DEVICE": "cpu",
+        "INFERENCE_PORT": 1,
+    }
     for name, value in settings.items():
         monkeypatch.setenv(f"TANDEM_{name}", str(value))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -55,7 +62,9 @@ def test_what_the_vllm_before_served_and_left_in_its_tmpdir_is_removed(
 
 
 def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
-    environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    environments: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TANDEM_ADMIN_TOKEN_FILE", "/no-token")
     start(ends=2)

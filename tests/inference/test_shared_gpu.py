@@ -1,4 +1,5 @@
-"""The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one it wakes vLLM."""
+"""The publisher on GPUs that a trainer uses too: under a live hold it does nothing, and without one
+it wakes vLLM."""
 
 import subprocess
 import sys
@@ -24,8 +25,10 @@ with spool.runner_lock(name):
     print("starts", flush=True)
     with spool.hold.lock():
         now = time.time()
-        spool.hold.put(Hold(runner=name, job="j", attempt=1, phase="training", since=now, beat=now, lease=60,
-                            deadline=now + float(sys.argv[3]), floor={"GPU-aaaa1111": floor} if floor else {}))
+        spool.hold.put(Hold(
+            runner=name, job="j", attempt=1, phase="training", since=now, beat=now, lease=60,
+            deadline=now + float(sys.argv[3]), floor={"GPU-aaaa1111": floor} if floor else {},
+        ))
     print("holds", flush=True)
     sys.stdin.read()
 """
@@ -99,7 +102,9 @@ def test_under_a_live_hold_the_publisher_neither_loads_nor_wakes(shared):
         (False, 70_000, 600, True),  # vLLM is awake, so the memory is its own
     ],
 )
-def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(shared, asleep, mib, deadline, goes_on):
+def test_the_publisher_waits_for_the_memory_of_a_lost_trainer(
+    shared, asleep, mib, deadline, goes_on
+):
     publisher = shared.publisher()
     shared.hold(floor=900 * MIB, deadline=deadline)
     shared.vllm.asleep = asleep
@@ -119,7 +124,11 @@ def test_a_hold_of_an_earlier_runner_is_not_live(shared):
     own = shared.spool.hold.get()
     shared.spool.hold.put(earlier)
     assert shared.spool.hold.live() is None
-    for seconds, live in ((-0.5 * own.lease, True), (-2 * own.lease, False), (2 * own.lease, False)):
+    for seconds, live in (
+        (-0.5 * own.lease, True),
+        (-2 * own.lease, False),
+        (2 * own.lease, False),
+    ):
         now = time.time()  # a beat of the future is by a clock that was wrong, so it says nothing
         shared.spool.hold.put(own.model_copy(update={"beat": now + seconds}))
         assert (shared.spool.hold.live() is not None) is live

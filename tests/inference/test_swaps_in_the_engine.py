@@ -1,5 +1,7 @@
-"""What a swap means for vLLM's requests, as its scheduler has them on a GPU: there the next step runs already while the
-engine takes an order (asynchronous scheduling), so tokens are on their way. The CPU's vLLM never does that."""
+"""What a swap means for vLLM's requests, as its scheduler has them on a GPU: there the next step
+runs already while the engine takes an order (asynchronous scheduling), so tokens are on their way.
+The CPU's vLLM never does that.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +16,11 @@ class Request:
     num_stale_output_tokens, drop_stale_output = 0, False
 
     def __init__(self, name: str, tokens: int, on_their_way: int, root: bytes) -> None:
-        self.request_id, self.num_output_tokens, self.num_output_placeholders = name, tokens, on_their_way
+        self.request_id, self.num_output_tokens, self.num_output_placeholders = (
+            name,
+            tokens,
+            on_their_way,
+        )
         self.block_hashes: list[bytes] = []
         self.tandem_root = root
         self.update_block_hashes()
@@ -38,20 +44,27 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def hashes(monkeypatch: pytest.MonkeyPatch) -> Any:
     utils = SimpleNamespace(NONE_HASH=b"first", BlockHash=bytes)
-    monkeypatch.setitem(sys.modules, "vllm.v1.core", SimpleNamespace(kv_cache_utils=utils))  # the real import takes 8 s
+    # The real import takes 8 s.
+    monkeypatch.setitem(sys.modules, "vllm.v1.core", SimpleNamespace(kv_cache_utils=utils))
     return utils
 
 
 @pytest.mark.parametrize(("requests", "running"), [("keep", 8), ("recompute", 7)])
-def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_again(requests: str, running: int) -> None:
-    """A waiting request with such a token was evicted before the swap: vLLM 0.26 delivers the token."""
-    scheduler = Scheduler([Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")])
+def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_again(
+    requests: str, running: int
+) -> None:
+    """A waiting request with such a token was evicted before the swap: vLLM 0.26 delivers the
+    token."""
+    scheduler = Scheduler(
+        [Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")]
+    )
     told = extension._tend(SimpleNamespace(scheduler=scheduler), requests, "run@1")
     assert told == {"running": running, "evicted": 4}
 
 
 def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
-    """vLLM 0.32 (`Scheduler._preempt_request`) forgets how many tokens that is, and would deliver them."""
+    """vLLM 0.32 (`Scheduler._preempt_request`) forgets how many tokens that is, and would deliver
+    them."""
     evicted, waits = Request("evicted", 3, 0, b"first"), Request("waits", 0, 0, b"first")
     evicted.num_stale_output_tokens = 1
     core = SimpleNamespace(scheduler=Scheduler([], [evicted, waits]))
@@ -82,4 +95,6 @@ def test_no_request_that_waits_finds_blocks_of_the_weights_before(hashes: Any) -
     later = Request("later", 0, 0, hashes.NONE_HASH)
     later.block_hashes = [b"what the thread made"]
     extension.renew_hashes(later)
-    assert later.block_hashes == [b"what the thread made"], "without a swap a request is not hashed again"
+    assert later.block_hashes == [b"what the thread made"], (
+        "without a swap a request is not hashed again"
+    )

@@ -1,4 +1,5 @@
-"""Which log-probs pass verification: right weights whatever the noise, and wrong ones only where noise hides them."""
+"""Which log-probs pass verification: right weights whatever the noise, and wrong ones only where
+noise hides them."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ BASE = RNG.normal(-3.0, 0.5, (4, 64))
 
 
 class Scorer:
-    """A vLLM with one adapter. It has no base model: verification must not ask for it where there is a probe."""
+    """A vLLM with one adapter. It has no base model: verification must not ask for it where there
+    is a probe."""
 
     def __init__(self, served: np.ndarray, long: Sequence[float] = (), longest: int = 4095) -> None:
         self.values = {"run@1": served}
@@ -34,12 +36,16 @@ class Scorer:
         assert len(tokens) <= self.longest
         if list(tokens) == LONG[: len(tokens)]:
             return list(self.long[: len(tokens) - 1])
-        (row,) = (index for index, known in enumerate(TOKENS) if known[: len(tokens)] == list(tokens))
+        (row,) = (
+            index for index, known in enumerate(TOKENS) if known[: len(tokens)] == list(tokens)
+        )
         return self.values[model][row, : len(tokens) - 1].tolist()
 
 
 def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = BASE) -> Probe:
-    return Probe(tokens=TOKENS, logprobs=new.tolist(), previous=previous.tolist(), base=base.tolist())
+    return Probe(
+        tokens=TOKENS, logprobs=new.tolist(), previous=previous.tolist(), base=base.tolist()
+    )
 
 
 def refusal(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> str:
@@ -70,9 +76,13 @@ def test_right_weights_pass_whatever_the_step_and_the_noise(step: float, error: 
 
 
 @pytest.mark.parametrize("step", [0.0, 0.1, 0.5, 2.0])
-def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(step: float) -> None:
-    """Two programs' kernels round in two ways, each much the same with and without the adapter. vLLM's log-probs are
-    then nearer to its own of the base model than to the trainer's, although they are this checkpoint's."""
+def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
+    step: float,
+) -> None:
+    """Two programs' kernels round in two ways, each much the same with and without the adapter.
+    vLLM's log-probs are then nearer to its own of the base model than to the trainer's, although
+    they are this checkpoint's.
+    """
     size = 2e-2
     for _ in range(300):
         between = noise(size)
@@ -86,18 +96,23 @@ def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
 
 @pytest.mark.parametrize("step", [0.0, 0.3, 1.0, 3.0])
 def test_right_weights_pass_where_the_trainers_own_log_probs_are_as_noisy(step: float) -> None:
-    """bfloat16 rounds in the trainer as in vLLM: the way between two steps is then mostly rounding."""
+    """bfloat16 rounds in the trainer as in vLLM: the way between two steps is then mostly
+    rounding."""
     size = 2e-2
     for _ in range(300):
         true = PREVIOUS + noise(step * size)
         of_trainer = probe(true + noise(size), PREVIOUS + noise(size), BASE + noise(size))
         assert not refusal(true + noise(size), of_trainer, 0.05)
         if step == 3.0:
-            assert "the checkpoint before it" in refusal(PREVIOUS + noise(size / 4), of_trainer, 0.5)
+            assert "the checkpoint before it" in refusal(
+                PREVIOUS + noise(size / 4), of_trainer, 0.5
+            )
 
 
 @pytest.mark.parametrize(("step", "error"), [(1.0, 1e-2), (1e-2, 1e-2), (1e-3, 1e-4), (1e-4, 1e-6)])
-def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(step: float, error: float) -> None:
+def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(
+    step: float, error: float
+) -> None:
     assert refusal(PREVIOUS + noise(error), probe(PREVIOUS + noise(step)))
 
 
@@ -113,9 +128,11 @@ def test_a_few_tokens_may_be_off_by_any_amount(share: float, passes: bool) -> No
 
 
 @pytest.mark.parametrize(("step", "refused"), [(0.0, 0), (0.03, 0), (0.1, 45), (0.3, 50)])
-def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(step: float, refused: int) -> None:
-    """Each computation sends other tokens to other experts, a few of a hundred. `refused`: at least so many of 50 times
-    the old weights are told apart."""
+def test_a_mixtures_tokens_that_go_to_other_experts_decide_nothing(
+    step: float, refused: int
+) -> None:
+    """Each computation sends other tokens to other experts, a few of a hundred. `refused`: at least
+    so many of 50 times the old weights are told apart."""
 
     def computed(values: np.ndarray) -> np.ndarray:
         return values + noise(0.03) + noise(1.0) * (RNG.random(values.shape) < 0.04)
@@ -158,7 +175,14 @@ def test_movement_is_the_share_of_the_way() -> None:
 
 @pytest.mark.parametrize(
     ("differs_from", "longest", "refused"),
-    [(1000, 4095, False), (700, 4095, True), (700, 999, True), (700, 600, False), (200, 300, True), (700, 20, False)],
+    [
+        (1000, 4095, False),
+        (700, 4095, True),
+        (700, 999, True),
+        (700, 600, False),
+        (200, 300, True),
+        (700, 20, False),
+    ],
 )
 def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many(
     differs_from: int, longest: int, refused: bool
@@ -166,7 +190,11 @@ def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many
     positions = [position for end in (250, 500, 750, 1000) for position in range(end - 16, end)]
     values = RNG.normal(-3.0, 0.5, 999)
     of_trainer = probe(PREVIOUS).model_copy(
-        update={"long": LongProbe(tokens=LONG, positions=positions, logprobs=[values[p - 1] for p in positions])}
+        update={
+            "long": LongProbe(
+                tokens=LONG, positions=positions, logprobs=[values[p - 1] for p in positions]
+            )
+        }
     )
     served = values + np.where(np.arange(999) >= differs_from, 1.0, 1e-4)
     with pytest.raises(WrongWeights, match="in a sequence of") if refused else nullcontext():

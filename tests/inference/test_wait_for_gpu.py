@@ -1,4 +1,5 @@
-"""Before vLLM starts: an earlier vLLM's processes are killed, its GPUs are free, and no second vLLM is running."""
+"""Before vLLM starts: an earlier vLLM's processes are killed, its GPUs are free, and no second vLLM
+is running."""
 
 import os
 import select
@@ -12,7 +13,8 @@ from fake_nvml import MIB, FakeNvml, gpu
 from tandem.system import processes
 from waiting import alive
 
-# Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its own.
+# Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its
+# own.
 START = """
 import os, sys
 from tandem.config import load_settings
@@ -35,10 +37,13 @@ class Servers:
     def __init__(self, directory: Path) -> None:
         self.driver = FakeNvml(directory)
         self.environment = os.environ | {
-            **self.driver.variables, "TANDEM_ROOT": str(directory / "root"),
-            "TANDEM_DEVICE": "cuda", "TANDEM_INFERENCE_DEVICES": "1", "FREE_SECONDS": "20",
+            **self.driver.variables,
+            "TANDEM_ROOT": str(directory / "root"),
+            "TANDEM_DEVICE": "cuda",
+            "TANDEM_INFERENCE_DEVICES": "1",
+            "FREE_SECONDS": "20",
             "XDG_RUNTIME_DIR": str(directory),
-        }  # fmt: skip
+        }
         self.marker = ("TANDEM_VLLM_OF", f"{directory / 'root'}:8000")
         self.running: list[subprocess.Popen[str]] = []
 
@@ -49,7 +54,9 @@ class Servers:
     def start(self, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", START]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.running.append(subprocess.Popen(command, env=self.environment | variables, text=True, **pipes))
+        self.running.append(
+            subprocess.Popen(command, env=self.environment | variables, text=True, **pipes)
+        )
         return self.running[-1]
 
     def child(self, server: subprocess.Popen[str]) -> int:

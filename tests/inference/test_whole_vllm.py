@@ -1,4 +1,5 @@
-"""The real vLLM on the CPU gets whole weights from ranks that run, or from files: by which way, and to the bit."""
+"""The real vLLM on the CPU gets whole weights from ranks that run, or from files: by which way, and
+to the bit."""
 
 import signal
 import tempfile
@@ -30,10 +31,20 @@ BOUND = 40.0
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     directory = tmp_path_factory.mktemp("whole")
     tiny_model.write_tokenizer(directory / "model")
-    write_random_model(directory / "model", family="qwen2", vocab_size=320, hidden_size=64, num_attention_heads=2,
-                       num_key_value_heads=2, head_dim=32,
-                       tie_word_embeddings=True, max_position_embeddings=4096)  # fmt: skip
-    with VllmServer(directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_TRANSPORT="nccl") as server:
+    write_random_model(
+        directory / "model",
+        family="qwen2",
+        vocab_size=320,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    with VllmServer(
+        directory, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_TRANSPORT="nccl"
+    ) as server:
         yield server
 
 
@@ -43,11 +54,15 @@ class WholeTrainer(MergedTrainer):
     def __init__(self, vllm: VllmServer, directory: Path, way: str, tp: int) -> None:
         super().__init__(vllm, directory, transport=way)
         variables = {"TANDEM_INFERENCE_URL": vllm.url, **SENDERS}
-        self.senders = Senders(directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **variables)
+        self.senders = Senders(
+            directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **variables
+        )
 
     def offer(self, seed: int) -> int:
         """The ranks offer a step, and it is committed; its number."""
-        adapter = write_random_adapter(self.directory / f"whole-{seed}", self.model, EVERYWHERE, seed=seed)
+        adapter = write_random_adapter(
+            self.directory / f"whole-{seed}", self.model, EVERYWHERE, seed=seed
+        )
         job = self.senders.offer(adapter)
         self.adapters.append(adapter)
         return commit(self.spool, self.run, adapter, self.probe(adapter, lora=EVERYWHERE), job).step
@@ -71,7 +86,9 @@ Make = Callable[..., WholeTrainer]
 
 
 @pytest.fixture
-def make(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not answers(f"{vllm.url}/health"):
         vllm.restart()
@@ -89,7 +106,8 @@ def make(vllm: VllmServer, alone: None, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def sample(vllm: VllmServer, run: str, enough: Event) -> list[str]:
-    """The weights of one long answer after another: on a busy machine a swap may take longer than one."""
+    """The weights of one long answer after another: on a busy machine a swap may take longer than
+    one."""
     found = []
     while not enough.is_set():
         found.append(complete(vllm, run, max_tokens=3500).headers["x-tandem-weights"])
@@ -112,7 +130,8 @@ def test_each_step_comes_from_the_ranks(vllm: VllmServer, make: Make) -> None:
             finally:
                 served_yet.set()
             assert served.transport == "nccl"
-            assert served.mean_abs_logprob_error < (0.02 if GPU else 1e-4)  # vLLM's attention has TF32 there
+            # vLLM's attention has TF32 there.
+            assert served.mean_abs_logprob_error < (0.02 if GPU else 1e-4)
             assert trainer.senders.sent()["transport"] == "nccl"
             assert f"{trainer.run}@{step - 1},{trainer.run}@{step}" in running.result()
 
@@ -124,7 +143,10 @@ def test_files_serve_each_step_and_a_server_that_starts_again(vllm: VllmServer, 
         served = trainer.serve(seed)
         assert served.transport == "volume"
     assert "error" not in trainer.senders.sent()
-    steps = [path.name for path in sorted((trainer.spool.root / "runs" / trainer.run / "merged").iterdir())]
+    steps = [
+        path.name
+        for path in sorted((trainer.spool.root / "runs" / trainer.run / "merged").iterdir())
+    ]
     assert steps == ["00000002", "00000003"], "the step that was served and the newest"
     vllm.restart()
     assert complete(vllm, trainer.run).status_code == 503
@@ -132,7 +154,9 @@ def test_files_serve_each_step_and_a_server_that_starts_again(vllm: VllmServer, 
     assert (again.step, again.transport) == (3, "volume")
     trainer.check_bits(trainer.adapters[3])
     # Damaged files are no reason to serve nothing.
-    shard = next((trainer.spool.root / "runs" / trainer.run / "merged/00000003").glob("*.safetensors"))
+    shard = next(
+        (trainer.spool.root / "runs" / trainer.run / "merged/00000003").glob("*.safetensors")
+    )
     with shard.open("r+b") as file:
         file.seek(-8, 2)
         file.write(b"damaged!")
@@ -161,7 +185,13 @@ def test_a_refused_step_is_taken_back(vllm: VllmServer, make: Make) -> None:
     trainer.serve(1)
     adapter = write_random_adapter(trainer.directory / "refused", trainer.model, EVERYWHERE, seed=7)
     job = trainer.senders.offer(adapter)
-    commit(trainer.spool, trainer.run, adapter, trainer.probe(trainer.adapters[0], lora=EVERYWHERE), job)
+    commit(
+        trainer.spool,
+        trainer.run,
+        adapter,
+        trainer.probe(trainer.adapters[0], lora=EVERYWHERE),
+        job,
+    )
     trainer.senders.send(2)
     served = trainer.publish(trainer.run)
     assert (served.step, served.refused_step) == (1, 2)
@@ -173,7 +203,9 @@ def test_a_refused_step_is_taken_back(vllm: VllmServer, make: Make) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_that_die_or_stop_before_they_send(vllm: VllmServer, make: Make, sig: signal.Signals) -> None:
+def test_ranks_that_die_or_stop_before_they_send(
+    vllm: VllmServer, make: Make, sig: signal.Signals
+) -> None:
     trainer = make("nccl")
     trainer.serve(1)
     step = trainer.offer(2)
@@ -182,7 +214,9 @@ def test_ranks_that_die_or_stop_before_they_send(vllm: VllmServer, make: Make, s
     with ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(trainer.publish, trainer.run)
         while not publishing.done():
-            assert complete(vllm, trainer.run, max_tokens=1).status_code == 200, "the old weights, or the new ones"
+            assert complete(vllm, trainer.run, max_tokens=1).status_code == 200, (
+                "the old weights, or the new ones"
+            )
         served = publishing.result()
     assert time.monotonic() - begin < BOUND + 5
     assert (served.step, served.transport) == (step, "merge")

@@ -1,5 +1,5 @@
-"""What one tensor-parallel worker of vLLM holds of a model: modules with the names and attributes that vLLM 0.26 and
-0.32 give them, filled by heads, halves and experts, without Tandem's plan."""
+"""What one tensor-parallel worker of vLLM holds of a model: modules with the names and attributes
+that vLLM 0.26 and 0.32 give them, filled by heads, halves and experts, without Tandem's plan."""
 
 import json
 from collections.abc import Mapping
@@ -35,17 +35,24 @@ def layer(kind: str, **parameters: Tensor | None) -> Any:
     made.quant_method = UnquantizedLinearMethod()
     for name, value in parameters.items():
         if value is not None:
-            made.register_parameter(name, nn.Parameter(value.clone().contiguous(), requires_grad=False))
+            made.register_parameter(
+                name, nn.Parameter(value.clone().contiguous(), requires_grad=False)
+            )
     return made
 
 
 class Worker:
     """Tensors of rank `rank` of `tp`. `dtype`: in which it serves."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, rank: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, rank: int
+    ) -> None:
         self.tensors, self.config, self.tp, self.rank = tensors, config, tp, rank
         self.model = nn.Module()
-        self._put("model.embed_tokens", self._vocabulary("VocabParallelEmbedding", "model.embed_tokens.weight"))
+        self._put(
+            "model.embed_tokens",
+            self._vocabulary("VocabParallelEmbedding", "model.embed_tokens.weight"),
+        )
         for index in range(config["num_hidden_layers"]):
             self._layer(f"model.layers.{index}")
         self._put("model.norm", layer("RMSNorm", weight=tensors["model.norm.weight"]))
@@ -67,30 +74,45 @@ class Worker:
         rows = self.tensors[name]
         padded = -(-len(rows) // (VOCAB_PADDING * self.tp)) * VOCAB_PADDING
         mine = rows[self.rank * padded : (self.rank + 1) * padded]
-        made = layer(kind, weight=torch.cat([mine, mine.new_zeros(padded - len(mine), rows.shape[1])]))
+        made = layer(
+            kind, weight=torch.cat([mine, mine.new_zeros(padded - len(mine), rows.shape[1])])
+        )
         begin = self.rank * padded
-        made.shard_indices = SimpleNamespace(org_vocab_start_index=begin, org_vocab_end_index=begin + len(mine))
+        made.shard_indices = SimpleNamespace(
+            org_vocab_start_index=begin, org_vocab_end_index=begin + len(mine)
+        )
         return made
 
     def _layer(self, path: str) -> None:
         t = self.tensors
-        for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        for norm in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+        ):
             if f"{path}.{norm}.weight" in t:
                 self._put(f"{path}.{norm}", layer("RMSNorm", weight=t[f"{path}.{norm}.weight"]))
         self._put(f"{path}.self_attn.qkv_proj", self._qkv(f"{path}.self_attn"))
         self._put(f"{path}.self_attn.o_proj", self._row_parallel(f"{path}.self_attn.o_proj.weight"))
         if f"{path}.mlp.gate.weight" in t:
-            self._put(f"{path}.mlp.gate", layer("ReplicatedLinear", weight=t[f"{path}.mlp.gate.weight"]))
+            self._put(
+                f"{path}.mlp.gate", layer("ReplicatedLinear", weight=t[f"{path}.mlp.gate.weight"])
+            )
             self._put(f"{path}.mlp.experts", self._experts(f"{path}.mlp.experts"))
             return
-        gate, up = (t[f"{path}.mlp.{name}_proj.weight"].chunk(self.tp)[self.rank] for name in ("gate", "up"))
+        gate, up = (
+            t[f"{path}.mlp.{name}_proj.weight"].chunk(self.tp)[self.rank] for name in ("gate", "up")
+        )
         made = layer("MergedColumnParallelLinear", weight=torch.cat([gate, up]))
         made.tp_rank = self.rank
         self._put(f"{path}.mlp.gate_up_proj", made)
         self._put(f"{path}.mlp.down_proj", self._row_parallel(f"{path}.mlp.down_proj.weight"))
 
     def _qkv(self, path: str) -> Any:
-        heads, kv_heads, size = (self.config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        heads, kv_heads, size = (
+            self.config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
         replicas = max(1, self.tp // kv_heads)
         mine = range(self.rank * heads // self.tp, (self.rank + 1) * heads // self.tp)
         mine_kv = sorted({head * kv_heads // heads for head in mine})
@@ -110,16 +132,21 @@ class Worker:
         return made
 
     def _row_parallel(self, name: str) -> Any:
-        made = layer("RowParallelLinear", weight=self.tensors[name].chunk(self.tp, dim=1)[self.rank])
+        made = layer(
+            "RowParallelLinear", weight=self.tensors[name].chunk(self.tp, dim=1)[self.rank]
+        )
         made.tp_rank = self.rank
         return made
 
     def _experts(self, path: str) -> Any:
         each = [f"{path}.{expert}." for expert in range(self.config["num_local_experts"])]
         gates, ups = (
-            [self.tensors[f"{e}{name}_proj.weight"].chunk(self.tp)[self.rank] for e in each] for name in ("gate", "up")
+            [self.tensors[f"{e}{name}_proj.weight"].chunk(self.tp)[self.rank] for e in each]
+            for name in ("gate", "up")
         )
-        downs = [self.tensors[f"{e}down_proj.weight"].chunk(self.tp, dim=1)[self.rank] for e in each]
+        downs = [
+            self.tensors[f"{e}down_proj.weight"].chunk(self.tp, dim=1)[self.rank] for e in each
+        ]
         made = layer(
             "FusedMoE",
             w13_weight=torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)]),
@@ -147,9 +174,14 @@ class Model:
         self.directory = directory
         self.config = json.loads((directory / "config.json").read_text())
         self.dtype = dtype
-        self.tensors = {name: value.to(dtype) for name, value in load_file(directory / "model.safetensors").items()}
+        self.tensors = {
+            name: value.to(dtype)
+            for name, value in load_file(directory / "model.safetensors").items()
+        }
 
-    def worker(self, tp: int = 1, rank: int = 0, tensors: Mapping[str, Tensor] | None = None) -> Worker:
+    def worker(
+        self, tp: int = 1, rank: int = 0, tensors: Mapping[str, Tensor] | None = None
+    ) -> Worker:
         return Worker(tensors or self.tensors, self.config, tp, rank)
 
     def merged(self, adapter: Path, scale: float = SCALE) -> dict[str, Tensor]:
@@ -160,7 +192,8 @@ class Model:
 
 
 class Workers:
-    """The tensor-parallel workers of one server. `whole`: whole weights may arrive; else they merge adapters."""
+    """The tensor-parallel workers of one server. `whole`: whole weights may arrive; else they merge
+    adapters."""
 
     def __init__(self, model: Model, tp: int = 1, *, whole: bool = False) -> None:
         self.model = model
@@ -168,9 +201,13 @@ class Workers:
         self.weights: list[Any] = []
         for rank, worker in enumerate(self.each):
             served = worker.model, str(model.directory), "device"
-            self.weights.append(LandingWeights(*served, (rank, tp)) if whole else worker.weights(model.directory))
+            self.weights.append(
+                LandingWeights(*served, (rank, tp)) if whole else worker.weights(model.directory)
+            )
 
-    def order(self, version: str | Path, source: Source | None = None, scale: float = SCALE) -> None:
+    def order(
+        self, version: str | Path, source: Source | None = None, scale: float = SCALE
+    ) -> None:
         for weights in self.weights:
             weights.stage(str(version), scale, source)
 
@@ -179,7 +216,9 @@ class Workers:
         self.order(version, source, scale)
         ways: set[str] = set()
         for weights in self.weights:
-            ways.add(until(f"{version} is here", lambda of=weights: of.staged(str(version)), poll=0.001))
+            ways.add(
+                until(f"{version} is here", lambda of=weights: of.staged(str(version)), poll=0.001)
+            )
         [way] = ways
         return way
 
@@ -190,7 +229,8 @@ class Workers:
         return way
 
     def check(self, adapter: Path | None, scale: float = SCALE) -> None:
-        """Every bit is that of a numpy merge of the whole model, cut for the worker; None: the base model's."""
+        """Every bit is that of a numpy merge of the whole model, cut for the worker; None: the base
+        model's."""
         tensors = self.model.tensors if adapter is None else self.model.merged(adapter, scale)
         for rank, worker in enumerate(self.each):
             assert worker.bits() == self.model.worker(len(self.each), rank, tensors).bits()
@@ -210,7 +250,9 @@ class Core:
     def is_sleeping(self) -> bool:
         return self.sleeps
 
-    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+    def collective_rpc(
+        self, method: str, timeout: float | None, args: tuple[Any, ...]
+    ) -> list[dict[str, Any]]:
         return [getattr(worker, method)(*args) for worker in self.workers]
 
     def abort_requests(self, requests: list[str]) -> None:
@@ -225,7 +267,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def merged(tensors: Mapping[str, Tensor], adapter: Path, scale: float = SCALE) -> dict[str, Tensor]:
-    """The whole model's tensors with an adapter, by numpy in float64, rounded to float32 and to the tensors' dtype."""
+    """The whole model's tensors with an adapter, by numpy in float64, rounded to float32 and to the
+    tensors' dtype."""
     result = dict(tensors)
     factors = load_file(adapter / WEIGHTS_FILE)
     for key, a in factors.items():
@@ -233,6 +276,8 @@ def merged(tensors: Mapping[str, Tensor], adapter: Path, scale: float = SCALE) -
             continue
         name = key.removeprefix("base_model.model.").replace("lora_A.", "")
         b = factors[key.replace("lora_A", "lora_B")].numpy().astype(np.float64)
-        exact = tensors[name].float().numpy().astype(np.float64) + scale * (b @ a.numpy().astype(np.float64))
+        exact = tensors[name].float().numpy().astype(np.float64) + scale * (
+            b @ a.numpy().astype(np.float64)
+        )
         result[name] = torch.from_numpy(exact.astype(np.float32)).to(tensors[name].dtype)
     return result

@@ -1,4 +1,5 @@
-"""Environments with other people's packages, in the versions that are tested, each made once; programs run in them."""
+"""Environments with other people's packages, in the versions that are tested, each made once;
+programs run in them."""
 
 import hashlib
 import os
@@ -17,29 +18,40 @@ UV = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
 def python_of(name: str) -> Path:
     """The interpreter of `.venvs/<name>-<hash of its requirements>`."""
     requirements = HERE / "requirements" / f"{name}.txt"
-    directory = ROOT / ".venvs" / f"{name}-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]}"
+    directory = (
+        ROOT / ".venvs" / f"{name}-{hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]}"
+    )
     python = directory / "bin/python"
     directory.parent.mkdir(exist_ok=True)
     with file_lock(directory.with_suffix(".lock")):
         if not (directory / "complete").exists():
             shutil.rmtree(directory, ignore_errors=True)
-            subprocess.run([UV, "venv", "-q", "--python", str(ROOT / ".venv/bin/python"), directory], check=True)
+            subprocess.run(
+                [UV, "venv", "-q", "--python", str(ROOT / ".venv/bin/python"), directory],
+                check=True,
+            )
             install = [UV, "pip", "install", "-q", "--python", str(python), "-r", str(requirements)]
             for attempt in range(3):  # the index sometimes refuses
                 if subprocess.run(install, check=attempt == 2).returncode == 0:
                     break
-            # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own environment, after all
-            # that is installed here.
+            # ART's PipelineTrainer imports torch and transformers. They come from Tandem's own
+            # environment, after all that is installed here.
             site = next((ROOT / ".venv/lib").glob("python*/site-packages"))
-            next((directory / "lib").glob("python*/site-packages")).joinpath("zz_tandem.pth").write_text(str(site))
+            next((directory / "lib").glob("python*/site-packages")).joinpath(
+                "zz_tandem.pth"
+            ).write_text(str(site))
             (directory / "complete").touch()
     return python
 
 
 def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -> str:
-    """What a client's program prints. It runs with Tandem's source, the addresses and the key, in the stack's
-    directory."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "VIRTUAL_ENV"))}
+    """What a client's program prints. It runs with Tandem's source, the addresses and the key, in
+    the stack's directory."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TANDEM_", "VIRTUAL_ENV"))
+    }
     environment |= {
         "PATH": f"{Path(UV).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'examples'}",
@@ -51,8 +63,13 @@ def run(stack: LocalStack, python: Path | str, program: Path, *arguments: str) -
         "UV_PYTHON": str(ROOT / ".venv/bin/python"),
     }
     done = subprocess.run(
-        [str(python), str(program), *arguments], env=environment, cwd=stack.root, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
+        [str(python), str(program), *arguments],
+        env=environment,
+        cwd=stack.root,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, f"{program.name}: {done.stdout[-3000:]}\n{done.stderr[-50000:]}"
     return done.stdout

@@ -1,4 +1,5 @@
-"""Clients that people already use, unmodified, in the versions of `requirements/`, against one whole stack."""
+"""Clients that people already use, unmodified, in the versions of `requirements/`, against one
+whole stack."""
 
 import json
 import sys
@@ -71,7 +72,14 @@ def test_openai_through_the_door(stack: LocalStack, taught: str, version: str) -
 def test_verifiers(stack: LocalStack, taught: str) -> None:
     newest = stack.client.get_run(taught).newest_step
     stack.client.wait_served(taught, newest)
-    printed = run(stack, python_of("verifiers"), PROGRAMS / "verifiers_new.py", taught, "models/tiny", str(newest))
+    printed = run(
+        stack,
+        python_of("verifiers"),
+        PROGRAMS / "verifiers_new.py",
+        taught,
+        "models/tiny",
+        str(newest),
+    )
     assert f"{taught}@{newest}: reward" in printed
     assert metrics(stack, newest + 1)[0]["kl_sampler"] < 1e-3
 
@@ -80,6 +88,8 @@ def test_verifiers(stack: LocalStack, taught: str) -> None:
 def test_the_old_api_of_verifiers(stack: LocalStack, taught: str) -> None:
     newest = stack.client.get_run(taught).newest_step
     stack.client.wait_served(taught, newest)
-    printed = run(stack, python_of("verifiers_old"), PROGRAMS / "verifiers_old.py", taught, str(newest))
+    printed = run(
+        stack, python_of("verifiers_old"), PROGRAMS / "verifiers_old.py", taught, str(newest)
+    )
     assert printed.splitlines()[-1] == "verifiers 0.2.1"
     assert metrics(stack, newest + 1)[0]["kl_sampler"] < 1e-3

@@ -1,4 +1,5 @@
-"""Rollouts of verifiers as trajectories, and the options of ART's backend, without these packages."""
+"""Rollouts of verifiers as trajectories, and the options of ART's backend, without these
+packages."""
 
 import asyncio
 import sys
@@ -19,12 +20,20 @@ from tandem.spool.schema import LoraShape
 def branch(ids: list[int], sampled: list[int], *, trainable: bool = True) -> SimpleNamespace:
     mask = [position in sampled for position in range(len(ids))]
     logprobs = [-position / 8 if on else 0.0 for position, on in enumerate(mask)]
-    return SimpleNamespace(index=0, trainable=trainable, token_ids=ids, sampled_mask=mask, logprobs=logprobs)
+    return SimpleNamespace(
+        index=0, trainable=trainable, token_ids=ids, sampled_mask=mask, logprobs=logprobs
+    )
 
 
 def trace(*branches: SimpleNamespace, **changed: Any) -> SimpleNamespace:
-    usual = {"has_error": False, "agent": SimpleNamespace(trainable=True), "calls": [SimpleNamespace(model="run@4")],
-             "branches": branches, "metrics": {"length": 2.0, "missing": None}, "reward": 1.5}  # fmt: skip
+    usual = {
+        "has_error": False,
+        "agent": SimpleNamespace(trainable=True),
+        "calls": [SimpleNamespace(model="run@4")],
+        "branches": branches,
+        "metrics": {"length": 2.0, "missing": None},
+        "reward": 1.5,
+    }
     return SimpleNamespace(**{**usual, **changed})
 
 
@@ -32,34 +41,68 @@ def test_each_sampled_span_is_a_turn() -> None:
     made = trace_to_trajectory(trace(branch([1, 2, 3, 4, 5, 6], [2, 3, 5])))
     assert made == {
         "turns": [
-            {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.25, -0.375], "policy_step": 4},
-            {"prompt_token_ids": [1, 2, 3, 4, 5], "token_ids": [6], "logprobs": [-0.625], "policy_step": 4},
+            {
+                "prompt_token_ids": [1, 2],
+                "token_ids": [3, 4],
+                "logprobs": [-0.25, -0.375],
+                "policy_step": 4,
+            },
+            {
+                "prompt_token_ids": [1, 2, 3, 4, 5],
+                "token_ids": [6],
+                "logprobs": [-0.625],
+                "policy_step": 4,
+            },
         ],
-        "reward": 1.5, "metrics": {"length": 2.0},
-    }  # fmt: skip
+        "reward": 1.5,
+        "metrics": {"length": 2.0},
+    }
     Trajectory.model_validate(made)
 
 
 def test_what_branches_share_is_trained_once_and_what_is_not_trained_is_left_out() -> None:
     made = trace_to_trajectory(
-        trace(branch([1, 2, 3, 4], [1, 3]), branch([1, 2, 7, 8], [1, 3]), branch([9, 9], [1], trainable=False))
+        trace(
+            branch([1, 2, 3, 4], [1, 3]),
+            branch([1, 2, 7, 8], [1, 3]),
+            branch([9, 9], [1], trainable=False),
+        )
     )
     assert made is not None
     assert [turn["token_ids"] for turn in made["turns"]] == [[2], [4], [8]]
     assert trace_to_trajectory(trace(branch([1, 2], [1]), has_error=True)) is None
-    assert trace_to_trajectory(trace(branch([1, 2], [1]), agent=SimpleNamespace(trainable=False))) is None
+    assert (
+        trace_to_trajectory(trace(branch([1, 2], [1]), agent=SimpleNamespace(trainable=False)))
+        is None
+    )
     assert trace_to_trajectory(trace(branch([1, 2], []))) is None
     with pytest.raises(InvalidInput, match="TrainClientConfig"):
         trace_to_trajectory(trace(branch([], [])))
 
 
 def output(example: int, reward: float, **changed: Any) -> dict[str, Any]:
-    tokens = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_mask": [1], "completion_logprobs": [-0.5]}
-    return {"example_id": example, "reward": reward, "trajectory": [{"tokens": tokens}], "metrics": {}, **changed}
+    tokens = {
+        "prompt_ids": [1, 2],
+        "completion_ids": [3],
+        "completion_mask": [1],
+        "completion_logprobs": [-0.5],
+    }
+    return {
+        "example_id": example,
+        "reward": reward,
+        "trajectory": [{"tokens": tokens}],
+        "metrics": {},
+        **changed,
+    }
 
 
 def test_outputs_of_one_example_are_a_group() -> None:
-    outputs = [output(7, 1.0), output(8, 0.0), output(7, 0.5), output(8, 0.0, error={"error": "timeout"})]
+    outputs = [
+        output(7, 1.0),
+        output(8, 0.0),
+        output(7, 0.5),
+        output(8, 0.0, error={"error": "timeout"}),
+    ]
     groups = outputs_to_groups({"outputs": outputs, "metadata": {}}, 4)
     assert [[t["reward"] for t in group["trajectories"]] for group in groups] == [[1.0, 0.5], [0.0]]
     turn = {"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "policy_step": 4}
@@ -104,7 +147,9 @@ def test_no_rollout_outlives_the_groups_that_were_taken(fails: bool) -> None:
     tasks = [SimpleNamespace(data=SimpleNamespace(idx=number)) for number in range(3)]
 
     async def scene() -> None:
-        async with aclosing(environment(agent).groups("run", 0, group_size=2, tasks=tasks)) as groups:
+        async with aclosing(
+            environment(agent).groups("run", 0, group_size=2, tasks=tasks)
+        ) as groups:
             if fails:
                 with pytest.raises(TandemError, match="all rollouts of task 0 failed"):
                     await anext(groups)
@@ -143,8 +188,11 @@ def test_all_tasks_of_a_taskset_without_an_end_are_refused() -> None:
 @pytest.fixture
 def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`tandem.client.art` beside an empty ART."""
-    for name, content in {"art": {}, "art.metrics_taxonomy": {"average_metric_samples": dict},
-                          "art.types": {"TrainResult": dict}}.items():  # fmt: skip
+    for name, content in {
+        "art": {},
+        "art.metrics_taxonomy": {"average_metric_samples": dict},
+        "art.types": {"TrainResult": dict},
+    }.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -152,16 +200,24 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("tandem.client.art")
 
 
-def test_arts_defaults_stand_for_what_peft_args_leave_out(backend_module: ModuleType, tmp_path: Path) -> None:
+def test_arts_defaults_stand_for_what_peft_args_leave_out(
+    backend_module: ModuleType, tmp_path: Path
+) -> None:
     """ART 0.5.18's `get_model_config`: r=8, lora_alpha=16."""
     lora = backend_module._lora
-    assert lora({}) == lora({"peft_args": {"random_state": 1}, "engine_args": {"max_num_seqs": 4}}) == {}
+    assert (
+        lora({})
+        == lora({"peft_args": {"random_state": 1}, "engine_args": {"max_num_seqs": 4}})
+        == {}
+    )
     made = dict[str, Any]()
 
     class Controller:
         """Has one run, of rank 64 and alpha 32."""
 
-        async def create_run(self, _run: str, *, base_model: str, lora: dict[str, Any] | None) -> None:
+        async def create_run(
+            self, _run: str, *, base_model: str, lora: dict[str, Any] | None
+        ) -> None:
             made["lora"] = lora
             raise Conflict("it exists")
 
@@ -176,22 +232,29 @@ def test_arts_defaults_stand_for_what_peft_args_leave_out(backend_module: Module
 
     def register(**peft: Any) -> dict[str, Any]:
         model = SimpleNamespace(
-            name="run", base_model="m", trainable=True, _internal_config={"peft_args": peft},
+            name="run",
+            base_model="m",
+            trainable=True,
+            _internal_config={"peft_args": peft},
             _get_output_dir=lambda: tmp_path,
-        )  # fmt: skip
+        )
         asyncio.run(backend.register(model))
         return made["lora"]
 
-    assert register(r=64) == {"rank": 64, "alpha": 16}, "and the run, which has another alpha, goes on"
+    assert register(r=64) == {
+        "rank": 64,
+        "alpha": 16,
+    }, "and the run, which has another alpha, goes on"
     assert register(random_state=1) is None
     with pytest.raises(Conflict, match="exists and trains a LoRA of rank=64"):
         register(target_modules=["q_proj"])
     assert made["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj"]}
     assert lora({"chat_template_kwargs": {"enable_thinking": False}, "trainer_args": {}}) == {}
     for field, config in {
-        "trainer_args": {"trainer_args": {"adam_beta2": 0.9}}, "chat_template": {"chat_template": "{{ messages }}"},
+        "trainer_args": {"trainer_args": {"adam_beta2": 0.9}},
+        "chat_template": {"chat_template": "{{ messages }}"},
         "peft_args.use_dora": {"peft_args": {"use_dora": True}},
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(InvalidInput) as refused:
             lora(config)
         assert refused.value.field == field
@@ -204,7 +267,11 @@ def test_an_epsilon_of_zero_counts(backend_module: ModuleType) -> None:
 
 def test_an_sft_job_of_arts_backend_has_no_options_of_rl(backend_module: ModuleType) -> None:
     backend = backend_module.TandemBackend(
-        "http://nowhere", loss={"temperature": 0.7}, advantage={"scale": "none"}, max_off_policy_steps=2, labels={}
+        "http://nowhere",
+        loss={"temperature": 0.7},
+        advantage={"scale": "none"},
+        max_off_policy_steps=2,
+        labels={},
     )
     sent = dict[str, Any]()
 

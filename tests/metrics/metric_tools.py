@@ -27,7 +27,8 @@ class Scraped:
         return self.samples.get((name, frozenset(labels.items())))
 
     def check(self, labels: Mapping[str, str] | None = None, /, **values: Any) -> None:
-        """Asserts the values of `tandem_<name>` with these labels. None: there is no such sample."""
+        """Asserts the values of `tandem_<name>` with these labels. None: there is no such
+        sample."""
         assert {name: self.get(f"tandem_{name}", **(labels or {})) for name in values} == values
 
     def all(self, name: str, /) -> list[dict[str, str]]:
@@ -36,7 +37,11 @@ class Scraped:
 
     def by(self, label: str, name: str, /) -> dict[str, float]:
         """Label value -> value, of the samples with that name."""
-        return {dict(labels)[label]: value for (known, labels), value in self.samples.items() if known == name}
+        return {
+            dict(labels)[label]: value
+            for (known, labels), value in self.samples.items()
+            if known == name
+        }
 
 
 def scrape(page: PrometheusCollector) -> Scraped:

@@ -1,4 +1,5 @@
-"""The catalogue is what docs/metrics.md lists, each metric has one collector, and a stack's series are few."""
+"""The catalogue is what docs/metrics.md lists, each metric has one collector, and a stack's series
+are few."""
 
 from docs.source.metrics import DOCUMENT, with_new_tables
 from images.grafana.vllm_metrics import VLLM_METRICS
@@ -22,7 +23,9 @@ def test_a_metric_can_be_exported_and_documented():
 
 def test_every_collector_is_in_the_catalogue():
     made = [*Collector.__subclasses__(), *SpoolCollector.__subclasses__()]
-    collectors = [one for one in made if one.__module__.startswith("tandem.") and one is not SpoolCollector]
+    collectors = [
+        one for one in made if one.__module__.startswith("tandem.") and one is not SpoolCollector
+    ]
     assert sorted(collector.name for collector in collectors) == sorted(COLLECTORS)
     assert all(metric in CATALOGUE for collector in collectors for metric in collector.metrics)
 
@@ -33,13 +36,19 @@ def test_the_document_is_made_from_the_catalogue():
 
 
 def test_a_stacks_series_are_few():
-    """With 8 ranks on 8 devices and every metric exported, Prometheus stores less than 1500 series of the trainer."""
+    """With 8 ranks on 8 devices and every metric exported, Prometheus stores less than 1500 series
+    of the trainer."""
     total = 0
     for metric in CATALOGUE:
         if "trainer" in metric.exporters:
             size = 1
             for label, values in metric.labels.items():
-                open_values = {"uuid": 1 if "rank" in metric.labels else 8, "rank": 8, "run": 20, "program": 3}
+                open_values = {
+                    "uuid": 1 if "rank" in metric.labels else 8,
+                    "rank": 8,
+                    "run": 20,
+                    "program": 3,
+                }
                 size *= len(values) or open_values.get(label, 1)
             total += size * (len(metric.buckets) + 3 if metric.kind == "histogram" else 1)
     assert total < 1500

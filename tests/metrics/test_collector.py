@@ -1,4 +1,5 @@
-"""A collector's thread and its page: failures, hangs and old measurements; and how histograms count."""
+"""A collector's thread and its page: failures, hangs and old measurements; and how histograms
+count."""
 
 import threading
 
@@ -55,11 +56,15 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver, monkeypatch) -> None:
+def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(
+    driver, monkeypatch
+) -> None:
     exported, stop = Exported(driver, Other()), threading.Event()
 
     def last_success(name: str) -> float | None:
-        return exported.scrape().get("tandem_collector_last_success_timestamp_seconds", collector=name)
+        return exported.scrape().get(
+            "tandem_collector_last_success_timestamp_seconds", collector=name
+        )
 
     try:
         for made in exported.collectors:
@@ -89,11 +94,15 @@ def test_a_hung_collector_delays_neither_the_scrape_nor_other_collectors(driver,
         stop.set()
 
 
-def test_a_failure_shows_and_what_was_collected_before_stays_for_a_minute(driver, caplog, monkeypatch) -> None:
+def test_a_failure_shows_and_what_was_collected_before_stays_for_a_minute(
+    driver, caplog, monkeypatch
+) -> None:
     caplog.set_level("INFO")
     exported = Exported(driver)
 
-    def after(error: Exception | str | None, value: float) -> tuple[float, float | None, float | None]:
+    def after(
+        error: Exception | str | None, value: float
+    ) -> tuple[float, float | None, float | None]:
         driver.error, driver.value = error, value
         seen = exported.collect()
         success = seen.get("tandem_collector_success", collector="nvml")
@@ -119,7 +128,9 @@ def test_a_value_on_a_buckets_bound_is_within_it(driver) -> None:
     assert seen.get("seconds_sum") == pytest.approx(41.20001)
 
 
-@pytest.mark.parametrize(("name", "labels"), [("unknown", {}), (USED, {"uuid": "GPU-a", "rank": "0"}), (USED, {})])
+@pytest.mark.parametrize(
+    ("name", "labels"), [("unknown", {}), (USED, {"uuid": "GPU-a", "rank": "0"}), (USED, {})]
+)
 def test_a_metric_or_label_that_is_not_declared_is_refused(driver, name, labels) -> None:
     with pytest.raises(KeyError):
         collector.Samples(driver.metrics).set(name, 1, **labels)

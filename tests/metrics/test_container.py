@@ -8,14 +8,24 @@ import pytest
 from metrics.metric_tools import Exported, opener
 from spool.volume_tools import full_disk
 from tandem.config import Settings
-from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector, downloads, local_directories
+from tandem.metrics.container import (
+    BuildCollector,
+    SupervisorCollector,
+    VolumesCollector,
+    downloads,
+    local_directories,
+)
 from tandem.metrics.exporter import make_collectors
 from tandem.spool import Spool
 from tandem.supervise.supervisord import Status
 
 
-def test_a_missing_volume_is_a_failure_and_the_others_are_exported(volume: Spool, tmp_path: Path) -> None:
-    exported = Exported(VolumesCollector(opener(volume), {"tmp": tmp_path, "cache": tmp_path / "none"}))
+def test_a_missing_volume_is_a_failure_and_the_others_are_exported(
+    volume: Spool, tmp_path: Path
+) -> None:
+    exported = Exported(
+        VolumesCollector(opener(volume), {"tmp": tmp_path, "cache": tmp_path / "none"})
+    )
     seen = exported.collect()
     assert seen.by("volume", "tandem_volume_free_bytes").keys() == {"tmp", "shared"}
     status = os.statvfs(tmp_path)

@@ -1,4 +1,5 @@
-"""The exporter as a process: it needs nothing to start, answers without waiting, and stops on SIGTERM."""
+"""The exporter as a process: it needs nothing to start, answers without waiting, and stops on
+SIGTERM."""
 
 import os
 import signal
@@ -23,17 +24,25 @@ from waiting import until
 COMMAND = [sys.executable, "-m", "tandem.metrics.exporter"]
 # What Prometheus 3 accepts.
 PROMETHEUS_3 = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;"
-    "q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;"
+    "q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 )
 
 
-def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_on_sigterm(tmp_path: Path) -> None:
+def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_on_sigterm(
+    tmp_path: Path,
+) -> None:
     root, multiproc = tmp_path / "spool", tmp_path / "multiproc"
     multiproc.mkdir()
     with ports.reserve() as held:
-        variables = os.environ | {"TANDEM_ROOT": str(root), "TANDEM_METRICS_PORT": str(held.port),
-                                  "TANDEM_DEVICE": "cpu", "PROMETHEUS_MULTIPROC_DIR": str(multiproc)}  # fmt: skip
+        variables = os.environ | {
+            "TANDEM_ROOT": str(root),
+            "TANDEM_METRICS_PORT": str(held.port),
+            "TANDEM_DEVICE": "cpu",
+            "PROMETHEUS_MULTIPROC_DIR": str(multiproc),
+        }
         url = f"http://127.0.0.1:{held.port}"
 
         def succeeds() -> dict[str, float] | None:
@@ -41,17 +50,25 @@ def test_it_starts_without_the_volume_on_a_port_that_tandem_up_holds_and_stops_o
             with suppress(httpx.TransportError):
                 seen = Scraped(httpx.get(f"{url}/metrics").text)
                 tried = seen.by("collector", "tandem_collector_duration_seconds")
-                return {name: value for name, value in seen.by("collector", "tandem_collector_success").items()
-                        if name in tried}  # fmt: skip
+                return {
+                    name: value
+                    for name, value in seen.by("collector", "tandem_collector_success").items()
+                    if name in tried
+                }
             return None
 
         with subprocess.Popen(COMMAND, env=variables) as process:
             try:
                 tried = dict.fromkeys(("nvml", "supervisor", "build"), 1)
-                tried |= dict.fromkeys(("ranks", "jobs", "policy", "publish", "checkpoints", "volumes"), 0)
+                tried |= dict.fromkeys(
+                    ("ranks", "jobs", "policy", "publish", "checkpoints", "volumes"), 0
+                )
                 until("every collector has tried", lambda: succeeds() == tried)
                 answer = httpx.get(f"{url}/metrics", headers={"Accept": PROMETHEUS_3})
-                assert (answer.status_code, answer.headers["content-type"]) == (200, CONTENT_TYPE_PLAIN_0_0_4)
+                assert (answer.status_code, answer.headers["content-type"]) == (
+                    200,
+                    CONTENT_TYPE_PLAIN_0_0_4,
+                )
                 seen = Scraped(answer.text)
                 assert seen.get("tandem_volume_free_bytes", volume="shm")
                 assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
@@ -72,7 +89,9 @@ def test_a_taken_and_a_wrong_port_are_named(tmp_path: Path, port: str, status: i
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = port.replace("taken", str(server.getsockname()[1]))
         variables = os.environ | {"TANDEM_ROOT": str(tmp_path), "TANDEM_METRICS_PORT": port}
-        done = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            COMMAND, env=variables, capture_output=True, text=True, timeout=60, check=False
+        )
     assert done.returncode == status
     assert "TANDEM_METRICS_PORT" in done.stderr
     assert "Traceback" not in done.stderr
@@ -87,12 +106,26 @@ def test_a_taken_and_a_wrong_port_are_named(tmp_path: Path, port: str, status: i
         ("", set(), ()),
     ],
 )
-def test_the_role_decides_what_is_collected_and_of_which_devices(role, without, devices, monkeypatch, tmp_path) -> None:
+def test_the_role_decides_what_is_collected_and_of_which_devices(
+    role, without, devices, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("TANDEM_ROLE", role)
     settings = Settings(root=tmp_path, trainer_devices=["0"], inference_devices=["GPU-b"])
-    collectors: dict[str, Any] = {made.name: made for made in make_collectors(settings, exported_sides())}
+    collectors: dict[str, Any] = {
+        made.name: made for made in make_collectors(settings, exported_sides())
+    }
     merged = make_collectors(settings.model_copy(update={"weights": "merged"}), exported_sides())
     assert ("merged" in {made.name for made in merged}) == (role != "trainer")
-    everything = {"build", "nvml", "ranks", "jobs", "policy", "publish", "checkpoints", "supervisor", "volumes"}
+    everything = {
+        "build",
+        "nvml",
+        "ranks",
+        "jobs",
+        "policy",
+        "publish",
+        "checkpoints",
+        "supervisor",
+        "volumes",
+    }
     assert collectors.keys() == everything - without
     assert list(collectors["nvml"]._selected) == list(devices)

@@ -30,15 +30,26 @@ def test_everything_a_device_reports_has_its_uuid(nvml):
     seen = Exported(NvmlCollector("cuda")).collect()
     assert seen.get("tandem_collector_success", collector="nvml") == 1
     info = {
-        "uuid": "GPU-a", "index": "0", "name": "NVIDIA H200", "driver_version": "580.95.05", "cuda_version": "13.1",
-        "pci_bus_id": "00000000:19:00.0", "mig_profile": "",
-    }  # fmt: skip
+        "uuid": "GPU-a",
+        "index": "0",
+        "name": "NVIDIA H200",
+        "driver_version": "580.95.05",
+        "cuda_version": "13.1",
+        "pci_bus_id": "00000000:19:00.0",
+        "mig_profile": "",
+    }
     assert seen.get("tandem_gpu_info", **info) == 1
     for part, size in {"total": 100, "free": 59, "reserved": 1, "used": 40}.items():
         assert seen.get(f"tandem_gpu_memory_{part}_bytes", uuid="GPU-a") == size * GIB
-    seen.check({"uuid": "GPU-b"}, gpu_utilization_ratio=0.37, gpu_temperature_celsius=61, gpu_power_limit_watts=700,
-               gpu_energy_joules_total=5000.5, gpu_compute_processes=1,
-               gpu_ecc_uncorrected_errors_total=2)  # fmt: skip
+    seen.check(
+        {"uuid": "GPU-b"},
+        gpu_utilization_ratio=0.37,
+        gpu_temperature_celsius=61,
+        gpu_power_limit_watts=700,
+        gpu_energy_joules_total=5000.5,
+        gpu_compute_processes=1,
+        gpu_ecc_uncorrected_errors_total=2,
+    )
     throttled = {"hw_thermal": 0, "sw_thermal": 0, "hw_power_brake": 0, "sw_power_cap": 1}
     assert seen.by("reason", "tandem_gpu_throttle_active") == throttled
 
@@ -49,11 +60,13 @@ def test_an_answer_that_is_not_supported_is_left_out_and_no_failure(nvml):
     assert seen.get("tandem_collector_success", collector="nvml") == 1
     assert {labels["uuid"] for labels in seen.all("tandem_gpu_info")} == {"GPU-a"}
     names = {name for name in seen.names if name.startswith("tandem_gpu_")}
-    assert names == {"tandem_gpu_info", "tandem_gpu_temperature_celsius"}  # an older driver's function for that
+    # An older driver's function for that.
+    assert names == {"tandem_gpu_info", "tandem_gpu_temperature_celsius"}
 
 
 @pytest.mark.parametrize(
-    ("selected", "expected"), [((), {"GPU-a", "GPU-b"}), (("1",), {"GPU-b"}), (("GPU-a",), {"GPU-a"})]
+    ("selected", "expected"),
+    [((), {"GPU-a", "GPU-b"}), (("1",), {"GPU-b"}), (("GPU-a",), {"GPU-a"})],
 )
 def test_only_the_roles_own_devices_are_measured(nvml, selected, expected):
     nvml.set(h200("GPU-a"), h200("GPU-b"))
@@ -63,17 +76,24 @@ def test_only_the_roles_own_devices_are_measured(nvml, selected, expected):
 
 def test_mig_devices_have_their_own_uuids_and_memory(nvml):
     migs = [
-        fake_nvml.gpu(f"MIG-{n}", 7 * GIB, nvmlDeviceGetName="NVIDIA H200 MIG 1g.18gb",
-                      nvmlDeviceGetUtilizationRates={"gpu": 1, "memory": 1})
+        fake_nvml.gpu(
+            f"MIG-{n}",
+            7 * GIB,
+            nvmlDeviceGetName="NVIDIA H200 MIG 1g.18gb",
+            nvmlDeviceGetUtilizationRates={"gpu": 1, "memory": 1},
+        )
         for n in (1, 2)
-    ]  # fmt: skip
-    nvml.set(h200("GPU-a", nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs))
+    ]
+    nvml.set(
+        h200("GPU-a", nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs)
+    )
     seen = Exported(NvmlCollector("cuda")).collect()
     infos = {labels["uuid"]: labels for labels in seen.all("tandem_gpu_info")}
     assert infos.keys() == {"MIG-1", "MIG-2"}
     assert (infos["MIG-2"]["index"], infos["MIG-2"]["mig_profile"]) == ("0:1", "1g.18gb")
     assert seen.get("tandem_gpu_memory_used_bytes", uuid="MIG-1") == 7 * GIB
-    assert seen.get("tandem_gpu_temperature_celsius", uuid="MIG-1") == 61  # shared with the whole GPU
+    # Shared with the whole GPU.
+    assert seen.get("tandem_gpu_temperature_celsius", uuid="MIG-1") == 61
     assert not seen.all("tandem_gpu_utilization_ratio")
 
 
@@ -107,4 +127,5 @@ def test_a_machine_without_a_driver_is_fine_unless_there_was_one(nvml):
     assert not Exported(NvmlCollector("cuda")).works("nvml")
     assert Exported(NvmlCollector("cpu")).works("nvml")
     nvml.set(h200("GPU-a"))
-    assert not Exported(NvmlCollector("auto", ("GPU-z",))).works("nvml")  # the settings name a device that is not here
+    # The settings name a device that is not here.
+    assert not Exported(NvmlCollector("auto", ("GPU-z",))).works("nvml")

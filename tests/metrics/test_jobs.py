@@ -26,38 +26,82 @@ GPU = "GPU-5d8f"
 RANK_0 = {"uuid": GPU, "rank": "0"}
 OPTIMIZER = {"allocated": 12, "reserved": 18, "device_used": 88, "host_pinned": 6, "peak": 14}
 STEP = {
-    "loss": 0.5, "grad_norm": 1.5, "learning_rate": 1e-4, "entropy": 1.1, "tokens": 640.0, "trainable_tokens": 320.0,
-    "trajectories": 8.0, "reward_mean": 0.25, "seconds_forward_backward": 4.0, "seconds_optimizer": 0.75,
+    "loss": 0.5,
+    "grad_norm": 1.5,
+    "learning_rate": 1e-4,
+    "entropy": 1.1,
+    "tokens": 640.0,
+    "trainable_tokens": 320.0,
+    "trajectories": 8.0,
+    "reward_mean": 0.25,
+    "seconds_forward_backward": 4.0,
+    "seconds_optimizer": 0.75,
     "sampler_logprob_difference": 0.01,
-}  # fmt: skip
+}
 
 
 def exported_jobs(spool: Spool, ranks: int = 2) -> Exported:
     return Exported(RanksCollector(opener(spool), ranks), JobsCollector(opener(spool)))
 
 
-def beat(spool: Spool, job: Job, rank: int, step: int = 0, *, phase: str = "forward_backward", **more: Any) -> None:
-    memory = {"allocated": 10, "reserved": 20, "allocated_peak": 15, "reserved_peak": 21, "active": 11,
-              "inactive_split": 3, "requested": 9, "alloc_retries": 0, "ooms": 0, "device_allocs": 4, "device_frees": 1,
-              "host_pinned": 7}  # fmt: skip
+def beat(
+    spool: Spool,
+    job: Job,
+    rank: int,
+    step: int = 0,
+    *,
+    phase: str = "forward_backward",
+    **more: Any,
+) -> None:
+    memory = {
+        "allocated": 10,
+        "reserved": 20,
+        "allocated_peak": 15,
+        "reserved_peak": 21,
+        "active": 11,
+        "inactive_split": 3,
+        "requested": 9,
+        "alloc_retries": 0,
+        "ooms": 0,
+        "device_allocs": 4,
+        "device_frees": 1,
+        "host_pinned": 7,
+    }
     fields = {
-        "uuid": GPU if rank == 0 else f"{GPU}{rank}", "steps": 4, "step_floor": 8, "phases": {"optimizer": OPTIMIZER},
-        "device_used": 90, "device_used_peak": 95, **more,
-    }  # fmt: skip
+        "uuid": GPU if rank == 0 else f"{GPU}{rank}",
+        "steps": 4,
+        "step_floor": 8,
+        "phases": {"optimizer": OPTIMIZER},
+        "device_used": 90,
+        "device_used_peak": 95,
+        **more,
+    }
     fields["memory"] = memory | more.get("memory", {})
     written = Beat(time=time.time(), phase=phase, step=step, **fields)
-    fs.write_atomic(beat_file(spool.paths.work_dir(job.spec.id, job.attempt), rank), written.model_dump_json().encode())
+    fs.write_atomic(
+        beat_file(spool.paths.work_dir(job.spec.id, job.attempt), rank),
+        written.model_dump_json().encode(),
+    )
 
 
 def step(spool: Spool, job: Job, number: int) -> None:
-    spool.events.append(job.spec.id, "step", attempt=job.attempt, step=number, steps=4, metrics=STEP)
+    spool.events.append(
+        job.spec.id, "step", attempt=job.attempt, step=number, steps=4, metrics=STEP
+    )
 
 
 def release(spool: Spool, job: Job, before: int, left: int | None, **more: Any) -> None:
     spool.events.append(
-        job.spec.id, "released", attempt=job.attempt, processes=0, before={GPU: before}, bytes=left,
-        devices={GPU: left}, seconds=1.25, **more,
-    )  # fmt: skip
+        job.spec.id,
+        "released",
+        attempt=job.attempt,
+        processes=0,
+        before={GPU: before},
+        bytes=left,
+        devices={GPU: left},
+        seconds=1.25,
+        **more,
+    )
 
 
 def requeue(spool: Spool, job: Job, kind: str = "rank_crashed", *, retriable: bool = True) -> None:
@@ -81,12 +125,22 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     assert seen.get("tandem_job_info", job_id="j1", run="r", kind="rl") == 1
     assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1
     assert abs(seen.get("tandem_job_last_progress_timestamp_seconds") - time.time()) < 20
-    assert not seen.all("tandem_rank_up")  # no rank has written a heartbeat, and the attempt has just begun
+    # No rank has written a heartbeat, and the attempt has just begun.
+    assert not seen.all("tandem_rank_up")
     assert seen.get("tandem_train_last_step_timestamp_seconds") is None
 
-    volume.events.append("j1", "loaded", attempt=1, seconds={"build": 3.0, "base_weights": 8.0}, memory={})
+    volume.events.append(
+        "j1", "loaded", attempt=1, seconds={"build": 3.0, "base_weights": 8.0}, memory={}
+    )
     beat(volume, job, 0, 1)
-    beat(volume, job, 1, 0, phase="build", phases={"data": {"allocated": 3}, "a_new_one": {"allocated": 4}})
+    beat(
+        volume,
+        job,
+        1,
+        0,
+        phase="build",
+        phases={"data": {"allocated": 3}, "a_new_one": {"allocated": 4}},
+    )
     step(volume, job, 1)
     seen = exported.collect()
     check_running(seen)
@@ -100,11 +154,20 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     volume.queue.finish(job, succeeded(job))
     seen = exported.collect()
     assert not seen.names & {
-        "tandem_job_info", "tandem_rank_up", "tandem_torch_memory_allocated_bytes", "tandem_train_step",
-        "tandem_torch_memory_phase_peak_bytes", "tandem_train_last_step_timestamp_seconds",
-    }  # fmt: skip
-    seen.check(train_active=0, train_loss=0.5, train_tokens_total=1280, job_release_seconds_sum=1.25,
-               checkpoint_duration_seconds=2.5)  # fmt: skip
+        "tandem_job_info",
+        "tandem_rank_up",
+        "tandem_torch_memory_allocated_bytes",
+        "tandem_train_step",
+        "tandem_torch_memory_phase_peak_bytes",
+        "tandem_train_last_step_timestamp_seconds",
+    }
+    seen.check(
+        train_active=0,
+        train_loss=0.5,
+        train_tokens_total=1280,
+        job_release_seconds_sum=1.25,
+        checkpoint_duration_seconds=2.5,
+    )
     seen.check({"uuid": GPU}, job_gpu_released_bytes=90, job_gpu_left_bytes=5)
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1
     for _ in range(2):  # each event is counted once
@@ -115,14 +178,28 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
 def check_running(seen: Scraped) -> None:
     """After the first step of `test_a_job_from_queued_to_released`."""
     assert seen.by("rank", "tandem_rank_up") == {"0": 1, "1": 1}
-    seen.check(RANK_0, torch_memory_allocated_bytes=10, torch_memory_reserved_peak_bytes=21,
-               torch_memory_step_floor_bytes=8, torch_device_allocs_total=4)  # fmt: skip
+    seen.check(
+        RANK_0,
+        torch_memory_allocated_bytes=10,
+        torch_memory_reserved_peak_bytes=21,
+        torch_memory_step_floor_bytes=8,
+        torch_device_allocs_total=4,
+    )
     for kind, value in OPTIMIZER.items():
-        assert seen.get(f"tandem_torch_memory_phase_{kind}_bytes", **RANK_0, phase="optimizer") == value
-    assert seen.by("phase", "tandem_torch_memory_phase_allocated_bytes") == {"optimizer": 12, "data": 3}
+        assert (
+            seen.get(f"tandem_torch_memory_phase_{kind}_bytes", **RANK_0, phase="optimizer")
+            == value
+        )
+    assert seen.by("phase", "tandem_torch_memory_phase_allocated_bytes") == {
+        "optimizer": 12,
+        "data": 3,
+    }
     assert seen.get("tandem_torch_host_pinned_bytes", rank="0") == 7
     assert seen.get("tandem_train_rank_step", rank="1") == 0
-    seen.check(train_step=1, train_steps=4, train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None)  # KL: no value
+    # KL: no value.
+    seen.check(
+        train_step=1, train_steps=4, train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None
+    )
     seen.check(train_tokens_total=640, train_samples_total=8, train_step_duration_seconds_sum=4.75)
     seen.check({"phase": "base_weights"}, train_phase_duration_seconds_sum=8)
     for le, count in (("0.5", 0), ("1.0", 1)):
@@ -130,7 +207,9 @@ def check_running(seen: Scraped) -> None:
     assert abs(seen.get("tandem_train_last_step_timestamp_seconds") - time.time()) < 20
 
 
-@pytest.mark.parametrize(("more", "left", "released"), [({"resident": {GPU: 30}}, 2, 93), ({}, 32, 63)])
+@pytest.mark.parametrize(
+    ("more", "left", "released"), [({"resident": {GPU: 30}}, 2, 93), ({}, 32, 63)]
+)
 def test_memory_that_resident_ranks_keep_is_not_left(volume: Spool, more, left, released) -> None:
     exported = exported_jobs(volume)
     exported.collect()
@@ -158,8 +237,16 @@ def test_failed_attempts_are_counted_by_their_error(volume: Spool) -> None:
     volume.queue.cancel("j3")
     seen = exported.collect()  # lists the finished jobs again
     counts = seen.by("error", "tandem_job_attempts_failed_total")
-    assert {error: count for error, count in counts.items() if count} == {"oom": 1, "rank_hung": 1, "other": 1}
-    assert seen.by("outcome", "tandem_jobs_finished_total") == {"succeeded": 0, "failed": 1, "cancelled": 2}
+    assert {error: count for error, count in counts.items() if count} == {
+        "oom": 1,
+        "rank_hung": 1,
+        "other": 1,
+    }
+    assert seen.by("outcome", "tandem_jobs_finished_total") == {
+        "succeeded": 0,
+        "failed": 1,
+        "cancelled": 2,
+    }
     assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1  # only the first claim
     assert seen.get("tandem_job_duration_seconds_count", kind="rl") == 1  # cancelled jobs never ran
     assert not seen.all("tandem_job_gpu_left_bytes")  # it could not be measured
@@ -206,14 +293,17 @@ def test_old_events_of_a_requeued_job_are_not_counted(volume: Spool) -> None:
     assert exported.collect().get("tandem_job_attempts_failed_total", error="oom") == 1
 
 
-def test_an_exporter_that_begins_within_an_attempt_counts_what_ranks_count_from_then_on(volume: Spool) -> None:
+def test_an_exporter_that_begins_within_an_attempt_counts_what_ranks_count_from_then_on(
+    volume: Spool,
+) -> None:
     submit(volume, "j1", max_attempts=3)
     job = volume.queue.claim("runner")
     beat(volume, job, 0, 0, memory={"ooms": 2})
     exported = exported_jobs(volume)
     assert exported.collect().get("tandem_torch_memory_ooms_total", **RANK_0) == 0
     beat(volume, job, 0, 1, memory={"ooms": 3})
-    beat(volume, job, 1, 1, memory={"ooms": 1})  # its first heartbeat, which is after the exporter's start
+    # Its first heartbeat, which is after the exporter's start.
+    beat(volume, job, 1, 1, memory={"ooms": 1})
     seen = exported.collect()
     assert seen.get("tandem_torch_memory_ooms_total", **RANK_0) == 1
     assert seen.get("tandem_torch_memory_ooms_total", uuid=f"{GPU}1", rank="1") == 1
@@ -328,11 +418,15 @@ def test_damaged_jobs_are_left_out_and_the_others_are_counted(volume: Spool, mon
     assert seen.get("tandem_jobs_finished_total", outcome="failed") == 2
     queue = Exported(QueueCollector(opener(volume))).collect()
     assert {key: queue.get("tandem_spool_damaged", kind=key) for key in ("job", "name", "run")} == {
-        "job": 1, "name": 1, "run": 0,
-    }  # fmt: skip
+        "job": 1,
+        "name": 1,
+        "run": 0,
+    }
 
 
-def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_counts_again(volume: Spool) -> None:
+def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_counts_again(
+    volume: Spool,
+) -> None:
     finish = partial(volume.queue.finish, result=failed())
     submit(volume, "before")
     finish(volume.queue.claim("runner"))
@@ -359,7 +453,9 @@ def test_only_jobs_whose_files_have_not_moved_are_remembered_and_a_used_id_count
     assert exported.collect().get("tandem_jobs_finished_total", outcome="failed") == 5
 
 
-def test_neither_queued_and_finished_jobs_nor_their_names_are_read_again(volume: Spool, monkeypatch) -> None:
+def test_neither_queued_and_finished_jobs_nor_their_names_are_read_again(
+    volume: Spool, monkeypatch
+) -> None:
     for job_id in ("j1", "j2"):
         submit(volume, job_id)
     volume.queue.finish(volume.queue.claim("runner"), failed())

@@ -1,4 +1,5 @@
-"""Checkpoints, which of them is served, and what the publisher did, as collectors read them from a spool."""
+"""Checkpoints, which of them is served, and what the publisher did, as collectors read them from a
+spool."""
 
 import os
 import shutil
@@ -25,10 +26,19 @@ SECONDS = {"copy": 0.1, "load": 0.2, "swap": 0.15, "verify": 0.3, "since_checkpo
 
 
 def serve(spool: Spool, number: int, *, error: float = 0.01, refused: int | None = None) -> None:
-    record = Served(step=number, model=f"r@{number}", checkpoint="x", verified=time.time(),
-                    mean_abs_logprob_error=error, tokens_checked=9, refused_step=refused, seconds=SECONDS,
-                    weights="merged", transport="merge",
-                    refused_reason=None if refused is None else "differs")  # fmt: skip
+    record = Served(
+        step=number,
+        model=f"r@{number}",
+        checkpoint="x",
+        verified=time.time(),
+        mean_abs_logprob_error=error,
+        tokens_checked=9,
+        refused_step=refused,
+        seconds=SECONDS,
+        weights="merged",
+        transport="merge",
+        refused_reason=None if refused is None else "differs",
+    )
     spool.served.put("r", record)
 
 
@@ -43,7 +53,9 @@ def test_the_newest_checkpoint_is_exported(volume: Spool) -> None:
     manifest = volume.checkpoints.manifest("r", 1)
     size = sum(entry.size for entry in manifest.files.values())
     seen = exported.collect()
-    seen.check(checkpoint_last_success_timestamp_seconds=manifest.created, checkpoint_size_bytes=size)
+    seen.check(
+        checkpoint_last_success_timestamp_seconds=manifest.created, checkpoint_size_bytes=size
+    )
     volume.checkpoints.rollback("r", 0)
     assert exported.collect().get("tandem_checkpoint_size_bytes") == size
 
@@ -60,7 +72,9 @@ def test_each_role_exports_its_side_of_the_policy(volume: Spool, side, step, ref
     assert seen.by("part", "tandem_publish_seconds") == (SECONDS if side == "inference" else {})
     served = {"run": "r", "weights": "merged", "transport": "merge"}
     assert seen.all("tandem_policy_info") == ([served] if side == "inference" else [])
-    assert seen.get("tandem_run_bytes", run="r") == (volume.checkpoints.size("r") if side == "trainer" else None)
+    assert seen.get("tandem_run_bytes", run="r") == (
+        volume.checkpoints.size("r") if side == "trainer" else None
+    )
 
 
 def test_only_the_runs_that_changed_last_are_exported(volume: Spool, monkeypatch) -> None:
@@ -81,7 +95,8 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     serve(volume, 1, error=0.005)
     exported = Exported(PublishCollector(opener(volume)))
     seen = exported.collect()
-    assert seen.get("tandem_publish_total", outcome="served") == 0  # it was served before the exporter began
+    # It was served before the exporter began.
+    assert seen.get("tandem_publish_total", outcome="served") == 0
     assert seen.get("tandem_publish_logprob_error_nats") == 0.005
     for number in (2, 3):  # two steps between two collections
         job = train_one(volume)
@@ -94,7 +109,10 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     train_one(volume)
     for _ in range(2):  # the publisher tries again, and writes its record again
         serve(volume, 3, refused=4)
-        assert exported.collect().by("outcome", "tandem_publish_total") == {"served": 2, "refused": 1}
+        assert exported.collect().by("outcome", "tandem_publish_total") == {
+            "served": 2,
+            "refused": 1,
+        }
     job = train_one(volume)
     serve(volume, 5)
     append_served(volume, job)  # after the record
@@ -107,7 +125,9 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
 def test_a_damaged_run_is_a_failure_and_the_others_are_exported(volume: Spool) -> None:
     volume.runs.create(run_spec("broken"), write_adapter)
     shutil.rmtree(volume.root / "runs/broken/checkpoints")
-    seen = Exported(PolicyCollector(opener(volume), ("trainer",)), CheckpointsCollector(opener(volume))).collect()
+    seen = Exported(
+        PolicyCollector(opener(volume), ("trainer",)), CheckpointsCollector(opener(volume))
+    ).collect()
     assert seen.get("tandem_policy_version", side="trainer", run="r") == 0
     assert seen.get("tandem_collector_success", collector="policy") == 0
 
@@ -116,13 +136,17 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
     assert get_args(Phase) == PHASES
     vllm = FakeVllm()
     vllm.start()
-    settings = Settings(inference_url=vllm.url, api_key=fake_vllm.API_KEY, admin_token=fake_vllm.ADMIN_TOKEN)
+    settings = Settings(
+        inference_url=vllm.url, api_key=fake_vllm.API_KEY, admin_token=fake_vllm.ADMIN_TOKEN
+    )
     exported = Exported(MergedCollector(opener(volume), settings))
     volume.runs.create(run_spec("whole", weights="merged"), write_adapter)
     for phase in PHASES:
         vllm.merged_phase = phase
         seen = exported.collect()
-        assert seen.by("phase", "tandem_merged_phase") == {name: float(name == phase) for name in PHASES}
+        assert seen.by("phase", "tandem_merged_phase") == {
+            name: float(name == phase) for name in PHASES
+        }
         assert seen.get("tandem_merged_runs") == 1
     volume.root.rename(tmp_path / "gone")
     seen = exported.collect()
@@ -133,7 +157,9 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
     assert not exported.works("merged")
     vllm.stop()
     seen = exported.collect()
-    assert seen.get("tandem_collector_success", collector="merged") == 1, "vLLM takes minutes to start"
+    assert seen.get("tandem_collector_success", collector="merged") == 1, (
+        "vLLM takes minutes to start"
+    )
     assert not seen.all("tandem_merged_phase")
 
 
@@ -149,10 +175,13 @@ def test_records_and_events_that_no_publisher_writes(volume: Spool, monkeypatch)
     for _ in range(2):
         seen = exported.collect()
         assert seen.get("tandem_publish_total", outcome="served") == 3
-        assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2  # one event has no seconds
+        # One event has no seconds.
+        assert seen.get("tandem_publish_duration_seconds_count", stage="load") == 2
     asked = []
     manifest = Checkpoints.manifest
-    monkeypatch.setattr(Checkpoints, "manifest", lambda *step: asked.append(step) or manifest(*step))
+    monkeypatch.setattr(
+        Checkpoints, "manifest", lambda *step: asked.append(step) or manifest(*step)
+    )
     serve(volume, 5000)  # not each step up to it is looked for
     exported.collect()
     assert len(asked) <= 2

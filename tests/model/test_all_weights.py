@@ -1,4 +1,5 @@
-"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of torch's AdamW.
+"""Full fine-tuning: loss and gradients of all weights are transformers', and three steps those of
+torch's AdamW.
 
 `tests/oracle` has the mistakes that such a comparison must see.
 """
@@ -19,7 +20,9 @@ from tandem.training import sharded_adam
 from tandem.training.sharded_adam import joined, split
 from tiny import write_random_model
 
-SUPPORTED = {name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")}
+SUPPORTED = {
+    name: case for name, case in CASES.items() if case["family"] not in ("glm4_moe", "gpt_oss")
+}
 SUPPORTED["qwen2, tied"] = {"family": "qwen2", "tie_word_embeddings": True}
 SETTINGS = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
 
@@ -49,11 +52,17 @@ def reference(model: Path, path: Path) -> Reference:
     named = dict(theirs.named_parameters())
     before = saved(theirs, path / "before", named)
     vectors = [p for p in named.values() if p.ndim == 1]
-    groups = [{"params": [p for p in named.values() if p.ndim > 1]}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in named.values() if p.ndim > 1]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     adam = torch.optim.AdamW(
-        groups, lr=SETTINGS.learning_rate, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps,
+        groups,
+        lr=SETTINGS.learning_rate,
+        betas=(SETTINGS.beta1, SETTINGS.beta2),
+        eps=SETTINGS.eps,
         weight_decay=SETTINGS.weight_decay,
-    )  # fmt: skip
+    )
     loss = their_loss(theirs)
     loss.backward()
     gradients = saved(theirs, path / "gradients", {name: p.grad for name, p in named.items()})
@@ -63,14 +72,18 @@ def reference(model: Path, path: Path) -> Reference:
         their_loss(theirs).backward()
         torch.nn.utils.clip_grad_norm_(named.values(), SETTINGS.max_grad_norm)
         adam.step()
-    return Reference(loss.detach(), gradients, float(norm), before, saved(theirs, path / "after", named))
+    return Reference(
+        loss.detach(), gradients, float(norm), before, saved(theirs, path / "after", named)
+    )
 
 
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
     """Loss and gradients at each level, and three steps, which update a weight in several parts."""
     monkeypatch.setattr(sharded_adam, "CHUNK", 1000)
-    model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case])
+    model = write_random_model(
+        tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case]
+    )
     expected, full = reference(model, tmp_path), make_full(model, SETTINGS)
     for keep in Keep:
         for layer in full.policy.gpt.decoder.layers:
@@ -96,8 +109,13 @@ def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
 
 def test_master_values_in_bf16_lose_nothing():
     generator = torch.Generator().manual_seed(3)
-    master = torch.randn(10_000, generator=generator) * 10.0 ** torch.randint(-30, 30, (10_000,), generator=generator)
-    weights, remainder = torch.empty(10_000, dtype=torch.bfloat16), torch.empty(10_000, dtype=torch.int16)
+    master = torch.randn(10_000, generator=generator) * 10.0 ** torch.randint(
+        -30, 30, (10_000,), generator=generator
+    )
+    weights, remainder = (
+        torch.empty(10_000, dtype=torch.bfloat16),
+        torch.empty(10_000, dtype=torch.int16),
+    )
     split(master.clone(), weights, remainder)
     assert torch.equal(joined(weights, remainder), master)
     assert torch.equal(weights, master.bfloat16())  # no exact tie is among random values
@@ -108,7 +126,8 @@ def test_master_values_in_bf16_lose_nothing():
 
 
 def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
-    """Steps of a thousandth of a weight's resolution: the master values are those of a model in fp32, bit for bit."""
+    """Steps of a thousandth of a weight's resolution: the master values are those of a model in
+    fp32, bit for bit."""
     model = write_random_model(tmp_path / "model", seed=4, spread=1.0)
     exact, half = make_full(model, SETTINGS), make_full(model, SETTINGS, torch.bfloat16)
     for name, weight in exact.policy.base().items():

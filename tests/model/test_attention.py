@@ -1,4 +1,5 @@
-"""Both attention kernels see the same trees; RoPE; and rows of which only the first slots are computed."""
+"""Both attention kernels see the same trees; RoPE; and rows of which only the first slots are
+computed."""
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
     def grow(start: int, stop: int, depth: int) -> None:
         while start < stop:
             size = int(torch.randint(1, stop - start + 1, (), generator=generator))
-            segment = int(torch.randint(1, size + 1, (), generator=generator)) if depth < 4 else size
+            segment = (
+                int(torch.randint(1, size + 1, (), generator=generator)) if depth < 4 else size
+            )
             end[start : start + segment] = start + size
             grow(start + segment, start + size, depth + 1)
             start += size
@@ -30,15 +33,20 @@ def random_tree(length: int, used: int, generator: torch.Generator) -> torch.Ten
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_dense_mask_is_the_definition(window):
     end = random_tree(60, 50, torch.Generator().manual_seed(0))
-    sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]  # of each query, itself included
-    by_definition = torch.tensor([[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)])
+    # Of each query, itself included.
+    sequence = [[k for k in range(q + 1) if q < int(end[k])] for q in range(60)]
+    by_definition = torch.tensor(
+        [[k in sequence[q][-(window or 60) :] for k in range(60)] for q in range(60)]
+    )
     assert torch.equal(attention.dense_mask(end, window), by_definition)
 
 
 def test_a_window_drops_blocks_that_are_out_of_it():
     end = torch.full((1024,), 1024)
-    counts = [int((b.kv_num_blocks + b.full_kv_num_blocks).sum()) for b in
-              (attention.block_mask(end, end.device, window) for window in (None, 256, 1))]  # fmt: skip
+    counts = [
+        int((b.kv_num_blocks + b.full_kv_num_blocks).sum())
+        for b in (attention.block_mask(end, end.device, window) for window in (None, 256, 1))
+    ]
     assert counts == [36, 8 + 7 + 6, 8]
 
 
@@ -49,9 +57,17 @@ def test_the_block_mask_is_the_dense_one(length):
         dense = attention.dense_mask(end)
         ours = attention.block_mask(end, end.device)
         theirs = create_block_mask(
-            lambda b, h, q, k, dense=dense: dense[q, k], None, None, length, length, device="cpu", BLOCK_SIZE=128
+            lambda b, h, q, k, dense=dense: dense[q, k],
+            None,
+            None,
+            length,
+            length,
+            device="cpu",
+            BLOCK_SIZE=128,
         )
-        for field in [name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)]:
+        for field in [
+            name for name, value in vars(theirs).items() if isinstance(value, torch.Tensor)
+        ]:
             mine, other = getattr(ours, field), getattr(theirs, field)
             if field.endswith("indices"):  # entries beyond the count have no meaning
                 count = getattr(theirs, field.replace("indices", "num_blocks"))
@@ -63,15 +79,21 @@ def test_the_block_mask_is_the_dense_one(length):
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
 
 
-@pytest.mark.parametrize("config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"])
+@pytest.mark.parametrize(
+    "config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"]
+)
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
-    """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares gradients on a GPU."""
-    monkeypatch.setattr(attention, "flex", attention._attend)  # not compiled: PyTorch's reference, with the same blocks
+    """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares
+    gradients on a GPU."""
+    # Not compiled: PyTorch's reference, with the same blocks.
+    monkeypatch.setattr(attention, "flex", attention._attend)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))
     generator = torch.Generator().manual_seed(3)
-    tokens, positions = (torch.randint(0, bound, (200,), generator=generator) for bound in (260, 50))
+    tokens, positions = (
+        torch.randint(0, bound, (200,), generator=generator) for bound in (260, 50)
+    )
     row = RowTensors(tokens, positions, random_tree(200, 180, generator), tokens[:0], tokens[:0])
     by_kernel = {}
     with torch.no_grad():
@@ -87,7 +109,10 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config
 def test_flex_and_sdpa_give_the_same_gradients_with_sinks(window, dtype):
     generator = torch.Generator().manual_seed(3)
     shape, end = (300, 8, 64), random_tree(300, 280, generator)
-    heads = [torch.randn(size, generator=generator) for size in (shape, (300, 2, 64), (300, 2, 64), shape)]
+    heads = [
+        torch.randn(size, generator=generator)
+        for size in (shape, (300, 2, 64), (300, 2, 64), shape)
+    ]
     sinks = torch.randn(8, generator=generator).to("cuda", dtype)
     *inputs, weight = (head.to("cuda", dtype) for head in heads)
     rotation = attention.rotation(torch.zeros(300), torch.ones(32), dtype)
@@ -98,14 +123,21 @@ def test_flex_and_sdpa_give_the_same_gradients_with_sinks(window, dtype):
         output = attention.attend(q, k, v, row, 0.125, sinks)
         found.append([output, *torch.autograd.grad((output * weight).sum(), own)])
     for one, other in zip(*found, strict=True):
-        assert (one - other).float().norm() <= (1e-2 if dtype is torch.bfloat16 else 1e-3) * other.float().norm()
+        assert (one - other).float().norm() <= (
+            1e-2 if dtype is torch.bfloat16 else 1e-3
+        ) * other.float().norm()
 
 
 def test_a_long_probe_has_the_log_probs_of_some_of_its_tokens(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path))
     tokens = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     long = probe.score_long(policy, tokens, 160, torch.device("cpu"))
-    assert (long.tokens, len(long.positions), long.positions[0], long.positions[-1]) == (tokens, 64, 21, 149)
+    assert (long.tokens, len(long.positions), long.positions[0], long.positions[-1]) == (
+        tokens,
+        64,
+        21,
+        149,
+    )
     (every,) = probe.logprobs(policy, [tokens], 160, torch.device("cpu"))
     expected = [every[position - 1] for position in long.positions]
     torch.testing.assert_close(long.logprobs, expected, atol=1e-5, rtol=1e-5)
@@ -116,6 +148,9 @@ def test_computing_only_the_used_slots_changes_nothing(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path))
     sequences = [[3, 1, 4, 1, 5], [9, 2, 6]]
     with torch.no_grad():
-        whole, few = (policy(probe.row_tensors(sequences, 40, torch.device("cpu"), slots)) for slots in (40, 8))
+        whole, few = (
+            policy(probe.row_tensors(sequences, 40, torch.device("cpu"), slots))
+            for slots in (40, 8)
+        )
     torch.testing.assert_close(few.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(few.entropy, whole.entropy, atol=1e-5, rtol=1e-5)

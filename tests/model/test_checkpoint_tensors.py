@@ -1,4 +1,5 @@
-"""R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never silently reset."""
+"""R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never
+silently reset."""
 
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def read(directory, device="cpu"):
     [
         (lambda t: t.pop(NAME), f"lacks the tensor {NAME}"),
         (lambda t: t.update({NAME + ".more": t[NAME]}), f"unexpected tensor {NAME}.more"),
-        (lambda t: t.update({NAME: t[NAME].T.copy()}), f"{NAME} has the shape \\[32, 4\\], expected \\[4, 32\\]"),
+        (
+            lambda t: t.update({NAME: t[NAME].T.copy()}),
+            f"{NAME} has the shape \\[32, 4\\], expected \\[4, 32\\]",
+        ),
     ],
     ids=["missing", "extra", "misshapen"],
 )
@@ -54,11 +58,15 @@ def test_wrong_tensors_are_named(adapter, change, says):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.bfloat16, "inf")])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.bfloat16, "inf")]
+)
 def test_a_tensor_with_one_element_that_is_not_finite_is_named(adapter, value, dtype, device):
     tensors = {name: tensor.to(dtype) for name, tensor in read(adapter).items()}
     tensors[NAME].view(-1)[5] = float(value)
-    save_torch_file({name: tensor.contiguous() for name, tensor in tensors.items()}, adapter / WEIGHTS_FILE)
+    save_torch_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, adapter / WEIGHTS_FILE
+    )
     with pytest.raises(CheckpointDamaged, match=f"{NAME} holds NaN or infinity"):
         read(adapter, device)
 
@@ -88,7 +96,9 @@ def test_a_full_volume_under_an_identity_adapter_is_an_os_error(tmp_path: Path) 
 def test_the_identity_adapter_is_pefts_initialisation(adapter, tmp_path_factory):
     of_seed = []
     for seed in (1, 2):
-        write_identity_adapter(another := tmp_path_factory.mktemp("adapter"), ARCH, LORA, base_model="tiny", seed=seed)
+        write_identity_adapter(
+            another := tmp_path_factory.mktemp("adapter"), ARCH, LORA, base_model="tiny", seed=seed
+        )
         of_seed.append((another / WEIGHTS_FILE).read_bytes())
     assert (adapter / WEIGHTS_FILE).read_bytes() == of_seed[0] != of_seed[1]
     tensors = {name: tensor.numpy() for name, tensor in read(adapter).items()}
@@ -96,7 +106,8 @@ def test_the_identity_adapter_is_pefts_initialisation(adapter, tmp_path_factory)
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())
     assert all((tensor == 0).all() for name, tensor in tensors.items() if "lora_B" in name)
     firsts = [tensor for name, tensor in tensors.items() if "lora_A" in name]
-    assert len({tensor.tobytes() for tensor in firsts}) == len(firsts)  # no two layers share their numbers
+    # No two layers share their numbers.
+    assert len({tensor.tobytes() for tensor in firsts}) == len(firsts)
     assert all(abs(tensor).max() <= tensor.shape[1] ** -0.5 for tensor in firsts)
     # U(-1, 1) after scaling: mean 0, standard deviation 1/sqrt(3).
     scaled = np.concatenate([(tensor * tensor.shape[1] ** 0.5).ravel() for tensor in firsts])

@@ -1,4 +1,5 @@
-"""A compiled function is written to a file, later processes load it, and a file that can't be used is made again."""
+"""A compiled function is written to a file, later processes load it, and a file that can't be used
+is made again."""
 
 import importlib
 import shutil
@@ -12,7 +13,9 @@ import torch
 from tandem.model import compiled
 from tandem.model.compiled import Compiled
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"
+)
 
 
 def function(x, weight, scale):
@@ -21,7 +24,8 @@ def function(x, weight, scale):
 
 @pytest.fixture(autouse=True)
 def files(tmp_path_factory, monkeypatch):
-    """The directory of the files, empty. torch's own cache beside it is kept, because it takes seconds to fill."""
+    """The directory of the files, empty. torch's own cache beside it is kept, because it takes
+    seconds to fill."""
     directory = tmp_path_factory.getbasetemp() / "inductor"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
     shutil.rmtree(directory / "tandem", ignore_errors=True)
@@ -33,14 +37,18 @@ def compiles(monkeypatch):
     """The calls of torch.compile."""
     calls, compile_function = [], torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: calls.append(args) or compile_function(*args, **options)
+        torch,
+        "compile",
+        lambda *args, **options: calls.append(args) or compile_function(*args, **options),
     )
     return calls
 
 
 def arguments(rows=8):
     generator = torch.Generator().manual_seed(rows)
-    x, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (rows, 16))
+    x, weight = (
+        torch.randn(size, 16, generator=generator, requires_grad=True) for size in (rows, 16)
+    )
     return x, weight, 0.3
 
 
@@ -76,7 +84,10 @@ def test_every_thread_compiles_as_deterministically_as_the_process_computes(monk
         raise NotImplementedError
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     try:
         for deterministic in (True, False):
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -89,17 +100,23 @@ def test_every_thread_compiles_as_deterministically_as_the_process_computes(monk
 
 def test_what_makes_another_kind():
     x, weight, scale = arguments()
-    calls = [(x, weight, scale), arguments(4), (x, weight.t(), scale), (x.detach(), weight, scale), (x, weight, 0.5),
-             (x.double(), weight.double(), scale)]  # fmt: skip
+    calls = [
+        (x, weight, scale),
+        arguments(4),
+        (x, weight.t(), scale),
+        (x.detach(), weight, scale),
+        (x, weight, 0.5),
+        (x.double(), weight.double(), scale),
+    ]
     kinds = {compiled._kind(call) for call in calls}
     with torch.no_grad():
         kinds.add(compiled._kind((x, weight, scale)))
     assert len(kinds) == 7
 
 
-# FlexAttention as a rank calls it, without the gradients that the CPU lacks, for a whole row and for its first 200
-# slots. Prints how often torch.compile was called, not at all by Megatron's import, and whether the result is that of
-# the dense mask.
+# FlexAttention as a rank calls it, without the gradients that the CPU lacks, for a whole row and
+# for its first 200 slots. Prints how often torch.compile was called, not at all by Megatron's
+# import, and whether the result is that of the dense mask.
 ATTENTION = """
 import sys, torch
 from torch.nn.functional import pad
@@ -114,7 +131,8 @@ furthest = 0.0
 with torch.no_grad():
     for slots in (300, 300, 200):
         positions, frequencies = torch.arange(slots) % 100, torch.rand(8, generator=generator)
-        rotations = rotation(positions.to(query.device), frequencies.to(query.device), torch.float32)
+        at, by = positions.to(query.device), frequencies.to(query.device)
+        rotations = rotation(at, by, torch.float32)
         first = [tensor[:slots] for tensor in (query, key, value)]
         flex, dense = (
             attend(*(pad(t, (0, 0, 0, 0, 0, row.length - slots)) for t in first), row, 0.25)[:slots]

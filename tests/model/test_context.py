@@ -13,7 +13,8 @@ from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_b
 from tandem.model.rows import Deal, RowTensors, dealt_blocks, padded
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
-GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])  # 16 x (2048 + 512)
+# 16 x (2048 + 512)
+GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in range(16 * 512)])
 
 
 @pytest.mark.parametrize("ends", [SEQUENCE, GROUP], ids=["sequence", "group"])
@@ -43,7 +44,9 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
 
 def test_padding_keeps_a_longer_row_of_the_attention():
     """The probe computes a few slots of a row that is as long as the job's."""
-    few = RowTensors(torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4))
+    few = RowTensors(
+        torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4)
+    )
     row = padded(few, 6)
     assert (len(row.tokens), len(row.positions)) == (6, 6)
     assert torch.equal(row.subtree_end, few.subtree_end)
@@ -51,7 +54,8 @@ def test_padding_keeps_a_longer_row_of_the_attention():
 
 
 def evaluated(row: TreeParams) -> torch.Tensor:
-    """What FlexAttention sees: of a block that it sees partly the mask's part, of others everything."""
+    """What FlexAttention sees: of a block that it sees partly the mask's part, of others
+    everything."""
     mask = row.mask
     assert isinstance(mask, Blocks)
     assert row.deal is not None
@@ -64,8 +68,9 @@ def evaluated(row: TreeParams) -> torch.Tensor:
     for query in range(len(slots) // BLOCK):
         of_query = slice(query * BLOCK, (query + 1) * BLOCK)
         for counts, indices, wholly in (
-            (mask.kv_num_blocks, mask.kv_indices, False), (mask.full_kv_num_blocks, mask.full_kv_indices, True),
-        ):  # fmt: skip
+            (mask.kv_num_blocks, mask.kv_indices, False),
+            (mask.full_kv_num_blocks, mask.full_kv_indices, True),
+        ):
             for block in indices[0, 0, query, : int(counts[0, 0, query])].tolist():
                 of_keys = slice(block * BLOCK, (block + 1) * BLOCK)
                 seen[of_query, of_keys] = True if wholly else exact[of_query, of_keys]

@@ -22,7 +22,8 @@ def asked():
 
 assert device.activate("cuda") == torch.device("cuda:0")
 device.wait_until_started, join = asked, torch.distributed.init_process_group
-torch.distributed.init_process_group = lambda _, **options: join("gloo", **options)  # NCCL would ask for a GPU
+# NCCL would ask for a GPU.
+torch.distributed.init_process_group = lambda _, **options: join("gloo", **options)
 watch = MemoryWatch()
 with Phases(lambda phase: watch.beat(), watch).phase("rendezvous"):
     parallel.init_parallel()
@@ -36,8 +37,13 @@ for model in sys.argv[1:]:
 
 
 def test_only_to_be_placed_the_model_needs_the_device(tmp_path: Path) -> None:
-    models = [str(write_random_model(tmp_path / family, family=family)) for family in ("qwen3", "qwen3_moe")]
-    ran = subprocess.run([sys.executable, "-c", BUILD, *models], capture_output=True, text=True, check=False)
+    models = [
+        str(write_random_model(tmp_path / family, family=family))
+        for family in ("qwen3", "qwen3_moe")
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-c", BUILD, *models], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["['place', 'device', 'asked'] False False {}"] * 2
 

@@ -1,6 +1,7 @@
 """The arithmetic of experts, and the same bits on a GPU.
 
-test_same_as_transformers.py would see a dropped token, and test_same_gradients.py an auxiliary loss.
+test_same_as_transformers.py would see a dropped token, and test_same_gradients.py an auxiliary
+loss.
 """
 
 import subprocess
@@ -18,32 +19,54 @@ TESTS = Path(__file__).parent.parent
 @pytest.mark.parametrize("sizes", [(5, 0, 7, 1, 0), (0, 0, 13, 0, 0), (3, 3, 3, 2, 2)])
 @pytest.mark.parametrize(
     ("where", "dtype", "features"),
-    [("cpu", torch.float64, 4), *(pytest.param("cuda", torch.bfloat16, n, marks=pytest.mark.gpu) for n in (256, 16))],
+    [
+        ("cpu", torch.float64, 4),
+        *(pytest.param("cuda", torch.bfloat16, n, marks=pytest.mark.gpu) for n in (256, 16)),
+    ],
 )
 def test_grouped_products(sizes, where, dtype, features):
-    """Exact on the CPU; bf16 through torch's grouped product against fp64, with empty and odd groups."""
+    """Exact on the CPU; bf16 through torch's grouped product against fp64, with empty and odd
+    groups."""
     generator = torch.Generator().manual_seed(0)
     sizes = sizes if where == "cpu" else tuple(77 * size for size in sizes)
-    # Made on the CPU and moved, because where other tests have run before, `device="cuda"` means the CPU.
-    x, y = (torch.randn(sum(sizes), size, generator=generator).to(where, dtype) for size in (features, 2 * features))
+    # Made on the CPU and moved, because where other tests have run before, `device="cuda"` means
+    # the CPU.
+    x, y = (
+        torch.randn(sum(sizes), size, generator=generator).to(where, dtype)
+        for size in (features, 2 * features)
+    )
     matrices = torch.randn(5, features, 2 * features, generator=generator).to(where, dtype)
     ends = torch.tensor(sizes).cumsum(0).to(where, torch.int32)
     for actual, expected in (
         (grouped_product(x, matrices, ends), products(x, matrices, sizes)),
-        (grouped_product(y, matrices.transpose(1, 2), ends), products(y, matrices.transpose(1, 2), sizes)),
+        (
+            grouped_product(y, matrices.transpose(1, 2), ends),
+            products(y, matrices.transpose(1, 2), sizes),
+        ),
         (grouped_outer(x, y, ends), outers(x, y, sizes)),
     ):
         assert actual.dtype is dtype
-        assert (actual.double() - expected).norm() <= (0.0 if where == "cpu" else 0.01 * expected.norm())
-    assert not grouped_outer(x, y, ends)[[group for group, size in enumerate(sizes) if size == 0]].any()
+        assert (actual.double() - expected).norm() <= (
+            0.0 if where == "cpu" else 0.01 * expected.norm()
+        )
+    assert not grouped_outer(x, y, ends)[
+        [group for group, size in enumerate(sizes) if size == 0]
+    ].any()
 
 
 def products(x, matrices, sizes):
-    return torch.cat([part @ matrix for part, matrix in zip(x.double().split(sizes), matrices.double(), strict=True)])
+    return torch.cat(
+        [
+            part @ matrix
+            for part, matrix in zip(x.double().split(sizes), matrices.double(), strict=True)
+        ]
+    )
 
 
 def outers(x, y, sizes):
-    return torch.stack([a.T @ b for a, b in zip(x.double().split(sizes), y.double().split(sizes), strict=True)])
+    return torch.stack(
+        [a.T @ b for a, b in zip(x.double().split(sizes), y.double().split(sizes), strict=True)]
+    )
 
 
 SAME_BITS = """
@@ -57,7 +80,8 @@ directory, where = Path(sys.argv[1]), device.activate("cuda")
 parallel.init_parallel()
 model = write_random_model(directory / "model", family="qwen3_moe", hidden_size=256, num_experts=32,
     num_experts_per_tok=8, moe_intermediate_size=128, head_dim=64, max_position_embeddings=4096)
-policy = make_policy(model, adapter=write_random_adapter(directory / "adapter", model), recompute="full")
+adapter = write_random_adapter(directory / "adapter", model)
+policy = make_policy(model, adapter=adapter, recompute="full")
 slots = torch.arange(2048, device=where)
 row = RowTensors(slots * 7 % 260, slots, torch.full_like(slots, 2048), slots[:-1], slots[1:])
 results = []
@@ -75,7 +99,10 @@ print("same bits", len(results[0]))
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_bits_twice(tmp_path):
-    """Log-probs and gradients of a mixture of experts: no sum depends on which thread came first."""
+    """Log-probs and gradients of a mixture of experts: no sum depends on which thread came
+    first."""
     command = [sys.executable, "-c", SAME_BITS, str(tmp_path)]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False
+    )
     assert "same bits" in done.stdout, done.stderr[-3000:]

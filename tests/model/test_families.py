@@ -1,4 +1,5 @@
-"""config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't build is refused."""
+"""config.json -> the model's architecture and its adapters' shapes; everything that Tandem doesn't
+build is refused."""
 
 import errno
 import json
@@ -7,7 +8,12 @@ from typing import Any
 
 import pytest
 import transformers
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArchitecture, VolumeFull
 from tandem.families.adapter import default_targets, lora_modules
@@ -28,26 +34,54 @@ OSS = {**SHAPE, **GPT_OSS, "model_type": "gpt_oss"}
 
 def test_the_config_that_transformers_writes_is_read(tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, tie_word_embeddings=True, rms_norm_eps=1e-5)))
-    assert (arch.num_layers, arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim) == (2, 32, 4, 2, 16)
-    assert (arch.ffn_hidden_size, arch.vocab_size, arch.tie_embeddings, arch.rms_norm_eps) == (48, 260, True, 1e-5)
+    assert (
+        arch.num_layers,
+        arch.hidden_size,
+        arch.num_heads,
+        arch.num_kv_heads,
+        arch.head_dim,
+    ) == (2, 32, 4, 2, 16)
+    assert (arch.ffn_hidden_size, arch.vocab_size, arch.tie_embeddings, arch.rms_norm_eps) == (
+        48,
+        260,
+        True,
+        1e-5,
+    )
     assert (arch.qk_norm, arch.qkv_bias) == (True, False)
 
 
 def test_the_parameters_of_rope_have_transformers_precedence():
     both = {**QWEN3, "rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "rope_theta": 5e5}}
     both["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
-    for config in (both, {**both, "rope_scaling": None}, {**both, "rope_scaling": None, "rope_parameters": None}):
+    for config in (
+        both,
+        {**both, "rope_scaling": None},
+        {**both, "rope_scaling": None, "rope_parameters": None},
+    ):
         assert arch_from_config(config).rope_theta == theirs(config).rope_parameters["rope_theta"]
-    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    values = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     llama = {**QWEN3, "model_type": "llama", "rope_scaling": {"rope_type": "llama3", **values}}
     assert arch_from_config(llama).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
 
 
-# Keys that a config must have here. transformers has defaults for them too, which belong to no published model.
+# Keys that a config must have here. transformers has defaults for them too, which belong to no
+# published model.
 REQUIRED = {
-    "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 32,
-    "num_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
 
 def theirs(config: dict[str, Any]) -> Any:
@@ -56,23 +90,42 @@ def theirs(config: dict[str, Any]) -> Any:
 
 
 NOT_BUILT = {
-    "mlp_bias", "quantization_config", "mlp_only_layers", "shared_expert_intermediate_size", "num_shared_experts",
-    "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-}  # fmt: skip
+    "mlp_bias",
+    "quantization_config",
+    "mlp_only_layers",
+    "shared_expert_intermediate_size",
+    "num_shared_experts",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+}
 OF_SOME = {  # models with windows, or of mixtures
-    "sliding_window", "sliding_window_pattern", "layer_types", "max_window_layers", "norm_topk_prob", "n_group",
-    "num_local_experts", "n_shared_experts", "first_k_dense_replace", "topk_group", "routed_scaling_factor",
+    "sliding_window",
+    "sliding_window_pattern",
+    "layer_types",
+    "max_window_layers",
+    "norm_topk_prob",
+    "n_group",
+    "num_local_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "topk_group",
+    "routed_scaling_factor",
     "use_qk_norm",
-}  # fmt: skip
+}
 
 
 def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
-    """For every other key that Tandem reads: what the architecture says, and what transformers' config `hf` says."""
+    """For every other key that Tandem reads: what the architecture says, and what transformers'
+    config `hf` says."""
     ours = vars(arch.rope_scaling) if arch.rope_scaling else {}
     scaled = {key: value for key, value in ours.items() if key != "attention_factor"}
     if "original_max_positions" in scaled:
         scaled["original_max_position_embeddings"] = scaled.pop("original_max_positions")
-    unscaled, local = ("partial_rotary_factor", "rope_theta", "rope_type"), hf.rope_parameters.get("sliding_attention")
+    unscaled, local = (
+        ("partial_rotary_factor", "rope_theta", "rope_type"),
+        hf.rope_parameters.get("sliding_attention"),
+    )
     silu = arch.activation == "silu"
     found = {
         "num_key_value_heads": (arch.num_kv_heads, hf.num_key_value_heads),
@@ -82,24 +135,35 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "rms_norm_eps": (arch.rms_norm_eps, hf.rms_norm_eps),
         "rope_theta": (arch.rope_theta, rope(hf)["rope_theta"]),
         "rope_scaling": ("yarn" if ours else "default", rope(hf)["rope_type"]),
-        "rope_parameters": (scaled, {key: value for key, value in rope(hf).items() if key not in unscaled}),
-        "rope_local_base_freq": (arch.window and arch.window.rope_theta, local and local["rope_theta"]),
+        "rope_parameters": (
+            scaled,
+            {key: value for key, value in rope(hf).items() if key not in unscaled},
+        ),
+        "rope_local_base_freq": (
+            arch.window and arch.window.rope_theta,
+            local and local["rope_theta"],
+        ),
         "partial_rotary_factor": (
-            arch.rotary_size or arch.head_dim, arch.head_dim * rope(hf).get("partial_rotary_factor", 1)
+            arch.rotary_size or arch.head_dim,
+            arch.head_dim * rope(hf).get("partial_rotary_factor", 1),
         ),
         "attention_bias": (arch.output_bias, bool(getattr(hf, "attention_bias", False))),
         "is_causal": (True, getattr(hf, "is_causal", True)),
         "query_pre_attn_scalar": (
-            arch.attention_scale, hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None
+            arch.attention_scale,
+            hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None,
         ),
         "hidden_act": ("silu" if silu else None, hf.hidden_act if silu else None),
-        "hidden_activation": ("gelu_pytorch_tanh" if not silu else None, getattr(hf, "hidden_activation", None)),
+        "hidden_activation": (
+            "gelu_pytorch_tanh" if not silu else None,
+            getattr(hf, "hidden_activation", None),
+        ),
         "use_sliding_window": (arch.window is None, windowed(hf, arch) == []),
         "swiglu_alpha": (1.702, getattr(hf, "swiglu_alpha", 1.702)),
         "swiglu_limit": (7.0, getattr(hf, "swiglu_limit", 7.0)),
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
-    }  # fmt: skip
+    }
     if window := arch.window:
         layers = ("sliding_window_pattern", "layer_types", "max_window_layers")
         found |= dict.fromkeys(layers, (list(window.layers), windowed(hf, arch)))
@@ -107,10 +171,16 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
     if moe := arch.moe:
         found["norm_topk_prob"] = (moe.norm_topk_prob, getattr(hf, "norm_topk_prob", True))
         found["num_local_experts"] = (moe.num_experts, hf.num_local_experts)
-        found["n_shared_experts"] = (moe.shared_size, (getattr(hf, "n_shared_experts", None) or 0) * 24)
+        found["n_shared_experts"] = (
+            moe.shared_size,
+            (getattr(hf, "n_shared_experts", None) or 0) * 24,
+        )
         if moe.router == "sigmoid":
             found["first_k_dense_replace"] = (moe.dense_layers, hf.first_k_dense_replace)
-            found["n_group"], found["topk_group"] = (moe.groups, hf.n_group), (moe.groups_per_token, hf.topk_group)
+            found["n_group"], found["topk_group"] = (
+                (moe.groups, hf.n_group),
+                (moe.groups_per_token, hf.topk_group),
+            )
             found["routed_scaling_factor"] = (moe.scale, hf.routed_scaling_factor)
             found["use_qk_norm"] = (arch.qk_norm, hf.use_qk_norm)
     return found
@@ -169,7 +239,9 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("change", [{}, {"max_window_layers": 1}, {"sliding_window": 64, "max_window_layers": 0}])
+@pytest.mark.parametrize(
+    "change", [{}, {"max_window_layers": 1}, {"sliding_window": 64, "max_window_layers": 0}]
+)
 def test_a_window_is_in_the_layers_that_transformers_says(family, change):
     config = {"model_type": family, **REQUIRED, "use_sliding_window": True, **change}
     assert differing(config, theirs(config)) == []
@@ -182,7 +254,12 @@ def test_a_window_is_in_the_layers_that_transformers_says(family, change):
         with pytest.raises(InvalidInput, match="3 entries for 2 layers"):
             arch_from_config({**named, "layer_types": ["full_attention"] * 3})
     for not_in_use in ({"use_sliding_window": False}, {}):
-        assert arch_from_config({"model_type": family, **REQUIRED, "sliding_window": 64, **not_in_use}).window is None
+        assert (
+            arch_from_config(
+                {"model_type": family, **REQUIRED, "sliding_window": 64, **not_in_use}
+            ).window
+            is None
+        )
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
@@ -198,12 +275,21 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
     [
         # Variants that would give other logits.
         (QWEN3, {"attention_bias": True}, "biases on attention"),
-        (QWEN3, {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        (QWEN3, {"model_type": "llama", "sliding_window": 4096}, "sliding-window"),  # vLLM has a window then
+        (
+            QWEN3,
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",
+        ),
+        # vLLM has a window then.
+        (QWEN3, {"model_type": "llama", "sliding_window": 4096}, "sliding-window"),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "other kinds"),
         (QWEN3, {"layer_types": ["full_attention", "linear_attention"]}, "other kinds"),
         (QWEN3, {"partial_rotary_factor": 0.5}, "a part of each head"),
-        (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
+        (
+            QWEN3,
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "a part of each head",
+        ),
         (QWEN3, {"hidden_act": "gelu"}, "gelu"),
         (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (QWEN3, {"quantization_config": {"bits": 4}}, "quantised"),
@@ -216,19 +302,35 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3, {"hidden_activation": "silu"}, "'silu'"),
         (GEMMA3, {"sliding_window": None}, "window of no size"),
-        (GEMMA3, {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "a scaled RoPE"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "a scaled RoPE",
+        ),
         (GLM4, {"mlp_bias": True}, "biases in the MLP"),
-        (OSS, {"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config.*dequantize=True.*save_pretrained"),
+        (
+            OSS,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            r"Mxfp4Config.*dequantize=True.*save_pretrained",
+        ),
         (OSS, {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         # vLLM computes otherwise.
         (OSS, {"attention_bias": False}, "attention without biases"),
         (OSS, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types that"),
-        (OSS, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "'default' instead of yarn"),
+        (
+            OSS,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "'default' instead of yarn",
+        ),
         (OSS, {"rope_parameters": {**_YARN, "attention_factor": 1.5}}, "attention_factor"),
         (OSS, {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
         (OSS, {"sliding_window": None}, "without a sliding window"),
         (OSS, {"num_experts_per_tok": 1}, "2 is the least"),
-        (OSS, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "scaling yarn are incomplete"),
+        (
+            OSS,
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "scaling yarn are incomplete",
+        ),
         (OSS, {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         # Wrong values.
@@ -309,10 +411,18 @@ def test_a_failure_of_the_hub_that_may_pass_does_not_make_the_model_wrong(monkey
 
 def test_a_mixture_of_experts():
     arch = arch_from_config(QWEN3_MOE)
-    assert arch.moe == MoE(num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=True)
-    renamed = {key: value for key, value in QWEN3_MOE.items() if key not in ("num_experts", "norm_topk_prob")}
+    assert arch.moe == MoE(
+        num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=True
+    )
+    renamed = {
+        key: value
+        for key, value in QWEN3_MOE.items()
+        if key not in ("num_experts", "norm_topk_prob")
+    }
     other = arch_from_config({**renamed, "num_local_experts": 8})  # as transformers 5 writes it
-    assert other.moe == MoE(num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=False)
+    assert other.moe == MoE(
+        num_experts=8, experts_per_token=3, ffn_hidden_size=24, norm_topk_prob=False
+    )
     assert arch_from_config(QWEN3).moe is None
     modules = list(lora_modules(arch, LoraShape(targets=("down_proj", "q_proj", "gate_proj"))))
     experts = [f"model.layers.0.mlp.experts.{expert}." for expert in range(8)]
@@ -329,14 +439,36 @@ def test_a_mixture_of_experts():
         (QWEN3, Sizes(data=2, sequence=True), "divides tokens", "TANDEM_SEQUENCE_PARALLEL=0"),
         (QWEN3, Sizes(pipeline=4), "2 layers", "TANDEM_PIPELINE_PARALLEL=2"),
         (QWEN3, Sizes(tensor=4), "2 key/value heads", "TANDEM_TENSOR_PARALLEL=2"),
-        ({**QWEN3, "intermediate_size": 49}, Sizes(tensor=2), "49 MLP features", "TANDEM_TENSOR_PARALLEL=1"),
-        ({**QWEN3, "vocab_size": 261}, Sizes(tensor=2), "261 vocabulary entries", "TANDEM_TENSOR_PARALLEL=1"),
-        (QWEN3_MOE, Sizes(tensor=2), "SEQUENCE_PARALLEL=1", "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1"),
+        (
+            {**QWEN3, "intermediate_size": 49},
+            Sizes(tensor=2),
+            "49 MLP features",
+            "TANDEM_TENSOR_PARALLEL=1",
+        ),
+        (
+            {**QWEN3, "vocab_size": 261},
+            Sizes(tensor=2),
+            "261 vocabulary entries",
+            "TANDEM_TENSOR_PARALLEL=1",
+        ),
+        (
+            QWEN3_MOE,
+            Sizes(tensor=2),
+            "SEQUENCE_PARALLEL=1",
+            "TENSOR_PARALLEL=2 TANDEM_SEQUENCE_PARALLEL=1",
+        ),
         (QWEN3_MOE, Sizes(data=3, expert=3), "8 experts", "TANDEM_EXPERT_PARALLEL=1"),
-        (QWEN3_MOE, Sizes(data=16, expert_tensor=16), "24 features", "TANDEM_EXPERT_TENSOR_PARALLEL=8"),
+        (
+            QWEN3_MOE,
+            Sizes(data=16, expert_tensor=16),
+            "24 features",
+            "TANDEM_EXPERT_TENSOR_PARALLEL=8",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(config, sizes, says, nearest):
+def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(
+    config, sizes, says, nearest
+):
     check(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput) as refused:
         check(arch_from_config(config), sizes)
@@ -346,7 +478,12 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(confi
 
 
 def test_gemma3s_older_configs_mean_what_transformers_says():
-    own = {"num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_theta": 5e5, "rope_local_base_freq": 2e4}
+    own = {
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+    }
     old = {**GEMMA3, **own}
     assert arch_from_config(old).window.layers == (True, False, True, False)
     assert differing(old, theirs(old)) == []
@@ -367,7 +504,10 @@ def test_glms_first_layers_are_dense_and_the_others_have_a_shared_expert():
 
 def test_gpt_oss_is_adapted_on_attention_only():
     arch = arch_from_config(OSS)
-    assert (arch.window.layers, arch.rope_factor) == ((True, False), pytest.approx(1.34657, rel=1e-5))
+    assert (arch.window.layers, arch.rope_factor) == (
+        (True, False),
+        pytest.approx(1.34657, rel=1e-5),
+    )
     assert len(lora_modules(arch, LoraShape(targets=default_targets(arch)))) == 8
     with pytest.raises(InvalidInput, match="as one layer; leave out gate_proj"):
         lora_modules(arch, LoraShape(targets=("q_proj", "gate_proj")))

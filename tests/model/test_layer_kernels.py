@@ -31,7 +31,12 @@ def norm(x, weight, eps):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("features", [64, 200, 4096])
 def test_rms_norm(random, where, features):
-    x, weight, gradient, plus = random(7, features), random(features), random(7, features), random(7, features)
+    x, weight, gradient, plus = (
+        random(7, features),
+        random(features),
+        random(7, features),
+        random(7, features),
+    )
     expected_x = x.double().requires_grad_()
     expected = norm(expected_x, weight.double(), 1e-6)
     expected.backward(gradient.double())
@@ -71,10 +76,15 @@ def test_activations(random, where, features, name, formula):
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("features", [64, 768])
-@pytest.mark.parametrize(("name", "formula"), [("expert_swiglu", silu), ("clamped_swiglu", clamped)])
+@pytest.mark.parametrize(
+    ("name", "formula"), [("expert_swiglu", silu), ("clamped_swiglu", clamped)]
+)
 def test_activations_of_experts(random, where, features, name, formula):
     gate_up, gradient, probs = 4 * random(5, 2 * features), random(5, features), random(5).abs()
-    expected_input, expected_probs = gate_up.double().requires_grad_(), probs.double().requires_grad_()
+    expected_input, expected_probs = (
+        gate_up.double().requires_grad_(),
+        probs.double().requires_grad_(),
+    )
     expected = formula(*expected_input.chunk(2, -1)) * expected_probs[:, None]
     expected.backward(gradient.double())
     gate_up, gradient, probs = (tensor.to(where) for tensor in (gate_up, gradient, probs))
@@ -87,8 +97,11 @@ def test_activations_of_experts(random, where, features, name, formula):
 
 @pytest.mark.gpu
 def test_fp8_products(random):
-    """Rows and weights quantised to three bits of mantissa: products are off by a few percent of their norm."""
-    weight, x, gradient = (tensor.cuda().bfloat16() for tensor in (random(256, 512), random(33, 512), random(33, 256)))
+    """Rows and weights quantised to three bits of mantissa: products are off by a few percent of
+    their norm."""
+    weight, x, gradient = (
+        tensor.cuda().bfloat16() for tensor in (random(256, 512), random(33, 512), random(33, 256))
+    )
     exact = weight.double()
     quantised = fp8.Fp8Weight(weight)
     for actual, expected in (
@@ -126,9 +139,14 @@ def test_heads(random, where, normalised, groups, queries, size):
         number = torch.complex(*part.chunk(2, -1)) * turn
         parts[index] = torch.cat((number.real, number.imag), -1)
     expected = [part.flatten(1, 2) for part in parts]
-    sum((part * gradient[:slots].double()).sum() for part, gradient in zip(expected, gradients, strict=True)).backward()
+    sum(
+        (part * gradient[:slots].double()).sum()
+        for part, gradient in zip(expected, gradients, strict=True)
+    ).backward()
 
-    shape = HeadShape(groups, queries, size, 1e-6, *(w if w is None else w.to(where) for w in weights))
+    shape = HeadShape(
+        groups, queries, size, 1e-6, *(w if w is None else w.to(where) for w in weights)
+    )
     rotation = angles.cos().to(where), angles.sin().to(where)
     actual = kernels.split_heads(qkv.to(where), shape, *rotation, length)
     for part, wanted in zip(actual, expected, strict=True):
@@ -136,7 +154,11 @@ def test_heads(random, where, normalised, groups, queries, size):
         assert not part[slots:].any()
     # As attention returns them: strided.
     strided = tuple(g.to(where).transpose(0, 1).contiguous().transpose(0, 1) for g in gradients)
-    close(kernels.split_heads_backward(strided, qkv.to(where), shape, *rotation), expected_qkv.grad, where)
+    close(
+        kernels.split_heads_backward(strided, qkv.to(where), shape, *rotation),
+        expected_qkv.grad,
+        where,
+    )
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -152,7 +174,12 @@ def test_log_probs_and_entropies(alone, random, monkeypatch, where, vocabulary):
 
     hidden = hidden.to(where).requires_grad_()
     actual = logprobs.item_logprobs(
-        hidden, targets.to(where), weight.to(where), vocab_start=0, temperature=0.7, group=dist.group.WORLD
+        hidden,
+        targets.to(where),
+        weight.to(where),
+        vocab_start=0,
+        temperature=0.7,
+        group=dist.group.WORLD,
     )
     (actual[0] @ of_logprobs.to(where) + actual[1] @ of_entropy.to(where)).backward()
     for one, other in zip(actual, expected, strict=True):

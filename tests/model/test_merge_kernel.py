@@ -21,6 +21,11 @@ def test_it_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.Monkey
     constants = {"ROWS": rows, "COLUMNS": merge_kernel.COLUMNS, "RANKS": merge_kernel.RANKS}
     types = {"out": "*bf16", "base": "*bf16", "a": "*fp32", "b": "*fp32", "scale": "*fp64"}
     kernel = merge_kernel._merge
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    made = triton.compile(
+        ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32)
+    )
     assert made.asm["cubin"]

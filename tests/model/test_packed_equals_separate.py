@@ -22,21 +22,32 @@ VOCABULARY = 260
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def policy(request, alone, tmp_path_factory):
     model = write_random_model(tmp_path_factory.mktemp("model"), family=request.param, seed=11)
-    return make_policy(model, adapter=write_random_adapter(tmp_path_factory.mktemp("adapter"), model))
+    return make_policy(
+        model, adapter=write_random_adapter(tmp_path_factory.mktemp("adapter"), model)
+    )
 
 
 @st.composite
 def groups(draw):
-    # Unequal tokens: if all are the same, attention's true gradient is 0 and only rounding would be compared.
+    # Unequal tokens: if all are the same, attention's true gradient is 0 and only rounding would be
+    # compared.
     prompt = [1, 2, 3, *draw(ids)]
     members = draw(st.lists(trajectories(prompt), min_size=1, max_size=5))
     advantage = st.sampled_from([-2.0, -0.5, 0.7, 3.0])
-    return Group(trajectories=[member.model_copy(update={"advantage": draw(advantage)}) for member in members])
+    return Group(
+        trajectories=[
+            member.model_copy(update={"advantage": draw(advantage)}) for member in members
+        ]
+    )
 
 
 def loss(outputs, advantages: torch.Tensor | float):
     """A function of log-probs and entropies that weighs each item differently by its advantage."""
-    return (outputs.logprobs.exp() * advantages + 0.3 * advantages**2 * outputs.logprobs + outputs.entropy).sum()
+    return (
+        outputs.logprobs.exp() * advantages
+        + 0.3 * advantages**2 * outputs.logprobs
+        + outputs.entropy
+    ).sum()
 
 
 @given(st.lists(groups(), min_size=1, max_size=3), st.sampled_from([64, 101, 256]))
@@ -55,7 +66,9 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
             rows = [packed.row(index) for index in range(len(packed))]
     total = torch.zeros(())
     for row in rows:
-        one = loss(policy(row_tensors(row, torch.device("cpu"))), torch.from_numpy(row.item_advantage))
+        one = loss(
+            policy(row_tensors(row, torch.device("cpu"))), torch.from_numpy(row.item_advantage)
+        )
         one.backward()
         total += one.detach()
     together = gradients(policy)
@@ -63,11 +76,14 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
     expected = torch.zeros(())
     members = [member for group in batch for member in group.trajectories]
     sequences = [(*sequence, member.advantage) for member in members for sequence in linear(member)]
-    assert sum(len(trained) for _, trained, _ in sequences) == sum(len(row.item_target) for row in rows)
+    assert sum(len(trained) for _, trained, _ in sequences) == sum(
+        len(row.item_target) for row in rows
+    )
     for tokens, trained, advantage in sequences:
         one = loss(policy(linear_row(tokens, [slot for slot, _ in trained])), advantage)
         one.backward()
         expected += one.detach()
     assert abs(total - expected) <= 1e-5 * abs(expected)
-    # Few ids make attention's gradients small differences: a processor's fp32 rounding has been 1.08e-5 of their norm.
+    # Few ids make attention's gradients small differences: a processor's fp32 rounding has been
+    # 1.08e-5 of their norm.
     assert_close(together, gradients(policy), 5e-5)

@@ -1,4 +1,5 @@
-"""`tandem plan`'s memory and speed, against what was measured and against the code whose memory it predicts."""
+"""`tandem plan`'s memory and speed, against what was measured and against the code whose memory it
+predicts."""
 
 import gc
 import json
@@ -31,22 +32,47 @@ GROUPS = json.loads((RESULTS / "topologies-groups.json").read_text())["rows"]
 TIED = json.loads((RESULTS / "topologies-tied.json").read_text())["rows"]
 H200 = 143771 * 2**20
 SLOTS = {"8192": 8192, "16384": 16384, "4x1024": 4096, "tree": 10240}
-QWEN3 = {"head_dim": 128, "num_attention_heads": 32, "vocab_size": 151936, "max_position_embeddings": 40960}
+QWEN3 = {
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 CONFIGS = {  # `bench/train.py`, which needs a GPU's packages
-    "qwen3-8b": QWEN3 | {
-        "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "num_key_value_heads": 8,
-        "intermediate_size": 12288,
-    },
-    "qwen3-30b-a3b": QWEN3 | {
-        "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_key_value_heads": 4,
-        "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-}  # fmt: skip
+    "qwen3-8b": (
+        QWEN3
+        | {
+            "model_type": "qwen3",
+            "num_hidden_layers": 36,
+            "hidden_size": 4096,
+            "num_key_value_heads": 8,
+            "intermediate_size": 12288,
+        }
+    ),
+    "qwen3-30b-a3b": (
+        QWEN3
+        | {
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "num_key_value_heads": 4,
+            "intermediate_size": 6144,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        }
+    ),
+}
 SMALL = QWEN3 | {  # Qwen3-0.6B
-    "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "intermediate_size": 3072, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+    "tie_word_embeddings": True,
+}
 ARCHS = {name: arch_from_config(config) for name, config in CONFIGS.items()}
 
 
@@ -56,12 +82,19 @@ def training(model: str, *, slots: int = 8192, targets: str = "all", rows: int =
 
 
 def measured() -> list[tuple[dict, Training, tuple[int, int]]]:
-    """Rows of Tandem's whose levels are known: `auto` kept everything without a limit and the inputs where 24 GiB could
-    be used. What it kept where 40 GiB could be used was not recorded."""
-    rows = [row for row in MEASURED if not row["way"].startswith("peft") and row["limit GiB"] != 40.0]
+    """Rows of Tandem's whose levels are known: `auto` kept everything without a limit and the
+    inputs where 24 GiB could be used. What it kept where 40 GiB could be used was not recorded."""
+    rows = [
+        row for row in MEASURED if not row["way"].startswith("peft") and row["limit GiB"] != 40.0
+    ]
     assert len(rows) == 10
-    least = {row["peak GiB"]: row["limit GiB"] == 24.0 or row["way"].startswith("full") for row in rows}
-    jobs = [training(row["model"], slots=SLOTS[row["row"]], targets=row["targets"], rows=row["ranks"]) for row in rows]
+    least = {
+        row["peak GiB"]: row["limit GiB"] == 24.0 or row["way"].startswith("full") for row in rows
+    }
+    jobs = [
+        training(row["model"], slots=SLOTS[row["row"]], targets=row["targets"], rows=row["ranks"])
+        for row in rows
+    ]
     return [
         (row, job, (0, 0) if least[row["peak GiB"]] else (job.arch.num_layers, 0))
         for row, job in zip(rows, jobs, strict=True)
@@ -71,11 +104,15 @@ def measured() -> list[tuple[dict, Training, tuple[int, int]]]:
 def test_memory_is_what_was_measured_on_one_gpu():
     for row, job, levels in measured():
         needs = memory(job, Sizes(data=row["ranks"]))
-        bytes_ = needs.total(levels) - needs.context  # torch's peak has neither CUDA's nor NCCL's memory
+        # torch's peak has neither CUDA's nor NCCL's memory.
+        bytes_ = needs.total(levels) - needs.context
         if row["way"] == "auto":  # rows without Adam: gradients came after the peak
             bytes_ -= needs.gradients + needs.optimizer
         difference = bytes_ / GIB - row["peak GiB"]
-        print(f"{row['model']} {row['targets']} {row['row']} {row['way']}: {bytes_ / GIB:.2f} GiB, {difference:+.2f}")
+        print(
+            f"{row['model']} {row['targets']} {row['row']} {row['way']}: {bytes_ / GIB:.2f} GiB,"
+            f" {difference:+.2f}"
+        )
         assert abs(difference) < 0.3, row
 
 
@@ -86,29 +123,46 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
             continue
         limit = (row["limit GiB"] or 141) * GIB
         [candidate] = [
-            one for one in plan(job, row["ranks"], limit).candidates if one.sizes == Sizes(data=row["ranks"])
+            one
+            for one in plan(job, row["ranks"], limit).candidates
+            if one.sizes == Sizes(data=row["ranks"])
         ]
         if candidate.levels != levels:  # `auto` kept less there than it could
             continue
         ratio = candidate.tokens_per_second / row["tokens/s"]
-        print(f"{row['model']} {row['targets']} {row['row']}: {candidate.tokens_per_second:.0f} tokens/s, {ratio:.3f}")
+        print(
+            f"{row['model']} {row['targets']} {row['row']}: {candidate.tokens_per_second:.0f}"
+            f" tokens/s, {ratio:.3f}"
+        )
         assert abs(ratio - 1) < 0.1, row
         compared += 1
     assert compared >= 5
 
 
 def test_speed_is_what_was_measured_for_all_weights():
-    for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):  # `auto`, which had less memory than now, and `full`
+    # `auto`, which had less memory than now, and `full`.
+    for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):
         job = Training(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
-        assert abs(_step_seconds(job, Sizes(), memory(job, Sizes()), levels) / seconds - 1) < 0.05, row
+        assert (
+            abs(_step_seconds(job, Sizes(), memory(job, Sizes()), levels) / seconds - 1) < 0.05
+        ), row
 
 
 def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
-    """The tree is left out: the estimate takes a row for one sequence, which needs eight times its attention."""
-    configs = CONFIGS | {"qwen3-32b": CONFIGS["qwen3-8b"] | {
-        "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64, "intermediate_size": 25600,
-    }}  # fmt: skip
+    """The tree is left out: the estimate takes a row for one sequence, which needs eight times its
+    attention."""
+    configs = CONFIGS | {
+        "qwen3-32b": (
+            CONFIGS["qwen3-8b"]
+            | {
+                "num_hidden_layers": 64,
+                "hidden_size": 5120,
+                "num_attention_heads": 64,
+                "intermediate_size": 25600,
+            }
+        )
+    }
     models = {"moe": "qwen3-30b-a3b", "dense": "qwen3-32b", "8b": "qwen3-8b"}
     for row in TOPOLOGIES:
         arch = arch_from_config(configs[models[row["case"].partition("-")[0]]])
@@ -118,14 +172,18 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
         candidates = plan(job, ranks, H200).candidates
         [one] = [one for one in candidates if describe(one.sizes) == row["topology"]]
         ratio = one.tokens_per_second / ranks / row["tokens/s per GPU"]
-        print(f"{row['case']}: {ratio:.3f} of the speed, {one.total / GIB / row['peak GiB']:.3f} of the memory")
+        print(
+            f"{row['case']}: {ratio:.3f} of the speed, {one.total / GIB / row['peak GiB']:.3f} of"
+            " the memory"
+        )
         assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.05, row
         assert "tree" in row["case"] or abs(ratio - 1) < 0.1, row
 
 
 def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
-    """Speeds of 8 B's rows of one sequence. The estimate of smaller models is too high. When this was measured, NCCL
-    also connected the ranks that sum gradients of experts, of which these models have none."""
+    """Speeds of 8 B's rows of one sequence. The estimate of smaller models is too high. When this
+    was measured, NCCL also connected the ranks that sum gradients of experts, of which these models
+    have none."""
     configs = {"8b": CONFIGS["qwen3-8b"], "0.6b": SMALL}
     for row in FOUR:
         _, model, *kind = row["case"].split("-")
@@ -146,7 +204,11 @@ def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
     rows = [row for row in GROUPS if "EP" not in row["topology"]]
     assert len(rows) == 5
     for row in rows:
-        made = plan(Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4), 2, 80 * GIB)
+        made = plan(
+            Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4),
+            2,
+            80 * GIB,
+        )
         [one] = [one for one in made.candidates if describe(one.sizes) == row["topology"]]
         print(f"{row['case']}: {one.total / GIB / row['peak GiB']:.3f}")
         assert abs(one.total / GIB / row["peak GiB"] - 1) < 0.03, row
@@ -161,7 +223,9 @@ def test_a_tied_table_that_two_stages_train_was_measured_too():
 
 
 def test_levels_leave_room_for_what_is_needed_besides():
-    needs = Memory(100, 0, 0, 0, Kept(10, 30, 90), 4, 1, logits=20, layer=5, layer_again=10, context=50)
+    needs = Memory(
+        100, 0, 0, 0, Kept(10, 30, 90), 4, 1, logits=20, layer=5, layer_again=10, context=50
+    )
     assert needs.levels(50 + (100 + 20 + 360 + 1) / (1 - formulas.HEADROOM)) == (4, 0)
     assert needs.levels(50 + (100 + 20 + 160 + 1) / (1 - formulas.HEADROOM)) == (1, 2)
     assert needs.levels(200) is None
@@ -205,7 +269,11 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
     """Measured on two ranks, too, whose layers kept as many bytes of gate and up as one rank's."""
     job = Training(ARCHS["qwen3-30b-a3b"], None, 8192)
-    for sizes in (Sizes(expert_tensor=2, data=2), Sizes(expert_tensor=2, expert=2, data=4), Sizes(expert=4, data=4)):
+    for sizes in (
+        Sizes(expert_tensor=2, data=2),
+        Sizes(expert_tensor=2, expert=2, data=4),
+        Sizes(expert=4, data=4),
+    ):
         kept, alone = memory(job, sizes).kept, memory(job, Sizes()).kept
         assert kept.all - kept.attention == alone.all - alone.attention
 
@@ -218,11 +286,15 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 
 
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
-    """Here the fullest one is the last: it has fewer rows in flight, and more of its layers keep everything."""
+    """Here the fullest one is the last: it has fewer rows in flight, and more of its layers keep
+    everything."""
     job, sizes = training("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
     [one] = [one for one in plan(job, 2, 40 * GIB).candidates if one.sizes == sizes]
     levels = [stage.levels(40 * GIB) for stage in formulas.stages(job, sizes)]
-    seconds = [_step_seconds(job, sizes, *of) for of in zip(formulas.stages(job, sizes), levels, strict=True)]
+    seconds = [
+        _step_seconds(job, sizes, *of)
+        for of in zip(formulas.stages(job, sizes), levels, strict=True)
+    ]
     assert one.levels == levels[1]
     assert seconds[0] > 1.05 * seconds[1]
     assert one.tokens_per_second == pytest.approx(_share(job, sizes) * 16 * 16384 / seconds[0])
@@ -254,7 +326,13 @@ def test_in_every_dimension_a_rank_has_less_of_the_model():
     by_name = {describe(one.sizes): one for one in made.candidates}
     assert made.recommended.levels is not None
     assert by_name["DP=8"].levels is None
-    for name in ("EP=2 DP=8", "TP=2+SP EP=4 DP=4", "PP=2 DP=4", "CP=2 EP=4 DP=4", "TP=2+SP ETP=2 DP=4"):
+    for name in (
+        "EP=2 DP=8",
+        "TP=2+SP EP=4 DP=4",
+        "PP=2 DP=4",
+        "CP=2 EP=4 DP=4",
+        "TP=2+SP ETP=2 DP=4",
+    ):
         one = by_name[name]
         assert one.total < by_name["DP=8"].total, name
         assert 0 < one.tokens_per_second < 8 * 14200 or one.levels is None
@@ -263,20 +341,32 @@ def test_in_every_dimension_a_rank_has_less_of_the_model():
 
 def test_experts_are_divided_before_each_one_is_cut():
     for gpus in (2, 8):
-        assert plan(training("qwen3-30b-a3b", targets="attention"), gpus, 60 * GIB).recommended.sizes.expert_tensor == 1
+        assert (
+            plan(
+                training("qwen3-30b-a3b", targets="attention"), gpus, 60 * GIB
+            ).recommended.sizes.expert_tensor
+            == 1
+        )
 
 
 def test_layers_with_a_window_need_less_attention():
-    config = CONFIGS["qwen3-8b"] | {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 18}
+    config = CONFIGS["qwen3-8b"] | {
+        "use_sliding_window": True,
+        "sliding_window": 1024,
+        "max_window_layers": 18,
+    }
     job, some = training("qwen3-8b"), arch_from_config(config)
     assert sum(some.window.layers) == 18
     [full], [windowed] = (plan(each, 1, H200).candidates for each in (job, replace(job, arch=some)))
-    # Attention is 34 % of the step. A window of an eighth of the row leaves 1 - (7 / 8)^2 of a layer's pairs.
+    # Attention is 34 % of the step. A window of an eighth of the row leaves 1 - (7 / 8)^2 of a
+    # layer's pairs.
     ratio = full.tokens_per_second / windowed.tokens_per_second
     assert ratio == pytest.approx(1 - 0.34 / 2 * (7 / 8) ** 2, abs=0.01)
 
 
 def test_what_can_not_be_planned_is_refused():
-    with pytest.raises(InvalidInput, match=r"no topology of 1 GPUs fits 10\.0 GiB: the smallest, 1 GPU, needs 2"):
+    with pytest.raises(
+        InvalidInput, match=r"no topology of 1 GPUs fits 10\.0 GiB: the smallest, 1 GPU, needs 2"
+    ):
         plan(training("qwen3-8b"), 1, 10 * GIB)
     assert default_targets(ARCHS["qwen3-30b-a3b"]) == LORA_TARGETS[:4]

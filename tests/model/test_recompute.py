@@ -1,4 +1,5 @@
-"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it (R27)."""
+"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it
+(R27)."""
 
 import gc
 
@@ -19,7 +20,11 @@ EXPERTS = LoraShape(rank=4, targets=("q_proj", "o_proj", "gate_proj", "down_proj
 def make(directory, family, lora=None):
     model = write_random_model(directory / "model", family=family, num_hidden_layers=3)
     options = {} if lora is None else {"lora": lora}
-    return make_policy(model, adapter=write_random_adapter(directory / "adapter", model, *options.values()), **options)
+    return make_policy(
+        model,
+        adapter=write_random_adapter(directory / "adapter", model, *options.values()),
+        **options,
+    )
 
 
 def keep(policy, *levels):
@@ -34,7 +39,8 @@ def backward(policy):
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", None), ("gemma3_text", None), ("qwen2", None), ("glm4_moe", EXPERTS)]
+    ("family", "lora"),
+    [("qwen3", None), ("gemma3_text", None), ("qwen2", None), ("glm4_moe", EXPERTS)],
 )
 def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, family, lora):
     policy = make(tmp_path, family, lora)
@@ -46,13 +52,16 @@ def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, famil
     for levels in ([Keep.INPUT] * 3, [Keep.ATTENTION] * 3, list(Keep)):
         keep(policy, *levels)
         actual = backward(policy)
-        assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items()), levels
+        assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items()), (
+            levels
+        )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
-    """Megatron's own recompute of a mixture of experts kept two layer inputs per layer until the next forward."""
+    """Megatron's own recompute of a mixture of experts kept two layer inputs per layer until the
+    next forward."""
     policy = make(tmp_path, family)
     held = []
     for level in Keep:
@@ -94,7 +103,8 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
         with pytest.raises(torch.OutOfMemoryError):
             backward(policy)
         policy.zero_grad()
-        torch.ones(1, requires_grad=True).sum().backward()  # torch holds the failed pass's gradients until the next
+        # Torch holds the failed pass's gradients until the next.
+        torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
         assert live() == 0
 
@@ -113,7 +123,8 @@ def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path
 
     policy = make(tmp_path, "qwen3")
     keep(policy, *[Keep.INPUT] * 3)
-    assert recompute.fit(policy, linear_row(range(50))) == [Keep.ALL] * 3  # on the CPU everything is kept
+    # On the CPU everything is kept.
+    assert recompute.fit(policy, linear_row(range(50))) == [Keep.ALL] * 3
     monkeypatch.setattr(recompute.device, "is_cuda", lambda: True)
     monkeypatch.setattr(recompute, "_fitting", no_room)
     assert recompute.fit(policy, linear_row(range(50))) == [Keep.INPUT] * 3

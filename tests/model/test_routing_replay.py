@@ -1,5 +1,5 @@
-"""Experts that a row brings are used, weighted by the router: values and gradients are those of transformers, in
-float64, whose top-k is forced to them."""
+"""Experts that a row brings are used, weighted by the router: values and gradients are those of
+transformers, in float64, whose top-k is forced to them."""
 
 from dataclasses import replace
 
@@ -10,7 +10,15 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from policies import assert_close, gradients, linear_row, logits, make_policy, merged, write_random_adapter
+from policies import (
+    assert_close,
+    gradients,
+    linear_row,
+    logits,
+    make_policy,
+    merged,
+    write_random_adapter,
+)
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.blocks import Keep
 from tandem.spool.schema import LoraShape
@@ -27,9 +35,14 @@ def loss(logprobs):
 
 
 def random_experts(seed: int = 3) -> torch.Tensor:
-    """int16 [tokens, layers, experts per token]: all different for a token and layer, in any order."""
+    """int16 [tokens, layers, experts per token]: all different for a token and layer, in any
+    order."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(len(TOKENS), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.int16)
+    return (
+        torch.rand(len(TOKENS), LAYERS, EXPERTS, generator=generator)
+        .argsort(-1)[..., :CHOSEN]
+        .to(torch.int16)
+    )
 
 
 def forced(gate, given: torch.Tensor):
@@ -40,26 +53,37 @@ def forced(gate, given: torch.Tensor):
         probs = scores.softmax(-1)
         chosen = torch.where(given >= 0, given, probs.topk(gate.top_k).indices)
         weights = probs.gather(-1, chosen)
-        return scores, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
+        return (
+            scores,
+            weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights,
+            chosen,
+        )
 
     return forward
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_prob):
-    model = write_random_model(tmp_path / "model", family="qwen3_moe", norm_topk_prob=norm_topk_prob)
+    model = write_random_model(
+        tmp_path / "model", family="qwen3_moe", norm_topk_prob=norm_topk_prob
+    )
     directory = write_random_adapter(tmp_path / "adapter", model, LORA)
     tensors = load_file(directory / WEIGHTS_FILE)
     adapter = {key: value.double().requires_grad_() for key, value in tensors.items()}
     experts = random_experts()
     experts[20:30] = -1  # the router's own choice
     load = transformers.AutoModelForCausalLM.from_pretrained  # its grouped product has no float64
-    reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(False)
+    reference = load(model, dtype=torch.float64, experts_implementation="eager").requires_grad_(
+        False
+    )
     free = reference(TOKENS[None]).logits[0]
     for index, layer in enumerate(reference.model.layers):
         layer.mlp.gate.forward = forced(layer.mlp.gate, experts[:, index].long())
-    expected = functional_call(reference, merged(reference, adapter, LORA), (TOKENS[None],)).logits[0]
-    assert (free - reference(TOKENS[None]).logits[0]).abs().max() > 0.5  # other experts compute something else
+    expected = functional_call(reference, merged(reference, adapter, LORA), (TOKENS[None],)).logits[
+        0
+    ]
+    # Other experts compute something else.
+    assert (free - reference(TOKENS[None]).logits[0]).abs().max() > 0.5
     loss(torch.log_softmax(expected[:-1], -1).gather(-1, TOKENS[1:, None]).squeeze(-1)).backward()
 
     policy = make_policy(model, LORA, directory)
@@ -91,4 +115,6 @@ def test_the_routers_own_choice_gives_the_same_bits(alone, tmp_path):
         free = logits(policy, linear_row(TOKENS))
         own = torch.stack([routing.experts for routing in chosen], 1).to(torch.int16)
         assert torch.equal(logits(policy, replace(linear_row(TOKENS), slot_experts=own)), free)
-        assert torch.equal(logits(policy, replace(linear_row(TOKENS), slot_experts=torch.full_like(own, -1))), free)
+        assert torch.equal(
+            logits(policy, replace(linear_row(TOKENS), slot_experts=torch.full_like(own, -1))), free
+        )

@@ -26,9 +26,12 @@ def tensors():
         return torch.randn(*shape, generator=generator)
 
     return {
-        "f32": random(48, 10), "bf16": random(33, 7).to(torch.bfloat16), "f16": random(5).to(torch.float16),
-        "long": random(4096, 3), "empty": random(0, 3),
-    }  # fmt: skip
+        "f32": random(48, 10),
+        "bf16": random(33, 7).to(torch.bfloat16),
+        "f16": random(5).to(torch.float16),
+        "long": random(4096, 3),
+        "empty": random(0, 3),
+    }
 
 
 @pytest.fixture
@@ -72,7 +75,9 @@ def test_ranges_columns_blocks_and_dtypes(file, tensors, chunk_bytes, monkeypatc
 
 def test_small_neighbours_are_read_together(file, monkeypatch):
     reads, preadv = [], safetensors_reader.os.preadv
-    monkeypatch.setattr(safetensors_reader.os, "preadv", lambda *args: reads.append(args[-1]) or preadv(*args))
+    monkeypatch.setattr(
+        safetensors_reader.os, "preadv", lambda *args: reads.append(args[-1]) or preadv(*args)
+    )
     monkeypatch.setattr(safetensors_reader, "CHUNK_BYTES", 1000)
     save_file({f"{i:03}": torch.full((10,), float(i)) for i in range(100)}, file)
     stored, stack = read_headers([file]), torch.zeros(100, 10)
@@ -111,7 +116,10 @@ def test_a_file_that_is_not_whole_is_named(file, change, says):
 
 
 def test_a_file_that_becomes_shorter_is_named(file, tensors):
-    pieces = [whole(stored, torch.zeros_like(tensors[name])) for name, stored in read_headers([file]).items()]
+    pieces = [
+        whole(stored, torch.zeros_like(tensors[name]))
+        for name, stored in read_headers([file]).items()
+    ]
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InvalidInput, match="it ends at byte"):
         fill_targets(pieces, threads=4)

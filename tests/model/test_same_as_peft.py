@@ -1,4 +1,5 @@
-"""Our LoRA is PEFT's: files, and logits with and without an adapter. `test_same_gradients.py` compares gradients."""
+"""Our LoRA is PEFT's: files, and logits with and without an adapter. `test_same_gradients.py`
+compares gradients."""
 
 import peft
 import pytest
@@ -25,7 +26,9 @@ def base(directory):
 
 def test_an_adapter_that_peft_saved(alone, tmp_path):
     model = write_random_model(tmp_path / "model")
-    config = peft.LoraConfig(r=4, lora_alpha=10.0, target_modules=list(LORA.targets), task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=10.0, target_modules=list(LORA.targets), task_type="CAUSAL_LM"
+    )
     theirs = peft.get_peft_model(base(model), config)
     torch.manual_seed(2)
     for name, parameter in theirs.named_parameters():
@@ -54,10 +57,14 @@ def test_an_adapter_that_we_saved_is_the_one_that_was_read(alone, tmp_path, fami
 def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tmp_path):
     policy = make_policy(write_random_model(tmp_path / "model", family="qwen3_moe"), LORA)
     assert len(policy.lora_parameters()) == 2 * 2 * 7  # layers, A and B, targets
-    stack = policy.lora_parameters()["base_model.model.model.layers.1.mlp.experts.*.down_proj.lora_B.weight"]
+    stack = policy.lora_parameters()[
+        "base_model.model.model.layers.1.mlp.experts.*.down_proj.lora_B.weight"
+    ]
     assert stack.shape == (MOE["num_experts"], 32, LORA.rank)
     whole = policy.adapter_tensors()
-    assert {key: tuple(tensor.shape) for key, tensor in whole.items()} == adapter_shapes(policy.arch, LORA)
+    assert {key: tuple(tensor.shape) for key, tensor in whole.items()} == adapter_shapes(
+        policy.arch, LORA
+    )
     assert "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_A.weight" in whole
 
 
@@ -74,7 +81,9 @@ def test_the_identity_adapter_changes_nothing(alone, tmp_path, family):
         plain = base(model)(TOKENS[None]).logits[0]
         assert (ours - plain).abs().max() <= 1e-4
         if family == "qwen3":
-            assert torch.equal(peft.PeftModel.from_pretrained(base(model), adapter)(TOKENS[None]).logits[0], plain)
+            assert torch.equal(
+                peft.PeftModel.from_pretrained(base(model), adapter)(TOKENS[None]).logits[0], plain
+            )
 
 
 def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):

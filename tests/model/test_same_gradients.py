@@ -1,5 +1,5 @@
-"""Loss and every LoRA gradient of trees in a packed row are those of transformers and PEFT, sequence by sequence, in
-fp32: each family with what is special in it, at every level of `Keep`."""
+"""Loss and every LoRA gradient of trees in a packed row are those of transformers and PEFT,
+sequence by sequence, in fp32: each family with what is special in it, at every level of `Keep`."""
 
 import peft
 import pytest
@@ -35,15 +35,25 @@ def lora_of(case: str) -> LoraShape:
 
 
 def reference(model, directory, adapter, lora) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients by PEFT key. A mixture's adapter is added to its weights, because PEFT can't adapt experts."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
+    """Loss and gradients by PEFT key. A mixture's adapter is added to its weights, because PEFT
+    can't adapt experts."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32
+    ).requires_grad_(False)
     if any(".experts." in key for key in adapter):
         weights = merged(base, adapter, lora)
-        run, trained = lambda tokens: functional_call(base, weights, (tokens[None],)).logits[0], adapter
+        run, trained = (
+            lambda tokens: functional_call(base, weights, (tokens[None],)).logits[0],
+            adapter,
+        )
     else:
         theirs = peft.PeftModel.from_pretrained(base, directory, is_trainable=True)
         run = lambda tokens: theirs(tokens[None]).logits[0]  # noqa: E731
-        trained = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name}
+        trained = {
+            name.replace(".default", ""): p
+            for name, p in theirs.named_parameters()
+            if "lora_" in name
+        }
     loss = torch.zeros(())
     for sequence, weights_of_items in zip(SEQUENCES, WEIGHTS, strict=True):
         logprobs = torch.log_softmax(run(sequence)[:-1], -1).gather(-1, sequence[1:, None])[:, 0]
@@ -53,12 +63,17 @@ def reference(model, directory, adapter, lora) -> tuple[torch.Tensor, dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("case", "lora"), [(case, lora) for case in CASES for lora in [lora_of(case), *SHAPES.get(case, [])]]
+    ("case", "lora"),
+    [(case, lora) for case in CASES for lora in [lora_of(case), *SHAPES.get(case, [])]],
 )
 def test_loss_and_gradients(alone, tmp_path, case, lora):
-    model = write_random_model(tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case])
+    model = write_random_model(
+        tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case]
+    )
     directory = write_random_adapter(tmp_path / "adapter", model, lora)
-    adapter = {key: value.requires_grad_() for key, value in load_file(directory / WEIGHTS_FILE).items()}
+    adapter = {
+        key: value.requires_grad_() for key, value in load_file(directory / WEIGHTS_FILE).items()
+    }
     expected_loss, expected = reference(model, directory, adapter, lora)
     policy = make_policy(model, lora, directory)
     for keep in Keep:
@@ -76,7 +91,8 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
 
 @pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss"])
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
-    """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded at all."""
+    """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
+    at all."""
     model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
     lora = lora_of(case)
     whole, half = make_policy(model, lora), make_policy(model, lora, dtype=torch.bfloat16)
@@ -92,7 +108,9 @@ def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_an_adapter_that_stays_fixed_for_several_passes_has_the_same_gradients(tmp_path, family, alone):
+def test_an_adapter_that_stays_fixed_for_several_passes_has_the_same_gradients(
+    tmp_path, family, alone
+):
     model = write_random_model(tmp_path / "model", family=family)
     write_random_adapter(tmp_path / "adapter", model)
     policy, row = make_policy(model, adapter=tmp_path / "adapter"), packed_row()

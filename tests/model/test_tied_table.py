@@ -1,4 +1,5 @@
-"""The pipeline's first stage and its last have the same table where embedding and output layer are tied."""
+"""The pipeline's first stage and its last have the same table where embedding and output layer are
+tied."""
 
 import torch
 
@@ -8,9 +9,11 @@ from tiny import write_random_model
 
 
 def test_both_copies_stay_the_same_bits(tmp_path):
-    """On three pipelines: of three parts the order of the sum shows in the last bits. One stage has two layers and one
-    has one, so other ranks own the table in each."""
-    write_random_model(tmp_path / "model", family="qwen2", tie_word_embeddings=True, num_hidden_layers=3)
+    """On three pipelines: of three parts the order of the sum shows in the last bits. One stage has
+    two layers and one has one, so other ranks own the table in each."""
+    write_random_model(
+        tmp_path / "model", family="qwen2", tie_word_embeddings=True, num_hidden_layers=3
+    )
     run_program(tied_rank.__file__, str(tmp_path), "3", seconds=300)
     ranks = [torch.load(tmp_path / f"3.{rank}.pt") for rank in range(6)]
     for step, tables in enumerate(zip(*ranks, strict=True)):

@@ -29,12 +29,23 @@ DENSE = {1: [{}], 2: [SP, SP, CP, CP, PP, PP, {"tensor": 2}], 4: [{**SP, **PP}, 
 MIXTURE = {
     1: [{}],
     4: [
-        {}, {"expert": 4}, {"expert": 2, "expert_tensor": 2}, SP, {**SP, "expert": 2},
-        {**SP, "expert": 2, "expert_tensor": 2}, {**SP, "expert": 2, "expert_tensor": 2}, {"expert_tensor": 2},
-        {"context": 4}, {**CP, "expert": 4}, {**SP, **CP, "expert": 2}, CP,
-        {**PP, "expert": 2}, {**SP, **PP}, {**CP, **PP},
+        {},
+        {"expert": 4},
+        {"expert": 2, "expert_tensor": 2},
+        SP,
+        {**SP, "expert": 2},
+        {**SP, "expert": 2, "expert_tensor": 2},
+        {**SP, "expert": 2, "expert_tensor": 2},
+        {"expert_tensor": 2},
+        {"context": 4},
+        {**CP, "expert": 4},
+        {**SP, **CP, "expert": 2},
+        CP,
+        {**PP, "expert": 2},
+        {**SP, **PP},
+        {**CP, **PP},
     ],
-}  # fmt: skip
+}
 BIASED = {1: [{}], 2: [{**SP, "expert": 2}, {**SP, "expert_tensor": 2}, CP, PP]}
 UNEVEN = {1: [{}], 4: [{"pipeline": 4}]}
 LAYERS = {"llama": 5}  # elsewhere 2
@@ -63,17 +74,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """(family, world) -> number -> the results of each rank, of what the selected tests ask for; and the models'
-    directories."""
+    """(family, world) -> number -> the results of each rank, of what the selected tests ask for;
+    and the models' directories."""
     found: dict[Any, Any] = {}
     orders: dict[str, Any] = {}
-    asked = _asked([item.callspec.params for item in request.session.items if item.path == request.path])
+    asked = _asked(
+        [item.callspec.params for item in request.session.items if item.path == request.path]
+    )
     for family in dict.fromkeys(family for family, _ in asked):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
         spread = 1.0 if topologies is BIASED else 2.5  # large biases, or many products, do the rest
         more = {"num_hidden_layers": LAYERS[family]} if family in LAYERS else {}
-        model = write_random_model(directory / "model", family=family, seed=9, spread=spread, **more)
+        model = write_random_model(
+            directory / "model", family=family, seed=9, spread=spread, **more
+        )
         write_random_adapter(directory / "adapter", model, lora(family), seed=9)
         orders[str(directory)] = {
             world: {number: some[number] for number in sorted(asked.get((family, world), ()))}
@@ -96,20 +111,31 @@ def _asked(parameters: list[dict[str, Any]]) -> dict[tuple[str, int], set[int]]:
     for of_test in parameters:
         if "world" in of_test:
             key = of_test["family"], of_test["world"]
-            asked[key] |= {of_test[name] for name in ("number", "first", "second") if name in of_test}
+            asked[key] |= {
+                of_test[name] for name in ("number", "first", "second") if name in of_test
+            }
             asked[key[0], 1] = {0}
     return asked
 
 
 def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """The largest relative difference in norm of losses, gradients and norms of two optimizer steps."""
+    """The largest relative difference in norm of losses, gradients and norms of two optimizer
+    steps."""
     pairs = [(got[f"loss{step}"], wanted[f"loss{step}"]) for step in range(2)]
-    pairs += [(torch.tensor(got[f"norm{step}"]), torch.tensor(wanted[f"norm{step}"])) for step in range(2)]
+    pairs += [
+        (torch.tensor(got[f"norm{step}"]), torch.tensor(wanted[f"norm{step}"])) for step in range(2)
+    ]
     for step in range(2):
         assert got[f"gradients{step}"].keys() == wanted[f"gradients{step}"].keys()
-        pairs += [(got[f"gradients{step}"][name], value) for name, value in wanted[f"gradients{step}"].items()]
+        pairs += [
+            (got[f"gradients{step}"][name], value)
+            for name, value in wanted[f"gradients{step}"].items()
+        ]
     assert all(value.norm() > 0 for _, value in pairs)
-    return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+    return max(
+        float((one.double() - other.double()).norm() / other.double().norm())
+        for one, other in pairs
+    )
 
 
 def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
@@ -121,13 +147,16 @@ def test_a_topology_computes_what_one_rank_computes(results, family, world, numb
 
 
 def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world, number):
-    """Each reads the same file and gathers its bits again; after training all ranks of a topology have the same."""
+    """Each reads the same file and gathers its bits again; after training all ranks of a topology
+    have the same."""
     saved = load_file(results[family] / "adapter" / WEIGHTS_FILE)
     first, *others = results[family, world][number]
     for rank in (first, *others):
         assert rank["loaded"].keys() == saved.keys()
         assert all(torch.equal(rank["loaded"][name], value) for name, value in saved.items())
-        assert all(torch.equal(rank["adapter"][name], value) for name, value in first["adapter"].items())
+        assert all(
+            torch.equal(rank["adapter"][name], value) for name, value in first["adapter"].items()
+        )
 
 
 @pytest.mark.sample(2)
@@ -136,7 +165,9 @@ def test_a_checkpoint_goes_from_any_topology_to_any_other(results, family, world
     [("qwen3", 2, 0, 1), ("qwen3", 2, 2, 3), ("qwen3", 2, 4, 5), ("qwen3_moe", 4, 5, 6)],
 )
 def test_two_runs_have_the_same_bits(results, family, world, first, second):
-    for one, other in zip(results[family, world][first], results[family, world][second], strict=True):
+    for one, other in zip(
+        results[family, world][first], results[family, world][second], strict=True
+    ):
         for name in ("gradients0", "gradients1", "adapter"):
             assert all(torch.equal(one[name][key], value) for key, value in other[name].items())
 
@@ -153,7 +184,10 @@ def test_whole_weights_are_sent_once(results, family, world, number):
             several = [(name, of, values)]
             if len(of) == 3:
                 experts = range(of[0].start, of[0].stop)
-                several = [(name.replace("*", str(e)), of[1:], v) for e, v in zip(experts, values, strict=True)]
+                several = [
+                    (name.replace("*", str(e)), of[1:], v)
+                    for e, v in zip(experts, values, strict=True)
+                ]
             for one, box, value in several:
                 assert whole[one][box].isnan().all(), f"{one} was sent twice"
                 whole[one][box] = value

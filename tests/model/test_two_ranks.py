@@ -23,8 +23,8 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_rank_reads_its_share_and_gets_the_others(tmp_path, where):
-    """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each reads the other's share too,
-    and from then on all weights."""
+    """A GPU copies the other rank's share. On the CPU ranks can't share memory, so each reads the
+    other's share too, and from then on all weights."""
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     write_random_model(tmp_path / "model", seed=9, num_hidden_layers=4)
@@ -65,7 +65,9 @@ def test_tensor_parallel_ranks_share_the_reading_of_whole_experts_only(alone, tm
     arch = read_arch(str(write_random_model(tmp_path, family="qwen3_moe")))
     sizes = Sizes(tensor=2, sequence=True)
     groups = [(Group(0, 1), Group(rank, 2)) for rank in range(2)]
-    first, second = (BaseWeights(arch, torch.float32, sizes, groups=each).own_share() for each in groups)
+    first, second = (
+        BaseWeights(arch, torch.float32, sizes, groups=each).own_share() for each in groups
+    )
     parameters = BaseWeights(arch, torch.float32, sizes).parameters
     assert {*first, *second} == {*parameters}
     experts = {name for name in parameters if ".experts." in name}
@@ -78,7 +80,9 @@ def test_tensor_parallel_ranks_share_the_reading_of_whole_experts_only(alone, tm
 def test_each_rank_reads_the_small_parameters_in_fp32(alone, tmp_path):
     arch = read_arch(str(write_random_model(tmp_path, family="glm4_moe")))
     groups = [(Group(rank, 2),) * 2 for rank in range(2)]
-    first, second = (BaseWeights(arch, torch.bfloat16, Sizes(), groups=each).own_share() for each in groups)
+    first, second = (
+        BaseWeights(arch, torch.bfloat16, Sizes(), groups=each).own_share() for each in groups
+    )
     assert {*first} | {*second} == {*BaseWeights(arch, torch.bfloat16, Sizes()).parameters}
     both = {*first} & {*second}
     assert both == {name for name in first if name.endswith("correction_bias")} != set()

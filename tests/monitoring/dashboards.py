@@ -10,12 +10,26 @@ import yaml
 from monitoring.prometheus_tools import ROOT, RULES
 
 GRAFANA = ROOT / "images" / "grafana"
-DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
+DASHBOARDS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((GRAFANA / "dashboards").glob("*.json"))
+}
 
 _NOT_METRICS = {
-    "and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset",
-    "inf", "nan",
-}  # fmt: skip
+    "and",
+    "or",
+    "unless",
+    "by",
+    "without",
+    "on",
+    "ignoring",
+    "group_left",
+    "group_right",
+    "bool",
+    "offset",
+    "inf",
+    "nan",
+}
 _LISTS = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 
 
@@ -36,15 +50,23 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def queries() -> list[tuple[str, str]]:
     """(where, PromQL with Grafana's variables) of every query and annotation."""
-    found = [(f"{name}: {panel['title']} {target['refId']}", target["expr"])
-             for name, panel in panels() for target in panel["targets"]]  # fmt: skip
+    found = [
+        (f"{name}: {panel['title']} {target['refId']}", target["expr"])
+        for name, panel in panels()
+        for target in panel["targets"]
+    ]
     for name, board in DASHBOARDS.items():
-        found += [(f"{name}: {note['name']}", note["expr"]) for note in board["annotations"]["list"] if "expr" in note]
+        found += [
+            (f"{name}: {note['name']}", note["expr"])
+            for note in board["annotations"]["list"]
+            if "expr" in note
+        ]
     return found
 
 
 def resolved(expr: str, *, window: str = "5m") -> str:
-    """As Grafana sends it with All chosen everywhere; ranges that depend on the zoom are `window`."""
+    """As Grafana sends it with All chosen everywhere; ranges that depend on the zoom are
+    `window`."""
     for name in ("$__rate_interval", "$__range", "$__interval"):
         expr = expr.replace(name, window)
     return re.sub(r'"\$(?:namespace|pod|role|uuid|model_name)(\|?)"', r'".*\1"', expr)

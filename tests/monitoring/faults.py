@@ -31,7 +31,8 @@ class Case:
     name: str
     base: Callable[[], Stack]
     expected: dict[int, set[str]]
-    """Minute -> the alerts that fire then, and no others. For a fault a minute before the alert, and one after."""
+    """Minute -> the alerts that fire then, and no others. For a fault a minute before the alert,
+    and one after."""
     changes: tuple[Change, ...] = ()
 
     def stack(self) -> Stack:
@@ -44,7 +45,9 @@ class Case:
 FAULTS: list[Case] = []
 
 
-def fault(name: str, base: Callable[[], Stack], expected: dict[int, set[str]], *changes: Change) -> None:
+def fault(
+    name: str, base: Callable[[], Stack], expected: dict[int, set[str]], *changes: Change
+) -> None:
     FAULTS.append(Case(name, base, expected, changes))
 
 
@@ -79,8 +82,10 @@ def gone(target: str, begin: int) -> tuple[Change, Change]:
 
 def shared_volume(value: Value) -> list[Change]:
     """Free bytes of the shared volume, as all containers see it."""
-    return [setting(target, "tandem_volume_free_bytes", value, volume="shared")
-            for target in ("controller", "trainer", "inference")]  # fmt: skip
+    return [
+        setting(target, "tandem_volume_free_bytes", value, volume="shared")
+        for target in ("controller", "trainer", "inference")
+    ]
 
 
 def used(uuid: str, value: Value) -> Change:
@@ -109,197 +114,598 @@ UTILIZATION = "tandem_gpu_utilization_ratio"
 VLLM_IS_DOWN = setting("inference", UP, since(20, 0, before=1), program="vllm")
 
 fault("an exporter is gone", idle, {22: NONE, 24: {"TandemTargetDown"}}, *gone("inference", 20))
-fault("the controller is gone", training, {22: NONE, 24: {"TandemTargetDown"}, 60: {"TandemTargetDown"}},
-      *gone("controller", 20))  # fmt: skip
-fault("an exporter of a shared pod is gone", sharing, {12: NONE, 14: {"TandemTargetDown"}, 30: {"TandemTargetDown"},
-      120: {"TandemTargetDown"}}, *gone("inference", 10), in_one_pod)  # fmt: skip
+fault(
+    "the controller is gone",
+    training,
+    {22: NONE, 24: {"TandemTargetDown"}, 60: {"TandemTargetDown"}},
+    *gone("controller", 20),
+)
+fault(
+    "an exporter of a shared pod is gone",
+    sharing,
+    {12: NONE, 14: {"TandemTargetDown"}, 30: {"TandemTargetDown"}, 120: {"TandemTargetDown"}},
+    *gone("inference", 10),
+    in_one_pod,
+)
 fault("vLLM does not come up", idle, {9: NONE, 10: {"TandemVLLMDown"}}, *gone("vllm", 0))
 for _target in ("controller", "trainer", "inference", "vllm"):
-    fault(f"no {_target} is discovered", idle, {33: NONE, 36: {"TandemTargetAbsent"}}, dropping(_target, since=20))
-fault("another build", idle, {29: NONE, 30: {"TandemVersionMismatch"}}, dropping("trainer", "tandem_build_info"),
-      setting("trainer", "tandem_build_info", 1, version="0.1.0", revision="def"))  # fmt: skip
-fault("the publisher stays down", idle, {24: NONE, 25: {"TandemProcessDown"}},
-      setting("inference", UP, since(20, 0, before=1), program="publisher"))  # fmt: skip
-fault("vLLM crashes every four minutes", idle, {30: NONE, 46: {"TandemProcessFlapping"}},
-      setting("inference", START, lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0, program="vllm"))  # fmt: skip
-fault("a program is started again three times", idle, {46: NONE},
-      setting("inference", START, lambda m: 60.0 * (min(m, 42) // 4 * 4) if m > 31 else 5.0,
-              program="vllm"))  # fmt: skip
-fault("the controller crashes every four minutes", idle, {30: NONE, 46: {"TandemProcessFlapping"}},
-      setting("controller", "process_start_time_seconds",
-              lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0))  # fmt: skip
-fault("a collector fails", idle, {24: NONE, 25: {"TandemCollectorFailing"}, 45: {"TandemCollectorFailing"}},
-      setting("trainer", "tandem_collector_success", since(20, 0, before=1), collector="nvml"),
-      dropping("trainer", "tandem_gpu_", since=20))  # fmt: skip
+    fault(
+        f"no {_target} is discovered",
+        idle,
+        {33: NONE, 36: {"TandemTargetAbsent"}},
+        dropping(_target, since=20),
+    )
+fault(
+    "another build",
+    idle,
+    {29: NONE, 30: {"TandemVersionMismatch"}},
+    dropping("trainer", "tandem_build_info"),
+    setting("trainer", "tandem_build_info", 1, version="0.1.0", revision="def"),
+)
+fault(
+    "the publisher stays down",
+    idle,
+    {24: NONE, 25: {"TandemProcessDown"}},
+    setting("inference", UP, since(20, 0, before=1), program="publisher"),
+)
+fault(
+    "vLLM crashes every four minutes",
+    idle,
+    {30: NONE, 46: {"TandemProcessFlapping"}},
+    setting("inference", START, lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0, program="vllm"),
+)
+fault(
+    "a program is started again three times",
+    idle,
+    {46: NONE},
+    setting(
+        "inference",
+        START,
+        lambda m: 60.0 * (min(m, 42) // 4 * 4) if m > 31 else 5.0,
+        program="vllm",
+    ),
+)
+fault(
+    "the controller crashes every four minutes",
+    idle,
+    {30: NONE, 46: {"TandemProcessFlapping"}},
+    setting(
+        "controller", "process_start_time_seconds", lambda m: 60.0 * (m // 4 * 4) if m > 30 else 5.0
+    ),
+)
+fault(
+    "a collector fails",
+    idle,
+    {24: NONE, 25: {"TandemCollectorFailing"}, 45: {"TandemCollectorFailing"}},
+    setting("trainer", "tandem_collector_success", since(20, 0, before=1), collector="nvml"),
+    dropping("trainer", "tandem_gpu_", since=20),
+)
 
-fault("the runner does not claim", idle, {29: NONE, 30: {"TandemJobQueueStalled"}},
-      setting("controller", "tandem_jobs", since(20, 2), state="queued"))  # fmt: skip
-fault("the runner hangs with its ranks", in_long_job,
-      {20: NONE, 92: {"TandemTrainerStuck"}, 93: {"TandemJobStuck", "TandemTrainerStuck"}},
-      setting("trainer", LAST_STEP, stopping(60)), setting("trainer", PROGRESS, stopping(60)))  # fmt: skip
-fault("ranks are silent for twenty minutes, as the job allows", in_long_job, {81: NONE, 90: NONE},
-      setting("trainer", PROGRESS, lambda m: 60.0 * (60 if 60 <= m <= 80 else m)))  # fmt: skip
-fault("a job beats but makes no steps", in_long_job, {75: NONE, 78: {"TandemTrainerStuck"}},
-      setting("trainer", LAST_STEP, stopping(60)))  # fmt: skip
-fault("after its last step a job writes its checkpoint for long, and then hangs", in_long_job,
-      {78: NONE, 170: NONE, 190: {"TandemTrainerStuck"}},
-      setting("trainer", "tandem_train_step", lambda _: 8), setting("trainer", "tandem_train_steps", lambda _: 8),
-      setting("trainer", LAST_STEP, stopping(60)))  # fmt: skip
-fault("steps take ten minutes, as they always did", in_long_job,
-      {300: NONE, 438: NONE, 445: {"TandemTrainerStuck"}},
-      counting("trainer", STEPS, lambda m: min(m, 400) // 10, at="+Inf", buckets=("60", "300"), seconds=600.0),
-      setting("trainer", LAST_STEP, lambda m: 600.0 * (min(m, 400) // 10)))  # fmt: skip
-fault("the first steps in hours never come", in_long_job, {416: NONE, 418: {"TandemTrainerStuck"}},
-      counting("trainer", STEPS, lambda _: 50, at="60", buckets=("60", "300"), seconds=40.0),
-      setting("trainer", LAST_STEP, stopping(400)))  # fmt: skip
-fault("a rank falls silent", in_long_job, {24: NONE, 25: {"TandemRankDown"}},
-      setting("trainer", "tandem_rank_up", since(20, 0, before=1), rank="1"))  # fmt: skip
-fault("a job fails", training, {20: NONE, 22: {"TandemJobFailed"}, 60: NONE},
-      setting("trainer", FINISHED, since(21, 1), outcome="failed"))  # fmt: skip
-fault("attempts fail again and again", training, {35: NONE, 45: {"TandemAttemptsFailing"}, 120: NONE},
-      setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="rank_hung"))  # fmt: skip
-fault("a gradient is infinite", training, {20: NONE, 22: {"TandemNonFinite", "TandemJobFailed"}},
-      setting("trainer", FAILED, since(21, 1), error="non_finite"),
-      setting("trainer", FINISHED, since(21, 1), outcome="failed"))  # fmt: skip
+fault(
+    "the runner does not claim",
+    idle,
+    {29: NONE, 30: {"TandemJobQueueStalled"}},
+    setting("controller", "tandem_jobs", since(20, 2), state="queued"),
+)
+fault(
+    "the runner hangs with its ranks",
+    in_long_job,
+    {20: NONE, 92: {"TandemTrainerStuck"}, 93: {"TandemJobStuck", "TandemTrainerStuck"}},
+    setting("trainer", LAST_STEP, stopping(60)),
+    setting("trainer", PROGRESS, stopping(60)),
+)
+fault(
+    "ranks are silent for twenty minutes, as the job allows",
+    in_long_job,
+    {81: NONE, 90: NONE},
+    setting("trainer", PROGRESS, lambda m: 60.0 * (60 if 60 <= m <= 80 else m)),
+)
+fault(
+    "a job beats but makes no steps",
+    in_long_job,
+    {75: NONE, 78: {"TandemTrainerStuck"}},
+    setting("trainer", LAST_STEP, stopping(60)),
+)
+fault(
+    "after its last step a job writes its checkpoint for long, and then hangs",
+    in_long_job,
+    {78: NONE, 170: NONE, 190: {"TandemTrainerStuck"}},
+    setting("trainer", "tandem_train_step", lambda _: 8),
+    setting("trainer", "tandem_train_steps", lambda _: 8),
+    setting("trainer", LAST_STEP, stopping(60)),
+)
+fault(
+    "steps take ten minutes, as they always did",
+    in_long_job,
+    {300: NONE, 438: NONE, 445: {"TandemTrainerStuck"}},
+    counting(
+        "trainer",
+        STEPS,
+        lambda m: min(m, 400) // 10,
+        at="+Inf",
+        buckets=("60", "300"),
+        seconds=600.0,
+    ),
+    setting("trainer", LAST_STEP, lambda m: 600.0 * (min(m, 400) // 10)),
+)
+fault(
+    "the first steps in hours never come",
+    in_long_job,
+    {416: NONE, 418: {"TandemTrainerStuck"}},
+    counting("trainer", STEPS, lambda _: 50, at="60", buckets=("60", "300"), seconds=40.0),
+    setting("trainer", LAST_STEP, stopping(400)),
+)
+fault(
+    "a rank falls silent",
+    in_long_job,
+    {24: NONE, 25: {"TandemRankDown"}},
+    setting("trainer", "tandem_rank_up", since(20, 0, before=1), rank="1"),
+)
+fault(
+    "a job fails",
+    training,
+    {20: NONE, 22: {"TandemJobFailed"}, 60: NONE},
+    setting("trainer", FINISHED, since(21, 1), outcome="failed"),
+)
+fault(
+    "attempts fail again and again",
+    training,
+    {35: NONE, 45: {"TandemAttemptsFailing"}, 120: NONE},
+    setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="rank_hung"),
+)
+fault(
+    "a gradient is infinite",
+    training,
+    {20: NONE, 22: {"TandemNonFinite", "TandemJobFailed"}},
+    setting("trainer", FAILED, since(21, 1), error="non_finite"),
+    setting("trainer", FINISHED, since(21, 1), outcome="failed"),
+)
 
-fault("an attempt runs out of memory", training, {20: NONE, 22: {"TandemOutOfMemory"}},
-      setting("trainer", FAILED, since(21, 1), error="oom"))  # fmt: skip
-fault("a rank recovers from an out of memory", training, {59: NONE},
-      setting("trainer", "tandem_torch_memory_ooms_total", since(21, 1), **RANK_0))  # fmt: skip
-fault("another program uses the trainer's GPU", idle, {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
-      used(GPU_1, since(20, 700.0 * MIB)))  # fmt: skip
-fault("the driver's own bookkeeping", idle, {59: NONE},
-      used(GPU_1, 200.0 * MIB), setting("trainer", "tandem_job_gpu_left_bytes", 200.0 * MIB, uuid=GPU_1),
-      setting("inference", UP, since(55, 0, before=1), program="vllm"),
-      used(INFERENCE_GPU, since(55, 1.0 * GIB, before=0.86 * TOTAL)))  # fmt: skip
-fault("a killed vLLM leaves a little", idle, {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
-      VLLM_IS_DOWN, used(INFERENCE_GPU, since(20, 3.0 * GIB, before=0.86 * TOTAL)))  # fmt: skip
-fault("a killed vLLM's engine stays on the GPU", idle, {22: NONE, 23: {"TandemGPUMemoryOrphaned"}}, VLLM_IS_DOWN)
-fault("resident ranks keep more and more", resident_idle, {20: NONE, 26: {"TandemGPUMemoryOrphaned"}},
-      used(GPU_0, since(21, 9.0 * GIB, before=2.8 * GIB)))  # fmt: skip
-fault("jobs leave memory, one after another", in_long_job, {20: NONE, 22: {"TandemJobLeftMemory"}},
-      setting("trainer", "tandem_job_gpu_left_bytes", since(21, 300.0 * MIB), uuid=GPU_0))  # fmt: skip
-fault("what was left is gone by now", idle, {20: NONE},
-      setting("trainer", "tandem_job_gpu_left_bytes", 900.0 * MIB, uuid=GPU_0))  # fmt: skip
-fault("memory comes back late", training, {5: NONE, 30: {"TandemReleaseSlow"}},
-      counting("trainer", "tandem_job_release_seconds", lambda m: m // 10, at="10",
-               buckets=("1", "2", "5", "10", "20"), seconds=8.0))  # fmt: skip
-fault("a device is nearly full", in_long_job, {29: NONE, 31: {"TandemGPUMemoryNearlyFull"}},
-      used(GPU_0, since(20, 0.98 * TOTAL, before=0.9 * TOTAL)))  # fmt: skip
-fault("a step leaks", in_long_job, {44: NONE, 65: {"TandemTorchLeakPredictsOOM"}},
-      setting("trainer", "tandem_torch_memory_step_floor_bytes", lambda m: (16 + 2 * max(m - 40, 0)) * GIB,
-              **RANK_1))  # fmt: skip
-fault("memory is in pieces, and full", in_long_job, {29: NONE, 31: {"TandemTorchFragmentation"}},
-      setting("trainer", SPLIT, since(20, 50.0 * GIB, before=1.0 * GIB), **RANK_0))  # fmt: skip
-fault("memory is in pieces, and plenty", in_long_job, {60: NONE},
-      setting("trainer", SPLIT, 50.0 * GIB, **RANK_0), used(GPU_0, 0.8 * TOTAL))  # fmt: skip
-fault("allocations at the limit", in_long_job, {20: NONE, 28: {"TandemTorchAllocRetries"}},
-      setting("trainer", "tandem_torch_memory_alloc_retries_total", growing(20, 1), **RANK_0))  # fmt: skip
+fault(
+    "an attempt runs out of memory",
+    training,
+    {20: NONE, 22: {"TandemOutOfMemory"}},
+    setting("trainer", FAILED, since(21, 1), error="oom"),
+)
+fault(
+    "a rank recovers from an out of memory",
+    training,
+    {59: NONE},
+    setting("trainer", "tandem_torch_memory_ooms_total", since(21, 1), **RANK_0),
+)
+fault(
+    "another program uses the trainer's GPU",
+    idle,
+    {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
+    used(GPU_1, since(20, 700.0 * MIB)),
+)
+fault(
+    "the driver's own bookkeeping",
+    idle,
+    {59: NONE},
+    used(GPU_1, 200.0 * MIB),
+    setting("trainer", "tandem_job_gpu_left_bytes", 200.0 * MIB, uuid=GPU_1),
+    setting("inference", UP, since(55, 0, before=1), program="vllm"),
+    used(INFERENCE_GPU, since(55, 1.0 * GIB, before=0.86 * TOTAL)),
+)
+fault(
+    "a killed vLLM leaves a little",
+    idle,
+    {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
+    VLLM_IS_DOWN,
+    used(INFERENCE_GPU, since(20, 3.0 * GIB, before=0.86 * TOTAL)),
+)
+fault(
+    "a killed vLLM's engine stays on the GPU",
+    idle,
+    {22: NONE, 23: {"TandemGPUMemoryOrphaned"}},
+    VLLM_IS_DOWN,
+)
+fault(
+    "resident ranks keep more and more",
+    resident_idle,
+    {20: NONE, 26: {"TandemGPUMemoryOrphaned"}},
+    used(GPU_0, since(21, 9.0 * GIB, before=2.8 * GIB)),
+)
+fault(
+    "jobs leave memory, one after another",
+    in_long_job,
+    {20: NONE, 22: {"TandemJobLeftMemory"}},
+    setting("trainer", "tandem_job_gpu_left_bytes", since(21, 300.0 * MIB), uuid=GPU_0),
+)
+fault(
+    "what was left is gone by now",
+    idle,
+    {20: NONE},
+    setting("trainer", "tandem_job_gpu_left_bytes", 900.0 * MIB, uuid=GPU_0),
+)
+fault(
+    "memory comes back late",
+    training,
+    {5: NONE, 30: {"TandemReleaseSlow"}},
+    counting(
+        "trainer",
+        "tandem_job_release_seconds",
+        lambda m: m // 10,
+        at="10",
+        buckets=("1", "2", "5", "10", "20"),
+        seconds=8.0,
+    ),
+)
+fault(
+    "a device is nearly full",
+    in_long_job,
+    {29: NONE, 31: {"TandemGPUMemoryNearlyFull"}},
+    used(GPU_0, since(20, 0.98 * TOTAL, before=0.9 * TOTAL)),
+)
+fault(
+    "a step leaks",
+    in_long_job,
+    {44: NONE, 65: {"TandemTorchLeakPredictsOOM"}},
+    setting(
+        "trainer",
+        "tandem_torch_memory_step_floor_bytes",
+        lambda m: (16 + 2 * max(m - 40, 0)) * GIB,
+        **RANK_1,
+    ),
+)
+fault(
+    "memory is in pieces, and full",
+    in_long_job,
+    {29: NONE, 31: {"TandemTorchFragmentation"}},
+    setting("trainer", SPLIT, since(20, 50.0 * GIB, before=1.0 * GIB), **RANK_0),
+)
+fault(
+    "memory is in pieces, and plenty",
+    in_long_job,
+    {60: NONE},
+    setting("trainer", SPLIT, 50.0 * GIB, **RANK_0),
+    used(GPU_0, 0.8 * TOTAL),
+)
+fault(
+    "allocations at the limit",
+    in_long_job,
+    {20: NONE, 28: {"TandemTorchAllocRetries"}},
+    setting("trainer", "tandem_torch_memory_alloc_retries_total", growing(20, 1), **RANK_0),
+)
 # Warm-up, which is no drift, then 10 MiB a minute.
-fault("vLLM's memory grows", idle, {410: NONE, 440: {"TandemInferenceMemoryDrift"}},
-      used(INFERENCE_GPU, lambda m: (0.5 if m < 3 else 0.8) * TOTAL + 10 * MIB * m))  # fmt: skip
-fault("a job computes nothing", in_long_job, {50: NONE, 60: {"TandemGPUIdleWhileAllocated"}},
-      *of_trainer_gpus(UTILIZATION, since(20, 0.015, before=0.9)))  # fmt: skip
+fault(
+    "vLLM's memory grows",
+    idle,
+    {410: NONE, 440: {"TandemInferenceMemoryDrift"}},
+    used(INFERENCE_GPU, lambda m: (0.5 if m < 3 else 0.8) * TOTAL + 10 * MIB * m),
+)
+fault(
+    "a job computes nothing",
+    in_long_job,
+    {50: NONE, 60: {"TandemGPUIdleWhileAllocated"}},
+    *of_trainer_gpus(UTILIZATION, since(20, 0.015, before=0.9)),
+)
 fault("a job computes a little", in_long_job, {60: NONE}, *of_trainer_gpus(UTILIZATION, 0.05))
-fault("a job reads its data before it takes the GPU", in_long_job, {60: NONE}, *of_trainer_gpus(UTILIZATION, 0),
-      *of_trainer_gpus("tandem_gpu_memory_used_bytes", 0.05 * TOTAL))  # fmt: skip
-fault("a large model is loaded after an hour without jobs", idle, {68: NONE, 72: NONE},
-      setting("trainer", "tandem_train_active", since(60, 1)),
-      setting("trainer", "tandem_job_info", since(60, 1, before=None), job_id="long", run="math", kind="rl"),
-      used(GPU_0, since(61, 0.3 * TOTAL)))  # fmt: skip
-fault("/dev/shm fills", idle, {24: NONE, 25: {"TandemShmNearlyFull"}},
-      setting("inference", "tandem_volume_free_bytes", since(20, GIB, before=16.0 * GIB), volume="shm"))  # fmt: skip
+fault(
+    "a job reads its data before it takes the GPU",
+    in_long_job,
+    {60: NONE},
+    *of_trainer_gpus(UTILIZATION, 0),
+    *of_trainer_gpus("tandem_gpu_memory_used_bytes", 0.05 * TOTAL),
+)
+fault(
+    "a large model is loaded after an hour without jobs",
+    idle,
+    {68: NONE, 72: NONE},
+    setting("trainer", "tandem_train_active", since(60, 1)),
+    setting(
+        "trainer",
+        "tandem_job_info",
+        since(60, 1, before=None),
+        job_id="long",
+        run="math",
+        kind="rl",
+    ),
+    used(GPU_0, since(61, 0.3 * TOTAL)),
+)
+fault(
+    "/dev/shm fills",
+    idle,
+    {24: NONE, 25: {"TandemShmNearlyFull"}},
+    setting(
+        "inference", "tandem_volume_free_bytes", since(20, GIB, before=16.0 * GIB), volume="shm"
+    ),
+)
 
-fault("the volume is nearly full", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
-      *shared_volume(since(20, 50.0 * GIB, before=150.0 * GIB)))  # fmt: skip
-fault("a model leaves little room for the next", idle, {24: NONE, 26: {"TandemVolumeNearlyFull"}},
-      setting("inference", "tandem_volume_free_bytes", since(20, 5.0 * GIB, before=25.0 * GIB),
-              volume="downloads"))  # fmt: skip
-fault("the volume fills within a day", idle, {200: NONE, 240: {"TandemVolumeFilling"}},
-      *shared_volume(lambda m: 800.0 * GIB - GIB * m))  # fmt: skip
-fault("a model is downloaded in the first minutes", idle, {30: NONE, 120: NONE, 230: NONE},
-      *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)))  # fmt: skip
-fault("a model is downloaded for an hour, as old containers see", idle,
-      {239: NONE, 260: NONE, 310: NONE, 400: NONE, 449: NONE},
-      *shared_volume(lambda m: 800.0 * GIB - 6 * GIB * min(max(m - 200, 0), 60)))  # fmt: skip
-fault("a new controller downloads a model", idle, {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
-      dropping("controller", "tandem_volume_", since=200, volume="downloads"),
-      setting("controller", "tandem_volume_total_bytes", since(200, 200 * GIB, before=None), volume="downloads",
-              **NEW_POD),
-      setting("controller", "tandem_volume_free_bytes",
-              lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB, volume="downloads",
-              **NEW_POD))  # fmt: skip
-fault("the volume is slow", idle, {29: NONE, 30: {"TandemVolumeSlow"}},
-      setting("trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"))  # fmt: skip
-fault("a job's file is damaged", idle, {24: NONE, 26: {"TandemSpoolDamaged"}},
-      setting("controller", "tandem_spool_damaged", since(20, 1), kind="job"))  # fmt: skip
+fault(
+    "the volume is nearly full",
+    idle,
+    {24: NONE, 26: {"TandemVolumeNearlyFull"}},
+    *shared_volume(since(20, 50.0 * GIB, before=150.0 * GIB)),
+)
+fault(
+    "a model leaves little room for the next",
+    idle,
+    {24: NONE, 26: {"TandemVolumeNearlyFull"}},
+    setting(
+        "inference",
+        "tandem_volume_free_bytes",
+        since(20, 5.0 * GIB, before=25.0 * GIB),
+        volume="downloads",
+    ),
+)
+fault(
+    "the volume fills within a day",
+    idle,
+    {200: NONE, 240: {"TandemVolumeFilling"}},
+    *shared_volume(lambda m: 800.0 * GIB - GIB * m),
+)
+fault(
+    "a model is downloaded in the first minutes",
+    idle,
+    {30: NONE, 120: NONE, 230: NONE},
+    *shared_volume(lambda m: 800.0 * GIB - 10 * GIB * min(m, 14)),
+)
+fault(
+    "a model is downloaded for an hour, as old containers see",
+    idle,
+    {239: NONE, 260: NONE, 310: NONE, 400: NONE, 449: NONE},
+    *shared_volume(lambda m: 800.0 * GIB - 6 * GIB * min(max(m - 200, 0), 60)),
+)
+fault(
+    "a new controller downloads a model",
+    idle,
+    {229: NONE, 250: NONE, 320: NONE, 379: NONE, 390: NONE},
+    dropping("controller", "tandem_volume_", since=200, volume="downloads"),
+    setting(
+        "controller",
+        "tandem_volume_total_bytes",
+        since(200, 200 * GIB, before=None),
+        volume="downloads",
+        **NEW_POD,
+    ),
+    setting(
+        "controller",
+        "tandem_volume_free_bytes",
+        lambda m: None if m < 200 else (200 - 6 * min(m - 200, 10)) * GIB,
+        volume="downloads",
+        **NEW_POD,
+    ),
+)
+fault(
+    "the volume is slow",
+    idle,
+    {29: NONE, 30: {"TandemVolumeSlow"}},
+    setting(
+        "trainer", "tandem_volume_write_probe_seconds", since(20, 4, before=0.004), volume="shared"
+    ),
+)
+fault(
+    "a job's file is damaged",
+    idle,
+    {24: NONE, 26: {"TandemSpoolDamaged"}},
+    setting("controller", "tandem_spool_damaged", since(20, 1), kind="job"),
+)
 
-fault("a checkpoint is refused", training, {20: NONE, 22: {"TandemPublishRefused"}},
-      setting("inference", "tandem_policy_refused", since(21, 1), run="math"))  # fmt: skip
-fault("nothing more is served", training, {40: NONE, 54: {"TandemPolicyLag"}},
-      setting("inference", "tandem_policy_version", lambda m: 7.0 + (min(m, 30) + 1) // 10, side="inference",
-              run="math"))  # fmt: skip
-fault("a new run's first steps are never served", training, {24: NONE, 34: {"TandemPolicyLag"}},
-      setting("trainer", "tandem_policy_version", since(17, 1), side="trainer", run="new"))  # fmt: skip
-fault("publishing is slow", training, {20: NONE, 60: {"TandemPublishSlow"}},
-      counting("inference", "tandem_publish_duration_seconds", lambda m: max(m - 20, 0) // 10, at="60",
-               buckets=("1", "30", "60"), seconds=50.0, stage="copy"))  # fmt: skip
-fault("vLLM starts again and is given no weights", merged, {79: NONE, 80: {"TandemMergedNotServed"}},
-      phase(lambda m: "served" if m < 70 else "empty"))  # fmt: skip
-fault("requests never end for a swap", merged, {79: NONE, 80: {"TandemMergedNotServed"}},
-      phase(lambda m: "served" if m < 70 else "swapping"))  # fmt: skip
-fault("the publisher dies before it announces, and starts again", merged, {79: NONE, 81: NONE},
-      phase(lambda m: "unverified" if 70 <= m < 79 else "served"))  # fmt: skip
-fault("a swap fails in its middle", merged, {69: NONE, 70: {"TandemMergedTorn"}, 90: {"TandemMergedTorn"}},
-      phase(lambda m: "served" if m < 70 else "torn"))  # fmt: skip
-fault("the engine hangs", training, {30: NONE, 33: {"TandemVLLMEngineHung"}},
-      setting("vllm", "vllm:iteration_tokens_total_count", lambda m: 1000.0 * min(m, 20), **ENGINE))  # fmt: skip
-fault("requests queue", training, {35: NONE, 41: {"TandemVLLMQueueBackedUp"}},
-      setting("vllm", "vllm:num_requests_waiting", since(20, 100), **ENGINE))  # fmt: skip
-fault("the KV cache is too small", training, {29: NONE, 35: {"TandemVLLMKVThrash"}},
-      setting("vllm", "vllm:num_preemptions_total", growing(20, 60), **ENGINE))  # fmt: skip
-fault("half of the samples are cut off", training, {20: NONE, 70: {"TandemTruncationHigh"}},
-      setting("vllm", "vllm:request_success_total", growing(20, 95), **ENGINE, finished_reason="length"))  # fmt: skip
-fault("a few long samples beside verifications", only_verifying, {70: NONE, 120: NONE},
-      setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
-      setting("vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"))  # fmt: skip
-fault("half of a few samples are cut off", only_verifying, {70: NONE, 120: NONE},
-      setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
-      setting("vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"),
-      setting("vllm", "vllm:request_success_total", lambda m: 8 * ((m + 2) // 10) + 0.1 * m, **ENGINE,
-              finished_reason="length"))  # fmt: skip
-fault("vLLM answers 500", training, {24: NONE, 30: {"TandemVLLMErrors"}},
-      setting("vllm", "http_requests_total", growing(20, 10), handler="/v1/completions", method="POST",
-              status="5xx"))  # fmt: skip
-fault("one of ten requests gets 500 from a vLLM that has little to do", idle, {24: NONE, 30: {"TandemVLLMErrors"}},
-      setting("vllm", "http_requests_total", growing(0, 0.9), handler="/v1/completions", method="POST", status="2xx"),
-      setting("vllm", "http_requests_total", growing(20, 0.1), handler="/v1/completions", method="POST",
-              status="5xx"))  # fmt: skip
-fault("the controller answers 503", training, {24: NONE, 30: {"TandemControllerErrors"}},
-      setting("controller", "tandem_http_requests_total", growing(20, 10), route="/v1/jobs", method="GET",
-              status_class="5xx"))  # fmt: skip
+fault(
+    "a checkpoint is refused",
+    training,
+    {20: NONE, 22: {"TandemPublishRefused"}},
+    setting("inference", "tandem_policy_refused", since(21, 1), run="math"),
+)
+fault(
+    "nothing more is served",
+    training,
+    {40: NONE, 54: {"TandemPolicyLag"}},
+    setting(
+        "inference",
+        "tandem_policy_version",
+        lambda m: 7.0 + (min(m, 30) + 1) // 10,
+        side="inference",
+        run="math",
+    ),
+)
+fault(
+    "a new run's first steps are never served",
+    training,
+    {24: NONE, 34: {"TandemPolicyLag"}},
+    setting("trainer", "tandem_policy_version", since(17, 1), side="trainer", run="new"),
+)
+fault(
+    "publishing is slow",
+    training,
+    {20: NONE, 60: {"TandemPublishSlow"}},
+    counting(
+        "inference",
+        "tandem_publish_duration_seconds",
+        lambda m: max(m - 20, 0) // 10,
+        at="60",
+        buckets=("1", "30", "60"),
+        seconds=50.0,
+        stage="copy",
+    ),
+)
+fault(
+    "vLLM starts again and is given no weights",
+    merged,
+    {79: NONE, 80: {"TandemMergedNotServed"}},
+    phase(lambda m: "served" if m < 70 else "empty"),
+)
+fault(
+    "requests never end for a swap",
+    merged,
+    {79: NONE, 80: {"TandemMergedNotServed"}},
+    phase(lambda m: "served" if m < 70 else "swapping"),
+)
+fault(
+    "the publisher dies before it announces, and starts again",
+    merged,
+    {79: NONE, 81: NONE},
+    phase(lambda m: "unverified" if 70 <= m < 79 else "served"),
+)
+fault(
+    "a swap fails in its middle",
+    merged,
+    {69: NONE, 70: {"TandemMergedTorn"}, 90: {"TandemMergedTorn"}},
+    phase(lambda m: "served" if m < 70 else "torn"),
+)
+fault(
+    "the engine hangs",
+    training,
+    {30: NONE, 33: {"TandemVLLMEngineHung"}},
+    setting("vllm", "vllm:iteration_tokens_total_count", lambda m: 1000.0 * min(m, 20), **ENGINE),
+)
+fault(
+    "requests queue",
+    training,
+    {35: NONE, 41: {"TandemVLLMQueueBackedUp"}},
+    setting("vllm", "vllm:num_requests_waiting", since(20, 100), **ENGINE),
+)
+fault(
+    "the KV cache is too small",
+    training,
+    {29: NONE, 35: {"TandemVLLMKVThrash"}},
+    setting("vllm", "vllm:num_preemptions_total", growing(20, 60), **ENGINE),
+)
+fault(
+    "half of the samples are cut off",
+    training,
+    {20: NONE, 70: {"TandemTruncationHigh"}},
+    setting(
+        "vllm", "vllm:request_success_total", growing(20, 95), **ENGINE, finished_reason="length"
+    ),
+)
+fault(
+    "a few long samples beside verifications",
+    only_verifying,
+    {70: NONE, 120: NONE},
+    setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
+    setting(
+        "vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"
+    ),
+)
+fault(
+    "half of a few samples are cut off",
+    only_verifying,
+    {70: NONE, 120: NONE},
+    setting("vllm", "vllm:generation_tokens_total", growing(0, 2000), **ENGINE),
+    setting(
+        "vllm", "vllm:request_success_total", growing(0, 0.1), **ENGINE, finished_reason="stop"
+    ),
+    setting(
+        "vllm",
+        "vllm:request_success_total",
+        lambda m: 8 * ((m + 2) // 10) + 0.1 * m,
+        **ENGINE,
+        finished_reason="length",
+    ),
+)
+fault(
+    "vLLM answers 500",
+    training,
+    {24: NONE, 30: {"TandemVLLMErrors"}},
+    setting(
+        "vllm",
+        "http_requests_total",
+        growing(20, 10),
+        handler="/v1/completions",
+        method="POST",
+        status="5xx",
+    ),
+)
+fault(
+    "one of ten requests gets 500 from a vLLM that has little to do",
+    idle,
+    {24: NONE, 30: {"TandemVLLMErrors"}},
+    setting(
+        "vllm",
+        "http_requests_total",
+        growing(0, 0.9),
+        handler="/v1/completions",
+        method="POST",
+        status="2xx",
+    ),
+    setting(
+        "vllm",
+        "http_requests_total",
+        growing(20, 0.1),
+        handler="/v1/completions",
+        method="POST",
+        status="5xx",
+    ),
+)
+fault(
+    "the controller answers 503",
+    training,
+    {24: NONE, 30: {"TandemControllerErrors"}},
+    setting(
+        "controller",
+        "tandem_http_requests_total",
+        growing(20, 10),
+        route="/v1/jobs",
+        method="GET",
+        status_class="5xx",
+    ),
+)
 
-fault("one of two GPUs falls off the bus", idle,
-      {28: {"TandemCollectorFailing"}, 31: {"TandemCollectorFailing", "TandemGPUMissing"}},
-      setting("trainer", "tandem_collector_success", since(15, 0, before=1), collector="nvml"),
-      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
-fault("a container gets one of two GPUs", idle, {28: NONE, 31: {"TandemGPUMissing"}},
-      dropping("trainer", since=15, uuid=GPU_1))  # fmt: skip
-fault("the only GPU is gone", idle, {28: NONE, 35: {"TandemGPUMissing"}},
-      dropping("inference", since=15, uuid=INFERENCE_GPU))  # fmt: skip
-fault("ECC", idle, {20: NONE, 22: {"TandemGPUUncorrectableECC"}, 90: NONE},
-      setting("trainer", "tandem_gpu_ecc_uncorrected_errors_total", since(21, 3, before=2), uuid=GPU_0))  # fmt: skip
-fault("a GPU is too hot", training, {24: NONE, 25: {"TandemGPUThrottled"}},
-      setting("trainer", "tandem_gpu_throttle_active", since(20, 1), uuid=GPU_0, reason="hw_thermal"))  # fmt: skip
+fault(
+    "one of two GPUs falls off the bus",
+    idle,
+    {28: {"TandemCollectorFailing"}, 31: {"TandemCollectorFailing", "TandemGPUMissing"}},
+    setting("trainer", "tandem_collector_success", since(15, 0, before=1), collector="nvml"),
+    dropping("trainer", since=15, uuid=GPU_1),
+)
+fault(
+    "a container gets one of two GPUs",
+    idle,
+    {28: NONE, 31: {"TandemGPUMissing"}},
+    dropping("trainer", since=15, uuid=GPU_1),
+)
+fault(
+    "the only GPU is gone",
+    idle,
+    {28: NONE, 35: {"TandemGPUMissing"}},
+    dropping("inference", since=15, uuid=INFERENCE_GPU),
+)
+fault(
+    "ECC",
+    idle,
+    {20: NONE, 22: {"TandemGPUUncorrectableECC"}, 90: NONE},
+    setting(
+        "trainer", "tandem_gpu_ecc_uncorrected_errors_total", since(21, 3, before=2), uuid=GPU_0
+    ),
+)
+fault(
+    "a GPU is too hot",
+    training,
+    {24: NONE, 25: {"TandemGPUThrottled"}},
+    setting("trainer", "tandem_gpu_throttle_active", since(20, 1), uuid=GPU_0, reason="hw_thermal"),
+)
 
 RESTARTS = "kube_pod_container_status_restarts_total"
-fault("a container is killed for its memory", idle, {20: NONE, 22: {"TandemContainerOOMKilled"}, 50: NONE},
-      kube(RESTARTS, since(21, 1), container="trainer"),
-      kube("kube_pod_container_status_last_terminated_reason", since(21, 1), container="trainer",
-           reason="OOMKilled"))  # fmt: skip
-fault("a container restarts", idle, {20: NONE, 29: {"TandemContainerRestarting"}},
-      kube(RESTARTS, lambda m: max(min(m, 40) - 20, 0) // 2, container="controller"))  # fmt: skip
-fault("a pod does not start", idle, {34: NONE, 35: {"TandemPodPending"}},
-      kube("kube_pod_status_phase", since(20, 1), phase="Pending"))  # fmt: skip
-fault("the pod of trainer and inference does not start", idle, {34: NONE, 35: {"TandemPodPending"}},
-      kube("kube_pod_status_phase", since(20, 1), phase="Pending", pod="tandem-engine-0"))  # fmt: skip
+fault(
+    "a container is killed for its memory",
+    idle,
+    {20: NONE, 22: {"TandemContainerOOMKilled"}, 50: NONE},
+    kube(RESTARTS, since(21, 1), container="trainer"),
+    kube(
+        "kube_pod_container_status_last_terminated_reason",
+        since(21, 1),
+        container="trainer",
+        reason="OOMKilled",
+    ),
+)
+fault(
+    "a container restarts",
+    idle,
+    {20: NONE, 29: {"TandemContainerRestarting"}},
+    kube(RESTARTS, lambda m: max(min(m, 40) - 20, 0) // 2, container="controller"),
+)
+fault(
+    "a pod does not start",
+    idle,
+    {34: NONE, 35: {"TandemPodPending"}},
+    kube("kube_pod_status_phase", since(20, 1), phase="Pending"),
+)
+fault(
+    "the pod of trainer and inference does not start",
+    idle,
+    {34: NONE, 35: {"TandemPodPending"}},
+    kube("kube_pod_status_phase", since(20, 1), phase="Pending", pod="tandem-engine-0"),
+)

@@ -1,4 +1,5 @@
-"""Prometheus' programs: those on PATH, else those in its image; without either, the test is skipped."""
+"""Prometheus' programs: those on PATH, else those in its image; without either, the test is
+skipped."""
 
 import os
 import shutil
@@ -14,26 +15,48 @@ IMAGE = "prom/prometheus:stand-in"
 
 
 def command(program: str, *arguments: str, cwd: Path) -> list[str]:
-    """The command that runs `prometheus` or `promtool` with `cwd` as its directory and the host's network.
+    """The command that runs `prometheus` or `promtool` with `cwd` as its directory and the host's
+    network.
 
-    Skips the test where there is neither the program nor its image; with TANDEM_REQUIRE_DOCKER=1 it fails.
+    Skips the test where there is neither the program nor its image; with TANDEM_REQUIRE_DOCKER=1 it
+    fails.
     """
     if shutil.which(program):
         return [program, *arguments]
     if shutil.which("docker"):
         inspect = ["docker", "image", "inspect", IMAGE]
         if subprocess.run(inspect, capture_output=True, timeout=60, check=False).returncode == 0:
-            return ["docker", "run", "--rm", "-i", "--user", str(os.getuid()), "--network", "host", "-v", f"{cwd}:/w",
-                    "-w", "/w", "--entrypoint", program, IMAGE, *arguments]  # fmt: skip
+            return [
+                "docker",
+                "run",
+                "--rm",
+                "-i",
+                "--user",
+                str(os.getuid()),
+                "--network",
+                "host",
+                "-v",
+                f"{cwd}:/w",
+                "-w",
+                "/w",
+                "--entrypoint",
+                program,
+                IMAGE,
+                *arguments,
+            ]
     message = f"neither {program} on PATH nor an engine with the image {IMAGE}"
     if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
         pytest.fail(message)
     pytest.skip(message)
 
 
-def promtool(*arguments: str, cwd: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+def promtool(
+    *arguments: str, cwd: Path, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs promtool on files below `cwd`, named relative to it; `text` is its input."""
     cwd.chmod(0o755)
     run = command("promtool", *arguments, cwd=cwd)
     fast = os.environ | {"GOGC": "400"}  # a quarter of its time is garbage collection otherwise
-    return subprocess.run(run, cwd=cwd, env=fast, input=text, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        run, cwd=cwd, env=fast, input=text, capture_output=True, text=True, timeout=300, check=False
+    )

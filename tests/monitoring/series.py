@@ -1,4 +1,5 @@
-"""Series minute by minute. A stack is {series: value per minute}; None is a minute without a sample."""
+"""Series minute by minute. A stack is {series: value per minute}; None is a minute without a
+sample."""
 
 from collections.abc import Callable
 
@@ -9,10 +10,20 @@ Values = list[float | None]
 Stack = dict[str, Values]
 
 TARGETS = {
-    target: {"job": f"tandem-{target}", "namespace": "compose", "pod": pod, "role": pod, "instance": f"{pod}:{port}"}
-    for target, pod, port in (("controller", "controller", 8080), ("trainer", "trainer", 9400),
-                              ("inference", "inference", 9401), ("vllm", "inference", 8000))
-}  # fmt: skip
+    target: {
+        "job": f"tandem-{target}",
+        "namespace": "compose",
+        "pod": pod,
+        "role": pod,
+        "instance": f"{pod}:{port}",
+    }
+    for target, pod, port in (
+        ("controller", "controller", 8080),
+        ("trainer", "trainer", 9400),
+        ("inference", "inference", 9401),
+        ("vllm", "inference", 8000),
+    )
+}
 _KUBE_STATE_METRICS = {"job": "kube-state-metrics", "namespace": "rl", "pod": "tandem-trainer-0"}
 
 
@@ -20,11 +31,14 @@ def put(stack: Stack, target: str, metric: str, value: Value, /, **labels: str) 
     """Sets the series `metric{...}` as scraped from a target."""
     every = TARGETS.get(target, _KUBE_STATE_METRICS) | labels
     series = metric + "{" + ",".join(f'{key}="{text}"' for key, text in sorted(every.items())) + "}"
-    stack[series] = [value(minute) if callable(value) else float(value) for minute in range(MINUTES + 1)]
+    stack[series] = [
+        value(minute) if callable(value) else float(value) for minute in range(MINUTES + 1)
+    ]
 
 
 def drop(stack: Stack, target: str, prefix: str = "", *, since: int = 0, **labels: str) -> None:
-    """Removes samples from minute `since` on: of the target's series whose name begins with `prefix`, with `labels`."""
+    """Removes samples from minute `since` on: of the target's series whose name begins with
+    `prefix`, with `labels`."""
     own = [f'{key}="{text}"' for key, text in (TARGETS[target] | labels).items()]
     for series, values in stack.items():
         if series.startswith(prefix) and all(label in series for label in own):
@@ -34,7 +48,10 @@ def drop(stack: Stack, target: str, prefix: str = "", *, since: int = 0, **label
 def input_series(stack: Stack, end: int) -> list[dict[str, str]]:
     """A stack's minutes before `end`, as promtool reads them."""
     return [
-        {"series": name, "values": " ".join("_" if value is None else f"{value:.10g}" for value in values[:end])}
+        {
+            "series": name,
+            "values": " ".join("_" if value is None else f"{value:.10g}" for value in values[:end]),
+        }
         for name, values in stack.items()
         if any(value is not None for value in values[:end])
     ]
@@ -48,9 +65,19 @@ CLOCK = per_minute(60)
 """The time in seconds."""
 
 
-def histogram(stack: Stack, target: str, name: str, count: Callable[[int], float], *, at: str,
-              buckets: tuple[str, ...], seconds: float, **labels: str) -> None:  # fmt: skip
-    """A histogram whose `count` observations so far took `seconds` each and fell into bucket `at`."""
+def histogram(
+    stack: Stack,
+    target: str,
+    name: str,
+    count: Callable[[int], float],
+    *,
+    at: str,
+    buckets: tuple[str, ...],
+    seconds: float,
+    **labels: str,
+) -> None:
+    """A histogram whose `count` observations so far took `seconds` each and fell into bucket
+    `at`."""
     reached = False
     for le in (*buckets, "+Inf"):
         reached = reached or le == at

@@ -26,7 +26,13 @@ def idle(*, gpus: bool = True) -> Stack:
             sizes |= {"shm": 16 * GIB, "cache": 100 * GIB, "tmp": 8 * GIB}
         for volume, size in sizes.items():
             put(stack, target, "tandem_volume_total_bytes", size, volume=volume)
-            put(stack, target, "tandem_volume_free_bytes", (0.8 if volume == "shared" else 0.25) * size, volume=volume)
+            put(
+                stack,
+                target,
+                "tandem_volume_free_bytes",
+                (0.8 if volume == "shared" else 0.25) * size,
+                volume=volume,
+            )
         put(stack, target, "tandem_volume_write_probe_seconds", 0.004, volume="shared")
     put(stack, "controller", "process_start_time_seconds", 5)
     for state in ("queued", "running"):
@@ -34,7 +40,10 @@ def idle(*, gpus: bool = True) -> Stack:
     for kind in ("job", "name", "run"):
         put(stack, "controller", "tandem_spool_damaged", 0, kind=kind)
     _requests(stack, ok=per_minute(1), errors=0)
-    for target, programs in (("trainer", ("runner", "exporter")), ("inference", ("vllm", "publisher", "exporter"))):
+    for target, programs in (
+        ("trainer", ("runner", "exporter")),
+        ("inference", ("vllm", "publisher", "exporter")),
+    ):
         for program in programs:
             put(stack, target, "tandem_supervisor_process_up", 1, program=program)
             put(stack, target, "tandem_supervisor_process_start_time_seconds", 5, program=program)
@@ -57,7 +66,12 @@ def idle(*, gpus: bool = True) -> Stack:
             _gpu(stack, "trainer", uuid, used=0)
             put(stack, "trainer", "tandem_job_gpu_left_bytes", 3 * MIB, uuid=uuid)
         # vLLM may be given nearly all memory, and takes a little more with its first long request.
-        _gpu(stack, "inference", INFERENCE_GPU, used=lambda minute: 0.975 * TOTAL + (minute > 200) * GIB)
+        _gpu(
+            stack,
+            "inference",
+            INFERENCE_GPU,
+            used=lambda minute: 0.975 * TOTAL + (minute > 200) * GIB,
+        )
     return stack
 
 
@@ -73,8 +87,15 @@ def _gpu(stack: Stack, target: str, uuid: str, used: Value) -> None:
 
 def _requests(stack: Stack, *, ok: Value, errors: Value) -> None:
     for status_class, count in (("2xx", ok), ("5xx", errors)):
-        put(stack, "controller", "tandem_http_requests_total", count, route="/v1/jobs", method="GET",
-            status_class=status_class)  # fmt: skip
+        put(
+            stack,
+            "controller",
+            "tandem_http_requests_total",
+            count,
+            route="/v1/jobs",
+            method="GET",
+            status_class=status_class,
+        )
 
 
 def _vllm(stack: Stack, *, pace: float) -> None:
@@ -82,7 +103,8 @@ def _vllm(stack: Stack, *, pace: float) -> None:
 
     engine = partial(put, stack, "vllm", **_ENGINE)
     engine("vllm:num_requests_running", 16 * pace)
-    engine("vllm:num_requests_waiting", lambda minute: 200 * pace * (minute % 5 == 0))  # each batch of prompts, a burst
+    # Each batch of prompts, a burst.
+    engine("vllm:num_requests_waiting", lambda minute: 200 * pace * (minute % 5 == 0))
     engine("vllm:kv_cache_usage_perc", 0.97 * pace)
     engine("vllm:num_preemptions_total", per_minute(6 * pace))
     engine("vllm:generation_tokens_total", per_minute(60000 * pace))
@@ -91,10 +113,25 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     for reason, share in (("stop", 95), ("length", 5), ("abort", 0)):
         engine("vllm:request_success_total", per_minute(share * pace), finished_reason=reason)
     for status, share in (("2xx", 100), ("5xx", 0)):
-        put(stack, "vllm", "http_requests_total", per_minute(share * pace), handler="/v1/completions", method="POST",
-            status=status)  # fmt: skip
+        put(
+            stack,
+            "vllm",
+            "http_requests_total",
+            per_minute(share * pace),
+            handler="/v1/completions",
+            method="POST",
+            status=status,
+        )
     # The publisher's question, at each of its turns.
-    put(stack, "vllm", "http_requests_total", per_minute(120), handler="/v1/models", method="GET", status="2xx")
+    put(
+        stack,
+        "vllm",
+        "http_requests_total",
+        per_minute(120),
+        handler="/v1/models",
+        method="GET",
+        status="2xx",
+    )
 
 
 def resident_idle() -> Stack:
@@ -113,12 +150,20 @@ def _with_ranks_kept(stack: Stack) -> Stack:
 
 
 def on_cpu() -> Stack:
-    """`idle` on a machine without GPUs, in the middle of one long job: the ranks' memory is the process's."""
+    """`idle` on a machine without GPUs, in the middle of one long job: the ranks' memory is the
+    process's."""
     stack = idle(gpus=False)
     _run_long_job(stack, kind="sft")
     put(stack, "trainer", "tandem_rank_up", 1, rank="0")
     put(stack, "trainer", "tandem_torch_memory_reserved_bytes", GIB, rank="0", uuid="cpu")
-    put(stack, "trainer", "tandem_torch_memory_step_floor_bytes", per_minute(MIB), rank="0", uuid="cpu")
+    put(
+        stack,
+        "trainer",
+        "tandem_torch_memory_step_floor_bytes",
+        per_minute(MIB),
+        rank="0",
+        uuid="cpu",
+    )
     return stack
 
 
@@ -131,7 +176,8 @@ def _run_long_job(stack: Stack, kind: str) -> None:
 
 
 def starting() -> Stack:
-    """The first minutes: containers start one after another, and vLLM loads its model for eight minutes."""
+    """The first minutes: containers start one after another, and vLLM loads its model for eight
+    minutes."""
     stack = idle()
     for series, values in stack.items():
         of_vllm = 'job="tandem-vllm"' in series
@@ -161,7 +207,8 @@ def _jobs_done(minute: int) -> int:
 
 
 def training() -> Stack:
-    """One job after another, each eight minutes and then two without, served a minute after it ended; vLLM is busy."""
+    """One job after another, each eight minutes and then two without, served a minute after it
+    ended; vLLM is busy."""
     stack = idle()
     _vllm(stack, pace=1)
     put(stack, "controller", "tandem_jobs", 3, state="queued")
@@ -171,62 +218,135 @@ def training() -> Stack:
     trainer("tandem_train_active", lambda minute: minute % CYCLE < JOB)
     for number in range(MINUTES // CYCLE + 1):
         mine = lambda minute, number=number: 1 if minute // CYCLE == number else None  # noqa: E731
-        trainer("tandem_job_info", _during_jobs(mine), job_id=f"job-{number}", run="math", kind="rl")
+        trainer(
+            "tandem_job_info", _during_jobs(mine), job_id=f"job-{number}", run="math", kind="rl"
+        )
     trainer("tandem_train_last_step_timestamp_seconds", _during_jobs(CLOCK, first=2))
     trainer("tandem_job_last_progress_timestamp_seconds", _during_jobs(CLOCK))
-    histogram(stack, "trainer", "tandem_train_step_duration_seconds", per_minute(1), at="60",
-              buckets=("60", "300"), seconds=40.0)  # fmt: skip
+    histogram(
+        stack,
+        "trainer",
+        "tandem_train_step_duration_seconds",
+        per_minute(1),
+        at="60",
+        buckets=("60", "300"),
+        seconds=40.0,
+    )
     for rank, uuid in enumerate(TRAINER_GPUS):
         where = {"rank": str(rank), "uuid": uuid}
         trainer("tandem_rank_up", _during_jobs(1), rank=str(rank))
         for kind, size in (("reserved", 120), ("allocated", 16), ("inactive_split", 24)):
             trainer(f"tandem_torch_memory_{kind}_bytes", _during_jobs(size * GIB), **where)
-        floor = _during_jobs(lambda minute: (16 + 44 * (minute // CYCLE % 3)) * GIB, first=2)  # jobs of different sizes
+        # Jobs of different sizes.
+        floor = _during_jobs(lambda minute: (16 + 44 * (minute // CYCLE % 3)) * GIB, first=2)
         trainer("tandem_torch_memory_step_floor_bytes", floor, **where)
-        trainer("tandem_torch_memory_alloc_retries_total", lambda minute: 3 * _jobs_done(minute), **where)
+        trainer(
+            "tandem_torch_memory_alloc_retries_total",
+            lambda minute: 3 * _jobs_done(minute),
+            **where,
+        )
         trainer("tandem_torch_memory_ooms_total", 0, **where)
-        trainer("tandem_gpu_memory_used_bytes", lambda minute: 0.92 * TOTAL if minute % CYCLE < JOB else MIB, uuid=uuid)
+        trainer(
+            "tandem_gpu_memory_used_bytes",
+            lambda minute: 0.92 * TOTAL if minute % CYCLE < JOB else MIB,
+            uuid=uuid,
+        )
         trainer("tandem_job_gpu_left_bytes", 200 * MIB, uuid=uuid)
-        trainer("tandem_gpu_utilization_ratio", lambda minute: 0.9 * (2 <= minute % CYCLE < JOB), uuid=uuid)
+        trainer(
+            "tandem_gpu_utilization_ratio",
+            lambda minute: 0.9 * (2 <= minute % CYCLE < JOB),
+            uuid=uuid,
+        )
         trainer("tandem_gpu_throttle_active", 1, uuid=uuid, reason="sw_power_cap")
     trainer("tandem_jobs_finished_total", _jobs_done, outcome="succeeded")
     trainer("tandem_jobs_finished_total", lambda minute: minute > 100, outcome="cancelled")
     trainer("tandem_job_attempts_failed_total", lambda minute: minute > 200, error="rank_crashed")
-    trainer("tandem_job_attempts_failed_total", lambda minute: 5 * (minute > 200), error="runner_stopped")
-    histogram(stack, "trainer", "tandem_job_release_seconds", _jobs_done, at="2", buckets=("1", "2", "10"), seconds=1.5)
+    trainer(
+        "tandem_job_attempts_failed_total",
+        lambda minute: 5 * (minute > 200),
+        error="runner_stopped",
+    )
+    histogram(
+        stack,
+        "trainer",
+        "tandem_job_release_seconds",
+        _jobs_done,
+        at="2",
+        buckets=("1", "2", "10"),
+        seconds=1.5,
+    )
     _publish(stack)
     return stack
 
 
 def _publish(stack: Stack) -> None:
-    """Each job's checkpoint takes 100 MiB of the shared volume, and is served a minute after the job."""
-    put(stack, "trainer", "tandem_policy_version", lambda minute: 7 + _jobs_done(minute), side="trainer", run="math")
-    put(stack, "inference", "tandem_policy_version", lambda minute: 7 + _jobs_done(max(minute - 1, 0)),
-        side="inference", run="math")  # fmt: skip
+    """Each job's checkpoint takes 100 MiB of the shared volume, and is served a minute after the
+    job."""
+    put(
+        stack,
+        "trainer",
+        "tandem_policy_version",
+        lambda minute: 7 + _jobs_done(minute),
+        side="trainer",
+        run="math",
+    )
+    put(
+        stack,
+        "inference",
+        "tandem_policy_version",
+        lambda minute: 7 + _jobs_done(max(minute - 1, 0)),
+        side="inference",
+        run="math",
+    )
     for stage, le in (("copy", "1"), ("load", "1"), ("verify", "1"), ("since_checkpoint", "60")):
-        histogram(stack, "inference", "tandem_publish_duration_seconds", _jobs_done, at=le, buckets=("1", "60"),
-                  seconds=float(le), stage=stage)  # fmt: skip
+        histogram(
+            stack,
+            "inference",
+            "tandem_publish_duration_seconds",
+            _jobs_done,
+            at=le,
+            buckets=("1", "60"),
+            seconds=float(le),
+            stage=stage,
+        )
     for target in ("controller", "trainer", "inference"):
-        put(stack, target, "tandem_volume_free_bytes", lambda minute: 800 * GIB - 100 * MIB * _jobs_done(minute),
-            volume="shared")  # fmt: skip
+        put(
+            stack,
+            target,
+            "tandem_volume_free_bytes",
+            lambda minute: 800 * GIB - 100 * MIB * _jobs_done(minute),
+            volume="shared",
+        )
 
 
 def merged() -> Stack:
-    """As `training`, with merged weights: a swap is seen as each step arrives. There is no run in the first hour."""
+    """As `training`, with merged weights: a swap is seen as each step arrives. There is no run in
+    the first hour."""
     stack = training()
     put(stack, "inference", "tandem_merged_runs", lambda minute: minute >= 60)
-    phase_of_merged(stack, lambda m: "empty" if m < 60 else ("unverified", "swapping")[m % 2] if m % CYCLE < 2 else
-                    "served")  # fmt: skip
+    phase_of_merged(
+        stack,
+        lambda m: (
+            "empty" if m < 60 else ("unverified", "swapping")[m % 2] if m % CYCLE < 2 else "served"
+        ),
+    )
     return stack
 
 
 def phase_of_merged(stack: Stack, phase: Callable[[int], str]) -> None:
     for name in ("empty", "swapping", "unverified", "served", "torn"):
-        put(stack, "inference", "tandem_merged_phase", lambda minute, name=name: phase(minute) == name, phase=name)
+        put(
+            stack,
+            "inference",
+            "tandem_merged_phase",
+            lambda minute, name=name: phase(minute) == name,
+            phase=name,
+        )
 
 
 def merged_and_sharing() -> Stack:
-    """As `sharing`; vLLM starts when the trainer has its GPU, so the first step is served when that job is over."""
+    """As `sharing`; vLLM starts when the trainer has its GPU, so the first step is served when that
+    job is over."""
     stack = sharing()
     put(stack, "inference", "tandem_merged_runs", 1)
     phase_of_merged(stack, lambda minute: "served" if minute < 40 or minute >= 102 else "empty")
@@ -255,8 +375,8 @@ def in_long_job() -> Stack:
 
 
 def sharing() -> Stack:
-    """Trainer and vLLM on one GPU: a job trains for 60 of every 100 minutes, while vLLM sleeps and keeps its
-    requests."""
+    """Trainer and vLLM on one GPU: a job trains for 60 of every 100 minutes, while vLLM sleeps and
+    keeps its requests."""
     stack = idle()
     _vllm(stack, pace=1)
 
@@ -276,19 +396,32 @@ def sharing() -> Stack:
         del stack[series]
     for target in ("trainer", "inference"):
         put(stack, target, "tandem_gpu_memory_total_bytes", TOTAL, uuid=INFERENCE_GPU)
-        put(stack, target, "tandem_gpu_memory_used_bytes",
+        put(
+            stack,
+            target,
+            "tandem_gpu_memory_used_bytes",
             lambda minute: (0.5 + 0.1 * (minute > 300) if asleep(minute) else 0.975) * TOTAL,
-            uuid=INFERENCE_GPU)  # fmt: skip
+            uuid=INFERENCE_GPU,
+        )
     trainer = partial(put, stack, "trainer")
     trainer("tandem_gpu_info", 1, uuid=INFERENCE_GPU, name="H200")
     trainer("tandem_gpu_utilization_ratio", lambda minute: 0.9 * asleep(minute), uuid=INFERENCE_GPU)
     trainer("tandem_job_gpu_left_bytes", 0, uuid=INFERENCE_GPU)
     trainer("tandem_train_active", asleep)
-    trainer("tandem_job_info", lambda minute: 1 if asleep(minute) else None, job_id="job", run="math", kind="rl")
+    trainer(
+        "tandem_job_info",
+        lambda minute: 1 if asleep(minute) else None,
+        job_id="job",
+        run="math",
+        kind="rl",
+    )
     for kind, share in (("reserved", 0.45), ("inactive_split", 0.05), ("step_floor", 0.1)):
-        trainer(f"tandem_torch_memory_{kind}_bytes",
-                lambda minute, share=share: share * TOTAL if asleep(minute) else None, rank="0",
-                uuid=INFERENCE_GPU)  # fmt: skip
+        trainer(
+            f"tandem_torch_memory_{kind}_bytes",
+            lambda minute, share=share: share * TOTAL if asleep(minute) else None,
+            rank="0",
+            uuid=INFERENCE_GPU,
+        )
     put(stack, "controller", "tandem_jobs", asleep, state="running")
     return stack
 
@@ -307,10 +440,21 @@ def in_one_pod(stack: Stack) -> None:
 
 
 def only_verifying() -> Stack:
-    """As `training`, and nobody samples: vLLM answers only the publisher's requests for one token."""
+    """As `training`, and nobody samples: vLLM answers only the publisher's requests for one
+    token."""
     stack = training()
     _vllm(stack, pace=0)
-    for metric, labels in (("generation_tokens_total", {}), ("request_success_total", {"finished_reason": "length"}),
-                           ("request_generation_tokens_bucket", {"le": "1.0"})):  # fmt: skip
-        put(stack, "vllm", f"vllm:{metric}", lambda minute: 8 * _jobs_done(minute), **_ENGINE, **labels)
+    for metric, labels in (
+        ("generation_tokens_total", {}),
+        ("request_success_total", {"finished_reason": "length"}),
+        ("request_generation_tokens_bucket", {"le": "1.0"}),
+    ):
+        put(
+            stack,
+            "vllm",
+            f"vllm:{metric}",
+            lambda minute: 8 * _jobs_done(minute),
+            **_ENGINE,
+            **labels,
+        )
     return stack

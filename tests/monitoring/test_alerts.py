@@ -1,4 +1,5 @@
-"""Every alert in images/prometheus/rules on whole stacks, run by promtool: it fires on its fault and on no other."""
+"""Every alert in images/prometheus/rules on whole stacks, run by promtool: it fires on its fault
+and on no other."""
 
 import itertools
 import json
@@ -34,7 +35,11 @@ RULE_FILES = sorted(path.name for path in RULES.glob("*.yml"))
 @cache
 def alerts() -> dict[str, dict]:
     """Every alert of every rule file, by name."""
-    groups = [group for name in RULE_FILES for group in yaml.safe_load((RULES / name).read_text())["groups"]]
+    groups = [
+        group
+        for name in RULE_FILES
+        for group in yaml.safe_load((RULES / name).read_text())["groups"]
+    ]
     return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
@@ -42,7 +47,8 @@ def quiet(stack: Callable[[], Stack], *minutes: int) -> Case:
     return Case(stack.__name__, stack, dict.fromkeys(minutes, NONE))
 
 
-# Ranges with a promise for hours (a drift is measured over 6.5 h) run to the end, the others as long as they differ.
+# Ranges with a promise for hours (a drift is measured over 6.5 h) run to the end, the others as
+# long as they differ.
 HEALTHY = [
     quiet(starting, *range(0, 30, 3)),
     quiet(idle, 60, 300, MINUTES),
@@ -61,25 +67,43 @@ HEALTHY = [
 def _test(case: Case) -> dict:
     """One of promtool's tests, with one scrape and one evaluation a minute.
 
-    It also expects each alert that fires to have no labels and texts, which is wrong: so promtool prints them.
+    It also expects each alert that fires to have no labels and texts, which is wrong: so promtool
+    prints them.
     """
     end = max(case.expected) + 1
     firing = [
-        {"expr": 'group by (alertname) (ALERTS{alertstate="firing"})', "eval_time": f"{minute}m",
-         "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)]}
+        {
+            "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
+            "eval_time": f"{minute}m",
+            "exp_samples": [
+                {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)
+            ],
+        }
         for minute, names in case.expected.items()
-    ]  # fmt: skip
-    texts = [{"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
-             for minute, names in case.expected.items() for name in sorted(names)]  # fmt: skip
-    return {"interval": "1m", "name": case.name, "input_series": input_series(case.stack(), end),
-            "promql_expr_test": firing, "alert_rule_test": texts}  # fmt: skip
+    ]
+    texts = [
+        {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
+        for minute, names in case.expected.items()
+        for name in sorted(names)
+    ]
+    return {
+        "interval": "1m",
+        "name": case.name,
+        "input_series": input_series(case.stack(), end),
+        "promql_expr_test": firing,
+        "alert_rule_test": texts,
+    }
 
 
 def _run(directory: Path, cases: list[Case]) -> str:
     """What promtool prints about these cases."""
     for name in RULE_FILES:
         (directory / name).write_text((RULES / name).read_text())
-    tests = {"rule_files": RULE_FILES, "evaluation_interval": "1m", "tests": [_test(case) for case in cases]}
+    tests = {
+        "rule_files": RULE_FILES,
+        "evaluation_interval": "1m",
+        "tests": [_test(case) for case in cases],
+    }
     (directory / "cases.yml").write_text(json.dumps(tests))
     done = promtool("test", "rules", "cases.yml", cwd=directory)
     return done.stdout + done.stderr
@@ -87,10 +111,13 @@ def _run(directory: Path, cases: list[Case]) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[list[Future[str]]]:
-    """promtool on the healthy stacks and on two halves of the faults, at the same time: each process uses one core."""
+    """promtool on the healthy stacks and on two halves of the faults, at the same time: each
+    process uses one core."""
     with ThreadPoolExecutor() as pool:
-        yield [pool.submit(_run, tmp_path_factory.mktemp("cases"), cases)
-               for cases in (HEALTHY, FAULTS[::2], FAULTS[1::2])]  # fmt: skip
+        yield [
+            pool.submit(_run, tmp_path_factory.mktemp("cases"), cases)
+            for cases in (HEALTHY, FAULTS[::2], FAULTS[1::2])
+        ]
 
 
 @pytest.fixture
@@ -122,7 +149,9 @@ def test_nothing_fires_on_a_healthy_stack(runs):
 
 
 def test_every_alert_fires_in_some_case_and_waits_in_another():
-    assert set().union(*(names for case in FAULTS for names in case.expected.values())) == set(alerts())
+    assert set().union(*(names for case in FAULTS for names in case.expected.values())) == set(
+        alerts()
+    )
     waits = {name for name, rule in alerts().items() if rule.get("for")}
     for case in FAULTS:
         for earlier, later in itertools.pairwise(case.expected.values()):
@@ -133,7 +162,9 @@ def test_every_alert_fires_in_some_case_and_waits_in_another():
 def test_what_an_alert_says_can_be_said(faults):
     """An alert has each label that its texts name, and each template expands."""
     said: dict[str, list[tuple[str, str]]] = {}
-    for labels, text in re.findall(r"Labels:\{([^\n]*?)\}\s*\n?\s*Annotations:\{([^\n]*)\}", faults):
+    for labels, text in re.findall(
+        r"Labels:\{([^\n]*?)\}\s*\n?\s*Annotations:\{([^\n]*)\}", faults
+    ):
         name = re.search(r'alertname="(\w+)"', labels)
         assert name is not None
         said.setdefault(name[1], []).append((labels, text))
@@ -146,7 +177,9 @@ def test_what_an_alert_says_can_be_said(faults):
             assert "<error expanding" not in text, text
             assert "<no value>" not in text
             for label in named:
-                assert re.search(rf'\b{label}="[^"]', labels), f"{name} names {label} and has only {labels}"
+                assert re.search(rf'\b{label}="[^"]', labels), (
+                    f"{name} names {label} and has only {labels}"
+                )
 
 
 def test_every_alert_has_a_runbook_a_severity_and_advice():

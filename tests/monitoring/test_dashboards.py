@@ -1,4 +1,5 @@
-"""Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes, and readable."""
+"""Conventions of the dashboards: what makes them work unchanged under compose and in Kubernetes,
+and readable."""
 
 import json
 import re
@@ -19,8 +20,10 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 def test_they_are_what_their_source_makes(tmp_path):
     subprocess.run([sys.executable, str(GRAFANA / "source"), str(tmp_path)], check=True, timeout=60)
-    made, there = ({path.name: path.read_text() for path in directory.iterdir()}
-                   for directory in (tmp_path, GRAFANA / "dashboards"))  # fmt: skip
+    made, there = (
+        {path.name: path.read_text() for path in directory.iterdir()}
+        for directory in (tmp_path, GRAFANA / "dashboards")
+    )
     assert there == made, "run `python images/grafana/source`"
 
 
@@ -35,37 +38,56 @@ def test_a_dashboard_is_portable():
             assert variable["datasource"] == DATASOURCE
             assert variable["allValue"] == ".*"
             assert variable["definition"] == variable["query"]["query"]
-        assert any("tandem_jobs_finished_total" in note.get("expr", "") for note in board["annotations"]["list"])
+        assert any(
+            "tandem_jobs_finished_total" in note.get("expr", "")
+            for note in board["annotations"]["list"]
+        )
 
 
 def test_a_panel_says_what_it_shows():
     for name, panel in panels():
         where = f"{name}: {panel['title']}"
-        text = re.sub(r"(\w*)\{([\w,]+)\}(\w*)", lambda m: " ".join(m[1] + part + m[3] for part in m[2].split(",")),
-                      panel["description"])  # fmt: skip
+        text = re.sub(
+            r"(\w*)\{([\w,]+)\}(\w*)",
+            lambda m: " ".join(m[1] + part + m[3] for part in m[2].split(",")),
+            panel["description"],
+        )
         assert panel["datasource"] == DATASOURCE, where
         assert panel["fieldConfig"]["defaults"].keys() >= {"unit", "noValue"}, where
         for target in panel["targets"]:
             assert target["datasource"] == DATASOURCE, where
-            assert "namespace=~" in target["expr"], f"{where}: a query is limited to what was chosen"
+            assert "namespace=~" in target["expr"], (
+                f"{where}: a query is limited to what was chosen"
+            )
             assert not re.search(r"\brate\([^)]*\[1m\]", target["expr"]), where
             for metric in metrics(target["expr"]):
                 base = re.sub(r"_(bucket|sum|count)$", "", metric)
-                assert metric in text or base in text, f"{where}: the description does not name {metric}"
+                assert metric in text or base in text, (
+                    f"{where}: the description does not name {metric}"
+                )
 
 
 def test_limits_are_those_of_the_alerts():
     for alert, limit in LIMITS.items():
         rule = alerts()[alert]
         text = rule["expr"].replace("256 * 1024^2", str(256 * 2**20))
-        assert re.search(rf"(?<![\w.]){re.escape(f'{limit:.15g}')}(?![\w.])", text), f"{alert} has another limit"
+        assert re.search(rf"(?<![\w.]){re.escape(f'{limit:.15g}')}(?![\w.])", text), (
+            f"{alert} has another limit"
+        )
 
 
 def test_every_query_can_be_answered_where_trainer_and_inference_are_one_pod(tmp_path):
-    """promtool prints what a query gave, which no test expects, or why it failed: a join with two partners."""
+    """promtool prints what a query gave, which no test expects, or why it failed: a join with two
+    partners."""
     (tmp_path / "tandem.yml").write_text((RULES / "tandem.yml").read_text())
-    asked = [{"expr": resolved(expr), "eval_time": "60m", "exp_samples": []} for _, expr in queries()]
-    test = {"interval": "1m", "input_series": input_series(sharing_in_one_pod(), 61), "promql_expr_test": asked}
+    asked = [
+        {"expr": resolved(expr), "eval_time": "60m", "exp_samples": []} for _, expr in queries()
+    ]
+    test = {
+        "interval": "1m",
+        "input_series": input_series(sharing_in_one_pod(), 61),
+        "promql_expr_test": asked,
+    }
     (tmp_path / "cases.yml").write_text(
         json.dumps({"rule_files": ["tandem.yml"], "evaluation_interval": "1m", "tests": [test]})
     )
@@ -80,11 +102,17 @@ def test_every_query_can_be_answered_where_trainer_and_inference_are_one_pod(tmp
 
 
 def test_grafana_is_provisioned_with_them():
-    source = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"][0]
+    source = yaml.safe_load(
+        (GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    )["datasources"][0]
     assert (source["type"], source["isDefault"]) == ("prometheus", True)
-    slowest = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"]["scrape_interval"]
+    slowest = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["global"][
+        "scrape_interval"
+    ]
     assert source["jsonData"]["timeInterval"] == slowest
-    provider = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "tandem.yml").read_text())["providers"][0]
+    provider = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "tandem.yml").read_text())[
+        "providers"
+    ][0]
     assert provider["type"] == "file"
 
 
@@ -93,5 +121,7 @@ def test_targets_have_the_labels_that_rules_and_dashboards_join_on():
     found = []
     for job in config["scrape_configs"]:
         ((static,), name) = job["static_configs"], job["job_name"]
-        found += [{"job": name, **static["labels"], "instance": target} for target in static["targets"]]
+        found += [
+            {"job": name, **static["labels"], "instance": target} for target in static["targets"]
+        ]
     assert found == list(TARGETS.values())

@@ -26,7 +26,9 @@ def test_a_page_is_what_the_catalogue_says(texts, job):
     assert page.names == set().union(*(exported(metric) for metric in of_job))
     families = {family.name: family for family in page.families}
     for metric in of_job:
-        family = families[metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name]
+        family = families[
+            metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
+        ]
         assert family.type == metric.kind
         assert family.documentation == metric.help or metric.name.startswith("process_")
         for sample in family.samples:

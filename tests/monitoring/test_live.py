@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes the made-up deployment with our configuration: every query of every dashboard shows
-something, every rule is evaluated, and no alert fires."""
+"""A real Prometheus scrapes the made-up deployment with our configuration: every query of every
+dashboard shows something, every rule is evaluated, and no alert fires."""
 
 import re
 import subprocess
@@ -27,13 +27,20 @@ EMPTY = {
     "overview: Firing alerts A",
     "jobs: Full in A",  # the volume does not shrink
     "jobs: Attempts that failed A",  # only intervals with a failure
-    *(f"{name}: {annotation}" for name in DASHBOARDS for annotation in ("Jobs that ended", "Steps served")),
+    *(
+        f"{name}: {annotation}"
+        for name in DASHBOARDS
+        for annotation in ("Jobs that ended", "Steps served")
+    ),
 }
 
 
 @contextmanager
 def _running(run: list[str], log: Path, directory: Path) -> Iterator[None]:
-    with log.open("wb") as out, subprocess.Popen(run, cwd=directory, stdout=out, stderr=out) as process:
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(run, cwd=directory, stdout=out, stderr=out) as process,
+    ):
         try:
             yield
         finally:
@@ -46,7 +53,8 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/{path}", params=parameters, timeout=30)
-        return answer.raise_for_status().json()["data"]  # 503: it is starting; 400: PromQL that it refuses
+        # 503: it is starting; 400: PromQL that it refuses.
+        return answer.raise_for_status().json()["data"]
 
     def query(self, expr: str) -> list:
         return self.get("query", query=expr)["result"]
@@ -56,9 +64,23 @@ class Prometheus:
 def prometheus(tmp_path_factory) -> Iterator[Prometheus]:
     directory = tmp_path_factory.mktemp("prometheus")
     [port] = free_ports(1)
-    run = command("prometheus", f"--web.listen-address=127.0.0.1:{port}", "--config.file=prometheus.yml",
-                  "--storage.tsdb.path=data", cwd=directory)  # fmt: skip
-    demo = [sys.executable, "-m", "images.grafana.demo", str(directory), "--interval", "1s", "--gpus", str(GPUS)]
+    run = command(
+        "prometheus",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--config.file=prometheus.yml",
+        "--storage.tsdb.path=data",
+        cwd=directory,
+    )
+    demo = [
+        sys.executable,
+        "-m",
+        "images.grafana.demo",
+        str(directory),
+        "--interval",
+        "1s",
+        "--gpus",
+        str(GPUS),
+    ]
     with ExitStack() as running:
         running.enter_context(_running(demo, directory / "demo.log", ROOT))
         until("the demo serves", lambda: "&& prometheus" in (directory / "demo.log").read_text())
@@ -72,15 +94,25 @@ def test_every_query_of_every_dashboard_shows_something(prometheus):
     missing = [(where, resolved(expr, window="30s")) for where, expr in queries()]
 
     def all_shown() -> bool:
-        missing[:] = [(where, expr) for where, expr in missing if not prometheus.query(expr) and where not in EMPTY]
+        missing[:] = [
+            (where, expr)
+            for where, expr in missing
+            if not prometheus.query(expr) and where not in EMPTY
+        ]
         return not missing
 
     until(missing, all_shown, 180)  # the demo's jobs are slow on a busy machine
 
 
 def test_panels_tell_eight_gpus_apart(prometheus):
-    """Where a panel does not sum them up, each GPU or rank has a curve of its own, under a name of its own."""
-    by_gpu = {name for metric in CATALOGUE if metric.labels.keys() & {"uuid", "rank"} for name in exported(metric)}
+    """Where a panel does not sum them up, each GPU or rank has a curve of its own, under a name of
+    its own."""
+    by_gpu = {
+        name
+        for metric in CATALOGUE
+        if metric.labels.keys() & {"uuid", "rank"}
+        for name in exported(metric)
+    }
     names: dict[str, list[str]] = {}
     few: dict[str, int] = {}
 
@@ -91,12 +123,22 @@ def test_panels_tell_eight_gpus_apart(prometheus):
         for dashboard, panel in panels():
             where, repeated = f"{dashboard}: {panel['title']}", panel.get("repeat") == "uuid"
             for target in panel["targets"]:
-                expr = target["expr"].replace("$uuid", ".*0000003.*") if repeated else target["expr"]
-                found = [series["metric"] for series in prometheus.query(resolved(expr, window="30s"))]
+                expr = (
+                    target["expr"].replace("$uuid", ".*0000003.*") if repeated else target["expr"]
+                )
+                found = [
+                    series["metric"] for series in prometheus.query(resolved(expr, window="30s"))
+                ]
                 if panel["type"] == "timeseries":
-                    names.setdefault(where, []).extend(_legend(target["legendFormat"], labels) for labels in found)
+                    names.setdefault(where, []).extend(
+                        _legend(target["legendFormat"], labels) for labels in found
+                    )
                 one_each = not repeated and not re.search(r"\b(sum|max)\b", expr)
-                if metrics(expr) & by_gpu and one_each and where + f" {target['refId']}" not in EMPTY:
+                if (
+                    metrics(expr) & by_gpu
+                    and one_each
+                    and where + f" {target['refId']}" not in EMPTY
+                ):
                     asked += 1
                     if len(found) < GPUS:
                         few[where] = len(found)
@@ -113,11 +155,17 @@ def _legend(template: str, labels: dict[str, str]) -> str:
 
 def test_every_rule_is_evaluated_and_nothing_fires(prometheus):
     def loaded() -> dict[str, dict]:
-        return {rule["name"]: rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]}
+        return {
+            rule["name"]: rule
+            for group in prometheus.get("rules")["groups"]
+            for rule in group["rules"]
+        }
 
     own = [rule for rule in rules() if "kube_" not in rule["expr"]]
     assert set(loaded()) == {rule.get("alert") or rule["record"] for rule in own}
-    until("every rule is evaluated", lambda: all(rule["health"] == "ok" for rule in loaded().values()))
+    until(
+        "every rule is evaluated", lambda: all(rule["health"] == "ok" for rule in loaded().values())
+    )
     assert not [name for name, rule in loaded().items() if rule.get("state") == "firing"]
 
 

@@ -1,4 +1,5 @@
-"""Rules and dashboards name only metrics that exist, every metric of ours is seen somewhere, and every query parses."""
+"""Rules and dashboards name only metrics that exist, every metric of ours is seen somewhere, and
+every query parses."""
 
 import json
 import re
@@ -24,7 +25,9 @@ NOT_DRAWN = {
     "process_virtual_memory_bytes": "address space says nothing about memory",
     "process_open_fds": "no program of ours comes near its limit",
     "process_max_fds": "as above",
-    "tandem_run_bytes": "says which run to tidy once the volume is full; the dashboards show the volume",
+    "tandem_run_bytes": (
+        "says which run to tidy once the volume is full; the dashboards show the volume"
+    ),
     "vllm:lora_requests_info": "dropped when scraped: a series per combination of adapters",
 }
 
@@ -35,7 +38,10 @@ def exported(metric: Metric) -> set[str]:
     return {metric.name + part for part in parts}
 
 
-EXPRESSIONS = [*queries(), *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules())]
+EXPRESSIONS = [
+    *queries(),
+    *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules()),
+]
 """(where, PromQL) of every query and rule."""
 SEEN = {name for _, expr in EXPRESSIONS for name in metrics(expr)}
 EXISTING = {name for metric in CATALOGUE + VLLM_METRICS for name in exported(metric)}
@@ -44,8 +50,10 @@ RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 
 def test_how_metrics_are_found_in_promql():
     expr = """
-        clamp_min(4 * sum by (a, b) (rate(x_sum{le="y", z=~"w(v)"}[6h])) / (u:t:s > 0) or 0 * max by (q) (r_1), 900)
-          and on (n) group_left (m) label_replace(p offset 5m, "gpu", "$1", "uuid", "(.*)") unless o{i="\\"j\\""} == 1e3
+        clamp_min(4 * sum by (a, b) (rate(x_sum{le="y", z=~"w(v)"}[6h])) / (u:t:s > 0)
+          or 0 * max by (q) (r_1), 900)
+          and on (n) group_left (m) label_replace(p offset 5m, "gpu", "$1", "uuid", "(.*)")
+          unless o{i="\\"j\\""} == 1e3
     """
     assert metrics(expr) == {"x_sum", "u:t:s", "r_1", "p", "o"}
 
@@ -64,23 +72,35 @@ def test_every_metric_and_recorded_series_is_seen_somewhere():
 
 
 def test_labels_in_matchers_are_those_of_the_metric():
-    """A matcher on a label or value that the metric never has selects nothing, and no test of values would show it."""
+    """A matcher on a label or value that the metric never has selects nothing, and no test of
+    values would show it."""
     of_target = {"job", "instance", "namespace", "pod", "role", "le"}
-    labels = {name: metric.labels for metric in CATALOGUE + VLLM_METRICS for name in exported(metric)}
+    labels = {
+        name: metric.labels for metric in CATALOGUE + VLLM_METRICS for name in exported(metric)
+    }
     for where, expr in EXPRESSIONS:
         for name, matchers in re.findall(r"\b([a-z_:][\w:]*)\s*\{([^}]*)\}", expr):
             if name not in labels:
                 continue
             for label, text in re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"', matchers):
-                assert label in labels[name].keys() | of_target, f"{where}: {name} has no label {label}"
+                assert label in labels[name].keys() | of_target, (
+                    f"{where}: {name} has no label {label}"
+                )
                 values = labels[name].get(label)
                 if values and "$" not in text:
-                    assert set(text.split("|")) <= set(values), f"{where}: {name} has no {label}={text!r}"
+                    assert set(text.split("|")) <= set(values), (
+                        f"{where}: {name} has no {label}={text!r}"
+                    )
 
 
 def test_every_query_parses(tmp_path):
-    parsed = [{"record": f"query:{number}", "expr": resolved(expr)} for number, (_, expr) in enumerate(queries())]
-    (tmp_path / "queries.yml").write_text(json.dumps({"groups": [{"name": "dashboards", "rules": parsed}]}))
+    parsed = [
+        {"record": f"query:{number}", "expr": resolved(expr)}
+        for number, (_, expr) in enumerate(queries())
+    ]
+    (tmp_path / "queries.yml").write_text(
+        json.dumps({"groups": [{"name": "dashboards", "rules": parsed}]})
+    )
     done = promtool("check", "rules", "queries.yml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 

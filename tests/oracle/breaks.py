@@ -1,4 +1,5 @@
-"""Mistakes that the oracle must see, those that change little: what each replaces, and which cases can show it.
+"""Mistakes that the oracle must see, those that change little: what each replaces, and which cases
+can show it.
 
 `cut_rank.BREAKS` has those of ranks that train a part of an adapter.
 """
@@ -86,17 +87,26 @@ def never_clipped(self, _norm, rate):
 
 
 DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
-STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = logprobs._Statistics.backward, kernels.head_norm_gradients
+STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
+    logprobs._Statistics.backward,
+    kernels.head_norm_gradients,
+)
 REDUCE, STEP = AdapterOptimizer.reduce_gradients, AdapterOptimizer.step
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 
 def of_experts(case: Case) -> bool:
-    return case.family in MIXTURES and case.lora is not None and bool(set(case.lora.targets) & set(EXPERT_TARGETS))
+    return (
+        case.family in MIXTURES
+        and case.lora is not None
+        and bool(set(case.lora.targets) & set(EXPERT_TARGETS))
+    )
 
 
 def full(*families: str) -> Callable[[Case], object]:
-    return lambda case: case.lora is None and case.world == 1 and (not families or case.family in families)
+    return lambda case: (
+        case.lora is None and case.world == 1 and (not families or case.family in families)
+    )
 
 
 def cut(case: Case, dimension: str) -> bool:
@@ -105,35 +115,51 @@ def cut(case: Case, dimension: str) -> bool:
 
 BREAKS = {
     "positions count slots, not the path": Break(
-        (policy_module, "dealt", slots_as_positions), lambda c: not cut(c, "context"),
+        (policy_module, "dealt", slots_as_positions),
+        lambda c: not cut(c, "context"),
     ),
     "a window is a token longer": Break(
         (policy_module, "tree_params", longer_window),
         lambda c: c.config.get("sliding_window") and c.family == "mistral",
     ),
     "the entropy has no gradient": Break(
-        (logprobs._Statistics, "backward", staticmethod(entropy_without_gradient)), lambda _: True,
+        (logprobs._Statistics, "backward", staticmethod(entropy_without_gradient)),
+        lambda _: True,
     ),
     "data ranks' gradients are not summed": Break(
-        (AdapterOptimizer, "reduce_gradients", not_summed), lambda c: c.lora and cut(c, "data"),
+        (AdapterOptimizer, "reduce_gradients", not_summed),
+        lambda c: c.lora and cut(c, "data"),
     ),
-    "gradients count twice": Break((AdapterOptimizer, "reduce_gradients", summed_twice), lambda c: c.lora),
-    "adapters' gradients are not clipped": Break((AdapterOptimizer, "step", never_clipped), lambda c: c.lora),
+    "gradients count twice": Break(
+        (AdapterOptimizer, "reduce_gradients", summed_twice), lambda c: c.lora
+    ),
+    "adapters' gradients are not clipped": Break(
+        (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
+    ),
     # Where all weights are trained.
     "norms have no gradient": Break((blocks, "_add_norm_gradient", nothing), full()),
-    "heads' norms: RoPE is not undone": Break((kernels, "head_norm_gradients", unrotated), full("qwen3")),
+    "heads' norms: RoPE is not undone": Break(
+        (kernels, "head_norm_gradients", unrotated), full("qwen3")
+    ),
     "embedding: a token counts once": Break((torch.Tensor, "index_put_", last_only), full()),
-    "router has no gradient": Break((MoeBlock, "_logits_gradient", not_of_the_router), full("qwen3_moe")),
+    "router has no gradient": Break(
+        (MoeBlock, "_logits_gradient", not_of_the_router), full("qwen3_moe")
+    ),
     "Adam: bias correction of the next step": Break((ShardedAdam, "_update", late), full()),
     "Adam: vectors decay": Break((ShardedAdam, "_update", decayed), full()),
     "Adam: gradients are not clipped": Break((ShardedAdam, "_update", unclipped), full()),
-    "Adam: steps are not counted": Break((ShardedAdam, "steps", property(lambda _: 1, nothing)), full()),
+    "Adam: steps are not counted": Break(
+        (ShardedAdam, "steps", property(lambda _: 1, nothing)), full()
+    ),
     "sp: norms' gradients of the ranks' tokens are not summed": Break(
-        (ShardedAdam, "_sum_over_tensor_ranks", nothing), lambda c: c.lora is None and c.sizes["sequence"]
+        (ShardedAdam, "_sum_over_tensor_ranks", nothing),
+        lambda c: c.lora is None and c.sizes["sequence"],
     ),
     "tp: heads' norms' gradients are not summed": Break(
         (ShardedAdam, "_sum_over_tensor_ranks", nothing),
-        lambda c: c.lora is None and c.family == "qwen3" and cut(c, "tensor") and not c.sizes["sequence"],
+        lambda c: (
+            c.lora is None and c.family == "qwen3" and cut(c, "tensor") and not c.sizes["sequence"]
+        ),
     ),
     "data ranks' gradients of weights are not summed": Break(
         (ShardedAdam, "reduce_gradients", ShardedAdam._sum_over_tensor_ranks),
@@ -147,9 +173,10 @@ BREAKS = {
         lambda c: c.lora is None and cut(c, "pipeline") and c.config["tie_word_embeddings"],
     ),
     "experts are summed over the wrong ranks": Break(
-        (ShardedAdam, "_group", lambda self, _: self._topology.data), lambda c: c.lora is None and cut(c, "expert")
+        (ShardedAdam, "_group", lambda self, _: self._topology.data),
+        lambda c: c.lora is None and cut(c, "expert"),
     ),
-}  # fmt: skip
+}
 
 
 def _shows(name: str) -> Callable[[Case], object]:
@@ -163,7 +190,9 @@ def _shows(name: str) -> Callable[[Case], object]:
     if first == "ep" or name.startswith("the residual"):
         return lambda c: c.lora and cut(c, "expert")
     if first == "shared expert":
-        return lambda c: c.family == "glm4_moe" and c.sizes["sequence"] and "q_proj" in c.lora.targets
+        return lambda c: (
+            c.family == "glm4_moe" and c.sizes["sequence"] and "q_proj" in c.lora.targets
+        )
     if first in ("cp", "pp"):
         dimension = {"cp": "context", "pp": "pipeline"}[first]
         return lambda c: c.lora and cut(c, dimension)

@@ -1,4 +1,5 @@
-"""What the oracle compares: models, topologies, what is trained, and packed rows, all drawn from a seed."""
+"""What the oracle compares: models, topologies, what is trained, and packed rows, all drawn from a
+seed."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -62,13 +63,20 @@ class Case:
     temperature: float
 
     def __str__(self) -> str:
-        sizes = "-".join(f"{name}{int(size)}" for name, size in self.sizes.items() if size not in (1, False))
+        sizes = "-".join(
+            f"{name}{int(size)}" for name, size in self.sizes.items() if size not in (1, False)
+        )
         trained = "full" if self.lora is None else f"r{self.lora.rank}x{len(self.lora.targets)}"
         return f"{self.seed}:{self.family}-{trained}-keep{self.keep}-{sizes or 'alone'}"
 
     @property
     def world(self) -> int:
-        return self.sizes["tensor"] * self.sizes["context"] * self.sizes["data"] * self.sizes["pipeline"]
+        return (
+            self.sizes["tensor"]
+            * self.sizes["context"]
+            * self.sizes["data"]
+            * self.sizes["pipeline"]
+        )
 
     def rows(self) -> list[Row]:
         """Two for each data-parallel rank, equally long, as those of a job."""
@@ -94,13 +102,17 @@ def draw(seed: int) -> Case:
     sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
     if mixture:
         sizes["expert"] = rng.choice([size for size in (1, 2, 4) if world % size == 0])
-        sizes["expert_tensor"] = rng.choice([size for size in (1, 2) if world // sizes["expert"] % size == 0])
+        sizes["expert_tensor"] = rng.choice(
+            [size for size in (1, 2) if world // sizes["expert"] % size == 0]
+        )
     lora = None
     if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
         targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
         rank = rng.randint(1, 6)
-        lora = LoraShape(rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen))
+        lora = LoraShape(
+            rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen)
+        )
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
     config = _config(rng, family)
     if seed >= SERVED:
@@ -110,12 +122,23 @@ def draw(seed: int) -> Case:
             config["hidden_size"] = 32 * config["num_attention_heads"]  # it does not read head_dim
         if family == "glm4_moe":
             config["tie_word_embeddings"] = False  # vLLM would leave the output layer empty
-    return Case(seed, family, config, _staged(seed, sizes, config["num_hidden_layers"]), lora, kept, temperature)
+    return Case(
+        seed,
+        family,
+        config,
+        _staged(seed, sizes, config["num_hidden_layers"]),
+        lora,
+        kept,
+        temperature,
+    )
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
     """Some get pipeline stages, of the data ranks or of ranks of their own, up to 8."""
-    rng, experts = random.Random(f"pipeline {seed}"), sizes.get("expert", 1) * sizes.get("expert_tensor", 1)
+    rng, experts = (
+        random.Random(f"pipeline {seed}"),
+        sizes.get("expert", 1) * sizes.get("expert_tensor", 1),
+    )
     stage = sizes["tensor"] * sizes["context"] * sizes["data"]
     fits = [(1, sizes["data"])]
     for stages in range(2, layers + 1):
@@ -128,21 +151,32 @@ def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def _config(rng: random.Random, family: str) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "num_hidden_layers": rng.randint(1, 3), "num_key_value_heads": 4, "num_attention_heads": rng.choice((4, 8)),
-        "head_dim": rng.choice((8, 16)), "hidden_size": rng.choice((32, 48)), "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "num_hidden_layers": rng.randint(1, 3),
+        "num_key_value_heads": 4,
+        "num_attention_heads": rng.choice((4, 8)),
+        "head_dim": rng.choice((8, 16)),
+        "hidden_size": rng.choice((32, 48)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
         "tie_word_embeddings": rng.random() < 0.5,
-    }  # fmt: skip
+    }
     window = rng.randint(3, 9)
     match family:
         case "llama" if rng.random() < 0.5:
             scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             config["rope_parameters"] = {
-                "rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling,
-            }  # fmt: skip
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+                **scaling,
+            }
         case "mistral":
             config["sliding_window"] = rng.choice((None, window))
         case "qwen2" | "qwen3" | "qwen3_moe" if rng.random() < 0.5:
-            config |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": rng.randint(0, 2)}
+            config |= {
+                "use_sliding_window": True,
+                "sliding_window": window,
+                "max_window_layers": rng.randint(0, 2),
+            }
         case "gemma3_text":
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
@@ -196,7 +230,9 @@ def _row(rng: random.Random, least: int) -> Row:
     tensors = RowTensors(
         tokens=torch.tensor(tokens + [0] * padding),
         positions=torch.tensor(positions + [0] * padding),
-        subtree_end=torch.tensor([ends[slot] for slot in range(used)] + [used + i + 1 for i in range(padding)]),
+        subtree_end=torch.tensor(
+            [ends[slot] for slot in range(used)] + [used + i + 1 for i in range(padding)]
+        ),
         item_source=torch.tensor([item.source for item in items]),
         item_token=torch.tensor([item.token for item in items]),
     )

@@ -1,7 +1,9 @@
-"""The ranks of the oracle: python oracle_rank.py DIRECTORY '{"<world>": [[seed, break or null], ...]}'.
+"""The ranks of the oracle: python oracle_rank.py DIRECTORY '{"<world>": [[seed, break or null],
+...]}'.
 
 Each case's model and adapter are in DIRECTORY/<seed>. Rank 0 leaves what the ranks compute in
-DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three optimizer steps, and what they have made.
+DIRECTORY/<seed>.<break>.pt: the loss and the gradients of the first of three optimizer steps, and
+what they have made.
 """
 
 import json
@@ -30,14 +32,20 @@ from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.sharded_adam import ShardedAdam
 
-SETTINGS = OptimizerSettings(learning_rate=2e-3, weight_decay=0.1, max_grad_norm=1.0, eps=1e-5, beta2=0.95)
+SETTINGS = OptimizerSettings(
+    learning_rate=2e-3, weight_decay=0.1, max_grad_norm=1.0, eps=1e-5, beta2=0.95
+)
 ENTROPY = 0.1
 STEPS = 3
 
 
 def accumulate(case: Case, policy: Policy) -> torch.Tensor:
     """Add the gradients of this rank's rows; its part of the loss."""
-    place, sizes, loss = policy.topology.place, policy.topology.sizes, torch.zeros((), dtype=torch.float64)
+    place, sizes, loss = (
+        policy.topology.place,
+        policy.topology.sizes,
+        torch.zeros((), dtype=torch.float64),
+    )
 
     def losses() -> Iterator[torch.Tensor]:
         for row in case.rows()[place.data :: sizes.data]:
@@ -65,7 +73,11 @@ def train(
         if step == 0:
             for group in (policy.topology.data, policy.topology.pipeline):
                 parallel.all_reduce(loss, group=group)
-            result = {"loss": float(loss), "norm": optimizer.gradient_norm(), "gradients": gradients()}
+            result = {
+                "loss": float(loss),
+                "norm": optimizer.gradient_norm(),
+                "gradients": gradients(),
+            }
         optimizer.step(optimizer.gradient_norm(), SETTINGS.learning_rate)
     return result
 
@@ -77,7 +89,9 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
         adapter = AdapterOptimizer(policy, SETTINGS)
 
         def gathered() -> dict[str, torch.Tensor]:
-            return policy.adapter.whole({name: p.grad for name, p in policy.lora_parameters().items()})
+            return policy.adapter.whole(
+                {name: p.grad for name, p in policy.lora_parameters().items()}
+            )
 
         return train(case, policy, adapter, gathered) | {"after": policy.adapter_tensors()}
     full = make_full(directory / "model", SETTINGS)
@@ -91,7 +105,9 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
         full.optimizer._gather(full.optimizer._gradients)
         return files(full.gradients())
 
-    result = train(case, full.policy, full.optimizer, whole) | {"after": files(dict(full.policy.base()))}
+    result = train(case, full.policy, full.optimizer, whole) | {
+        "after": files(dict(full.policy.base()))
+    }
     return result | {"made": directory / f"made-{os.environ['ORACLE_RUN']}-1"}
 
 
@@ -100,8 +116,20 @@ def _keep(case: Case, policy: Policy) -> None:
         layer.keep = Keep(case.keep)
 
 
-def run(rank: int, world: int, port: int, directory: Path, orders: list[tuple[int, str | None]], start: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run(
+    rank: int,
+    world: int,
+    port: int,
+    directory: Path,
+    orders: list[tuple[int, str | None]],
+    start: int,
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     device.activate("cpu")
@@ -122,7 +150,11 @@ def run(rank: int, world: int, port: int, directory: Path, orders: list[tuple[in
 
 def main(directory: Path, by_world: dict[str, list[tuple[int, str | None]]]) -> None:
     """Ranks do a few cases, because Gloo's threads of one case stay until the process ends."""
-    starts = [(world, list(orders)) for world, several in by_world.items() for orders in batched(several, 6)]
+    starts = [
+        (world, list(orders))
+        for world, several in by_world.items()
+        for orders in batched(several, 6)
+    ]
     for number, (world, orders) in enumerate(starts):
         fork_ranks(int(world), run, directory, orders, number)
 

@@ -1,4 +1,5 @@
-"""What transformers, PEFT and torch's AdamW compute for a case: each sequence alone, on one rank, nothing packed."""
+"""What transformers, PEFT and torch's AdamW compute for a case: each sequence alone, on one rank,
+nothing packed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ class Reference:
 
 
 class Model:
-    """`parameters`: what is trained; by PEFT key, or by transformers' own names where that is everything."""
+    """`parameters`: what is trained; by PEFT key, or by transformers' own names where that is
+    everything."""
 
     def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
         self._case = case
@@ -41,14 +43,20 @@ class Model:
         self.base.requires_grad_(False)
         lora, adapter = case.lora, load_file(directory / "adapter" / WEIGHTS_FILE)
         if any(".experts." in key for key in adapter):  # PEFT can't adapt experts
-            self.parameters = {key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()}
+            self.parameters = {
+                key: value.to(dtype).clone().requires_grad_() for key, value in adapter.items()
+            }
             self.logits = lambda tokens: functional_call(
                 self.base, merged(self.base, self.parameters, lora), (tokens[None],)
             ).logits[0]
         else:
-            theirs = peft.PeftModel.from_pretrained(self.base, directory / "adapter", is_trainable=True).to(dtype)
+            theirs = peft.PeftModel.from_pretrained(
+                self.base, directory / "adapter", is_trainable=True
+            ).to(dtype)
             self.parameters = {
-                name.replace(".default", ""): p for name, p in theirs.named_parameters() if "lora_" in name
+                name.replace(".default", ""): p
+                for name, p in theirs.named_parameters()
+                if "lora_" in name
             }
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
@@ -83,19 +91,30 @@ def compute(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> 
     decays = [p for p in trained.values() if p.ndim > 1]
     rest = [p for p in trained.values() if p.ndim == 1]
     adam = torch.optim.AdamW(
-        [{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=SETTINGS.learning_rate,
-        betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay,
-    )  # fmt: skip
+        [{"params": decays}, {"params": rest, "weight_decay": 0.0}],
+        lr=SETTINGS.learning_rate,
+        betas=(SETTINGS.beta1, SETTINGS.beta2),
+        eps=SETTINGS.eps,
+        weight_decay=SETTINGS.weight_decay,
+    )
     before = model.named(trained, directory / f"{dtype}-before")
     first: tuple[float, float, float, dict[str, torch.Tensor]] | None = None
     for _ in range(STEPS):
         adam.zero_grad()
         loss, scale = model.loss()
         loss.backward()
-        gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}
+        gradients = {
+            name: p.grad if p.grad is not None else torch.zeros_like(p)
+            for name, p in trained.items()
+        }
         if first is None:
             norm = float(torch.nn.utils.get_total_norm(gradients.values()))
-            first = float(loss), scale, norm, model.named(gradients, directory / f"{dtype}-gradients")
+            first = (
+                float(loss),
+                scale,
+                norm,
+                model.named(gradients, directory / f"{dtype}-gradients"),
+            )
         torch.nn.utils.clip_grad_norm_(trained.values(), SETTINGS.max_grad_norm)
         adam.step()
     assert first is not None

@@ -1,4 +1,5 @@
-"""vLLM's log-probs for the oracle: python serve.py ORDERS, a file of `Order`s; the answers go to ORDERS.pt.
+"""vLLM's log-probs for the oracle: python serve.py ORDERS, a file of `Order`s; the answers go to
+ORDERS.pt.
 
 vLLM runs in this process, one model after the other, in fp32.
 """
@@ -25,11 +26,23 @@ def logprobs(order: Order) -> list[torch.Tensor]:
 
     lora: dict[str, Any] = {}
     if order["adapter"]:
-        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "lora_target_modules": list(LORA_TARGETS)}
+        lora = {
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loras": 1,
+            "lora_target_modules": list(LORA_TARGETS),
+        }
     llm = LLM(
-        order["model"], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
-        max_num_seqs=4, kv_cache_memory_bytes=64 * 2**20, enable_prefix_caching=False, **lora,
-    )  # fmt: skip
+        order["model"],
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 * 2**20,
+        enable_prefix_caching=False,
+        **lora,
+    )
     given: Any = [{"prompt_token_ids": tokens} for tokens in order["sequences"]]
     adapter = LoRARequest("adapter", 1, order["adapter"]) if order["adapter"] else None
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -46,4 +59,6 @@ def logprobs(order: Order) -> list[torch.Tensor]:
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     orders = Path(sys.argv[1])
-    torch.save([logprobs(order) for order in json.loads(orders.read_text())], orders.with_suffix(".pt"))
+    torch.save(
+        [logprobs(order) for order in json.loads(orders.read_text())], orders.with_suffix(".pt")
+    )

@@ -1,8 +1,9 @@
-"""The oracle: generated models, topologies and rows against transformers, PEFT and torch's AdamW in fp32.
+"""The oracle: generated models, topologies and rows against transformers, PEFT and torch's AdamW in
+fp32.
 
-Loss, every gradient (1e-5, relative in norm) and three optimizer steps (1e-3 of what moved). A float64 reference
-decides where fp32 itself is that far off. `breaks.py` has the mistakes that it must see. One case: `--all-cases -k
-<seed>:`.
+Loss, every gradient (1e-5, relative in norm) and three optimizer steps (1e-3 of what moved). A
+float64 reference decides where fp32 itself is that far off. `breaks.py` has the mistakes that it
+must see. One case: `--all-cases -k <seed>:`.
 """
 
 import json
@@ -43,7 +44,9 @@ class Oracle:
         if directory.exists():
             return
         wide = 0.5 if case.family in ("glm4_moe", "gpt_oss", "gemma3_text") else 1.0
-        model = write_random_model(directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config)
+        model = write_random_model(
+            directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config
+        )
         if case.lora is not None:
             write_random_adapter(directory / "adapter", model, case.lora, seed=case.seed)
 
@@ -55,7 +58,9 @@ class Oracle:
         run_program(oracle_rank.__file__, str(self.directory), json.dumps(by_world), seconds=3000)
 
     def ours(self, seed: int, broken: str | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(self.directory / f"{seed}.{broken}.pt", weights_only=False)
+        found: dict[str, Any] = torch.load(
+            self.directory / f"{seed}.{broken}.pt", weights_only=False
+        )
         return found
 
     def theirs(self, seed: int, dtype: torch.dtype = torch.float32) -> reference.Reference:
@@ -74,17 +79,28 @@ class Oracle:
         if abs(ours["norm"] - theirs.norm) > GRADIENTS * theirs.norm:
             found.append(f"norm {ours['norm']}, not {theirs.norm}")
         assert ours["gradients"].keys() == theirs.gradients.keys()
-        far = [name for name in theirs.gradients if self._far(ours["gradients"][name], theirs.gradients[name])]
+        far = [
+            name
+            for name in theirs.gradients
+            if self._far(ours["gradients"][name], theirs.gradients[name])
+        ]
         if far:
             exact = self.theirs(seed, torch.float64).gradients
             for name in far:
-                one, other, true = (of[name].double() for of in (ours["gradients"], theirs.gradients, exact))
+                one, other, true = (
+                    of[name].double() for of in (ours["gradients"], theirs.gradients, exact)
+                )
                 if (one - true).norm() > 3 * max((other - true).norm(), GRADIENTS * true.norm()):
                     found.append(f"gradient of {name}: {(one - true).norm() / true.norm():.1e}")
-        moved, apart = ([(of[name] - theirs.after[name]).flatten() for name in theirs.after]
-                        for of in (theirs.before, ours["after"]))  # fmt: skip
+        moved, apart = (
+            [(of[name] - theirs.after[name]).flatten() for name in theirs.after]
+            for of in (theirs.before, ours["after"])
+        )
         if torch.cat(apart).norm() > WEIGHTS * torch.cat(moved).norm():
-            found.append(f"after {oracle_rank.STEPS} steps: {torch.cat(apart).norm() / torch.cat(moved).norm():.1e}")
+            found.append(
+                f"after {oracle_rank.STEPS} steps:"
+                f" {torch.cat(apart).norm() / torch.cat(moved).norm():.1e}"
+            )
         return found
 
     @staticmethod
@@ -99,7 +115,13 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for item in request.session.items:
         if item.path == request.path and hasattr(item, "callspec"):
             values = item.callspec.params
-            orders[(values["seed"], None) if "seed" in values else (case_of(values["name"]), values["name"])] = None
+            orders[
+                (
+                    (values["seed"], None)
+                    if "seed" in values
+                    else (case_of(values["name"]), values["name"])
+                )
+            ] = None
     oracle = Oracle(tmp_path_factory.mktemp("oracle"))
     oracle.run(list(orders))
     return oracle

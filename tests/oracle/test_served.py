@@ -1,6 +1,8 @@
-"""What the oracle's ranks have trained, vLLM serves: the log-probs of transformers and PEFT, within 1e-4 nats.
+"""What the oracle's ranks have trained, vLLM serves: the log-probs of transformers and PEFT, within
+1e-4 nats.
 
-Adapters are served as adapters; those on experts, which vLLM does not serve on the CPU, as `tandem export` merges them.
+Adapters are served as adapters; those on experts, which vLLM does not serve on the CPU, as `tandem
+export` merges them.
 """
 
 import json
@@ -34,7 +36,11 @@ def sequences(case: Case) -> list[list[int]]:
 
 def trained(case: Case, directory: Path, made: dict[str, Any]) -> serve.Order:
     """What vLLM loads of a case's result."""
-    order: serve.Order = {"model": str(directory / "model"), "adapter": None, "sequences": sequences(case)}
+    order: serve.Order = {
+        "model": str(directory / "model"),
+        "adapter": None,
+        "sequences": sequences(case),
+    }
     if case.lora is None:
         shutil.copy(directory / "model/config.json", made["made"])
         return order | {"model": str(made["made"])}
@@ -52,16 +58,25 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Oracle, list[torch.Tensor]]]:
     """Seed -> the oracle that has trained it, and vLLM's log-probs of `sequences`."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     seeds = [item.callspec.params["seed"] for item in items]
     oracle = Oracle(tmp_path_factory.mktemp("served"))
     oracle.run([(seed, None) for seed in seeds])
     orders = oracle.directory / "orders.json"
-    orders.write_text(json.dumps([trained(draw(s), oracle.directory / str(s), oracle.ours(s)) for s in seeds]))
+    orders.write_text(
+        json.dumps([trained(draw(s), oracle.directory / str(s), oracle.ours(s)) for s in seeds])
+    )
     command = [sys.executable, serve.__file__, str(orders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return {seed: (oracle, found) for seed, found in zip(seeds, torch.load(orders.with_suffix(".pt")), strict=True)}
+    return {
+        seed: (oracle, found)
+        for seed, found in zip(seeds, torch.load(orders.with_suffix(".pt")), strict=True)
+    }
 
 
 @pytest.mark.sample(2)
@@ -72,7 +87,9 @@ def test_vllm_serves_what_was_trained(served: Any, seed: int) -> None:
     model, untrained = (reference.Model(case, directory, torch.float32) for _ in range(2))
     made = oracle.ours(seed)
     if case.lora is None:
-        model.base = transformers.AutoModelForCausalLM.from_pretrained(made["made"], dtype=torch.float32)
+        model.base = transformers.AutoModelForCausalLM.from_pretrained(
+            made["made"], dtype=torch.float32
+        )
     else:
         with torch.no_grad():
             for name, parameter in model.parameters.items():

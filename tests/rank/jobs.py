@@ -1,4 +1,5 @@
-"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, or in two others."""
+"""Runs of a tiny model, jobs on them, and ways to run a job's ranks: in this process, or in two
+others."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -52,20 +53,38 @@ def make_model(directory: Path, family: str = "qwen3", **config: object) -> Path
 
 
 def make_run(
-    spool: Spool, model: Path, name: str = "r", *, seed: int = 7, base_model: str | None = None, full: bool = False
+    spool: Spool,
+    model: Path,
+    name: str = "r",
+    *,
+    seed: int = 7,
+    base_model: str | None = None,
+    full: bool = False,
 ) -> schema.RunSpec:
     if full:
-        of_all = {"name": name, "base_model": str(model), "trainable": "full", "lora": None, "weights": "merged"}
-        return spool.runs.create(schema.RunSpec(**of_all, seed=seed, created=time.time()), lambda _: None)
-    spec = schema.RunSpec(name=name, base_model=base_model or str(model), lora=LORA, seed=seed, created=time.time())
+        of_all = {
+            "name": name,
+            "base_model": str(model),
+            "trainable": "full",
+            "lora": None,
+            "weights": "merged",
+        }
+        return spool.runs.create(
+            schema.RunSpec(**of_all, seed=seed, created=time.time()), lambda _: None
+        )
+    spec = schema.RunSpec(
+        name=name, base_model=base_model or str(model), lora=LORA, seed=seed, created=time.time()
+    )
     arch = read_arch(str(model))
     return spool.runs.create(
-        spec, lambda path: write_identity_adapter(path, arch, LORA, base_model=str(model), seed=seed)
+        spec,
+        lambda path: write_identity_adapter(path, arch, LORA, base_model=str(model), seed=seed),
     )
 
 
 def random_groups(seed: int, groups: int = 4, size: int = 3) -> list[Group]:
-    """Groups that share a prompt; prompts and completions of many lengths, so rows hold different numbers of items."""
+    """Groups that share a prompt; prompts and completions of many lengths, so rows hold different
+    numbers of items."""
     rng = np.random.default_rng(seed)
 
     def trajectory(prompt: list[int]) -> Trajectory:
@@ -84,40 +103,83 @@ def random_examples(seed: int, n: int = 8) -> list[SFTExample]:
     def example() -> SFTExample:
         length = int(rng.integers(4, 20))
         trained = int(rng.integers(1, length - 1))
-        flags, weight = [False] * (length - trained) + [True] * trained, float(rng.choice([0.5, 1.0, 2.0]))
-        return SFTExample(token_ids=rng.integers(0, VOCAB, length).tolist(), trainable=flags, weight=weight)
+        flags, weight = (
+            [False] * (length - trained) + [True] * trained,
+            float(rng.choice([0.5, 1.0, 2.0])),
+        )
+        return SFTExample(
+            token_ids=rng.integers(0, VOCAB, length).tolist(), trainable=flags, weight=weight
+        )
 
     return [example() for _ in range(n)]
 
 
 def submit_rl(
-    spool: Spool, run: str = "r", job_id: str = "rl", *, groups: list[Group] | None = None, loss: RLLoss | None = None,
+    spool: Spool,
+    run: str = "r",
+    job_id: str = "rl",
+    *,
+    groups: list[Group] | None = None,
+    loss: RLLoss | None = None,
     **optimizer: Any,
-) -> str:  # fmt: skip
+) -> str:
     data = random_groups(0) if groups is None else groups
     mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
-    settings = {"advantage": AdvantageSettings(), "packing": PackingSettings(sequence_length=ROW), "mixture": mixture}
+    settings = {
+        "advantage": AdvantageSettings(),
+        "packing": PackingSettings(sequence_length=ROW),
+        "mixture": mixture,
+    }
     pack = partial(prepare_rl, data, vocab_size=VOCAB, **settings)
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
 
 
 def submit_sft(
-    spool: Spool, run: str = "r", job_id: str = "sft", *, examples: list[SFTExample] | None = None,
-    loss: SFTLoss | None = None, row: int = ROW, held_out: Sequence[SFTExample] = (), **optimizer: Any,
-) -> str:  # fmt: skip
+    spool: Spool,
+    run: str = "r",
+    job_id: str = "sft",
+    *,
+    examples: list[SFTExample] | None = None,
+    loss: SFTLoss | None = None,
+    row: int = ROW,
+    held_out: Sequence[SFTExample] = (),
+    **optimizer: Any,
+) -> str:
     data = random_examples(0) if examples is None else examples
-    pack = partial(prepare_sft, data, held_out=held_out, tokenizer_path="", vocab_size=VOCAB,
-                   packing=PackingSettings(sequence_length=row))  # fmt: skip
+    pack = partial(
+        prepare_sft,
+        data,
+        held_out=held_out,
+        tokenizer_path="",
+        vocab_size=VOCAB,
+        packing=PackingSettings(sequence_length=row),
+    )
     return _submit(spool, SFTJob, run, job_id, pack, loss or SFTLoss(), optimizer)
 
 
-def _submit(spool: Spool, kind: Any, run: str, job_id: str, pack: Callable[..., schema.PackedData],
-            loss: RLLoss | SFTLoss, optimizer: dict[str, Any]) -> str:  # fmt: skip
+def _submit(
+    spool: Spool,
+    kind: Any,
+    run: str,
+    job_id: str,
+    pack: Callable[..., schema.PackedData],
+    loss: RLLoss | SFTLoss,
+    optimizer: dict[str, Any],
+) -> str:
     settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
     def make(name: str, base: int, staged: Path) -> Any:
-        return kind(id=name, run=run, base_step=base, created=time.time(), fingerprint=name,
-                    stall_seconds=STALL_SECONDS, data=pack(out=staged), loss=loss, optimizer=settings)  # fmt: skip
+        return kind(
+            id=name,
+            run=run,
+            base_step=base,
+            created=time.time(),
+            fingerprint=name,
+            stall_seconds=STALL_SECONDS,
+            data=pack(out=staged),
+            loss=loss,
+            optimizer=settings,
+        )
 
     spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
     return job_id
@@ -137,14 +199,18 @@ def finish(spool: Spool, job: schema.Job) -> Path:
     return spool.checkpoints.path(job.spec.run, step)
 
 
-def run_here(spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main) -> Path:
+def run_here(
+    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
+) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
     assert main(spool.root, job_id, job.attempt) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
-def fail_here(spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main) -> schema.JobError:
+def fail_here(
+    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
+) -> schema.JobError:
     """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
     assert main(spool.root, job_id, job.attempt) == 1
@@ -157,14 +223,19 @@ def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
     return schema.JobError.model_validate_json(error_file(work, 0).read_text())
 
 
-def run_two_ranks(spool: Spool, topologies: dict[str, str]) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
-    """Run jobs of different runs one after the other in the same two ranks, to pay for torch's import once.
+def run_two_ranks(
+    spool: Spool, topologies: dict[str, str]
+) -> dict[str, tuple[Path, dict[int, schema.Beat]]]:
+    """Run jobs of different runs one after the other in the same two ranks, to pay for torch's
+    import once.
 
     `topologies`: job -> name in `TOPOLOGIES`. Returns each job's checkpoint and last beats.
     """
     jobs = [claim(spool, job_id) for job_id in topologies]
     script = str(Path(__file__).with_name("rank_of_jobs.py"))
-    run_ranks(2, script, str(spool.root), *(f"{job_id}={one}" for job_id, one in topologies.items()))
+    run_ranks(
+        2, script, str(spool.root), *(f"{job_id}={one}" for job_id, one in topologies.items())
+    )
     beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 
@@ -173,7 +244,10 @@ def steps_of(spool: Spool, job_id: str, *, measured: bool = True) -> list[dict[s
     """Metrics of each optimizer step; without `measured` only those that the same job has again."""
     steps = [event.data["metrics"] for event in spool.events.read(job_id) if event.type == "step"]
     varies = () if measured else ("seconds_", "memory_", "tokens_per_second")
-    return [{name: value for name, value in step.items() if not name.startswith(varies)} for step in steps]
+    return [
+        {name: value for name, value in step.items() if not name.startswith(varies)}
+        for step in steps
+    ]
 
 
 def first_and_last_epoch(spool: Spool, job_id: str, epochs: int) -> tuple[float, float]:
@@ -189,7 +263,9 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def files(checkpoint: Path) -> dict[str, bytes]:
     """Name -> content of all but the manifest."""
-    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    names = (
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    )
     return {name: (checkpoint / name).read_bytes() for name in names if name != "manifest.json"}
 
 

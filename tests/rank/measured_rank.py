@@ -1,10 +1,12 @@
-"""One rank that runs a job and records what is allocated, and for what, at the begin and end of each phase and step:
+"""One rank that runs a job and records what is allocated, and for what, at the begin and end of
+each phase and step:
 
     measured_rank.py <spool> <job> <file>
 
-The file gets a list of rows: `at` ("begin" or "end" of a phase, or "step"), `stats` (`memory.stats`), `sizes` (bytes
-of each allocation of policy and optimizer, by kind), `visible` (on the CPU, bytes of all tensors Python can reach), and
-of an end `phase` and `reported`, the job's own report.
+The file gets a list of rows: `at` ("begin" or "end" of a phase, or "step"), `stats`
+(`memory.stats`), `sizes` (bytes of each allocation of policy and optimizer, by kind), `visible` (on
+the CPU, bytes of all tensors Python can reach), and of an end `phase` and `reported`, the job's own
+report.
 """
 
 import gc
@@ -34,13 +36,16 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {
         tensor.untyped_storage().data_ptr(): size
         for tensor in tensors
-        if tensor.device.type == device.device().type and (size := tensor.untyped_storage().nbytes())
+        if tensor.device.type == device.device().type
+        and (size := tensor.untyped_storage().nbytes())
     }
 
 
 def sizes() -> dict[str, list[int]]:
     """Kind -> size of each of its allocations."""
-    kinds: dict[str, dict[int, int]] = {kind: {} for kind in ("base", "other", "lora", "gradients", "moments")}
+    kinds: dict[str, dict[int, int]] = {
+        kind: {} for kind in ("base", "other", "lora", "gradients", "moments")
+    }
     for optimizer in optimizers:
         policy, moments = optimizer.policy, optimizer.moments().values()
         lora, others = list(policy.lora_parameters().values()), list(policy.buffers())
@@ -60,10 +65,19 @@ def measure(at: str, phase: str | None = None, reported: dict[str, int] | None =
     visible = 0
     if device.is_cuda():
         memory.release_workspaces()  # 32 MiB for each thread that multiplies
-        torch.empty(1, device=device.device())  # lets the allocator take back what other streams have finished with
+        # Lets the allocator take back what other streams have finished with.
+        torch.empty(1, device=device.device())
     else:
-        visible = sum(storages(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)).values())
-    row = {"at": at, "phase": phase, "reported": reported, "stats": memory.stats(), "sizes": sizes()}
+        visible = sum(
+            storages(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)).values()
+        )
+    row = {
+        "at": at,
+        "phase": phase,
+        "reported": reported,
+        "stats": memory.stats(),
+        "sizes": sizes(),
+    }
     rows.append(row | {"visible": visible})
 
 

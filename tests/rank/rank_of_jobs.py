@@ -1,4 +1,5 @@
-"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<name in jobs.TOPOLOGIES> ..."""
+"""One of the ranks that run several jobs in turn: rank_of_jobs.py <spool> <job>=<name in
+jobs.TOPOLOGIES> ..."""
 
 import os
 import sys
@@ -12,10 +13,16 @@ from tandem.model import parallel
 from tandem.trainer.rank import session, worker
 
 # The ranks of all jobs meet in one store, as with torchrun's agent.
-store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0")
-os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"]}
+store = TCPStore(
+    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0"
+)
+os.environ |= {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"],
+}
 session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
-parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)  # and share the reading
+# And share the reading.
+parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     os.environ |= jobs.TOPOLOGIES[topology].variables()

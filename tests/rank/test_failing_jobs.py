@@ -34,10 +34,17 @@ def refused(spool: Spool, job_id: str, kind: str, *says: str) -> None:
 
 def test_fp8_without_a_gpu_is_refused(spool: Spool, monkeypatch) -> None:
     monkeypatch.setenv("TANDEM_BASE_PRECISION", "fp8")
-    refused(spool, jobs.submit_sft(spool), "invalid_input", "the CPU has no FP8; set TANDEM_BASE_PRECISION=same")
+    refused(
+        spool,
+        jobs.submit_sft(spool),
+        "invalid_input",
+        "the CPU has no FP8; set TANDEM_BASE_PRECISION=same",
+    )
 
 
-def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wait(spool: Spool, monkeypatch) -> None:
+def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wait(
+    spool: Spool, monkeypatch
+) -> None:
     def fails(*arguments: Any, **cut: int) -> None:
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
 
@@ -61,20 +68,29 @@ def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> Non
     assert "somebody" in error.message
 
 
-def test_a_volume_without_space_for_the_checkpoint_ends_the_job_before_it_trains(spool: Spool, monkeypatch) -> None:
+def test_a_volume_without_space_for_the_checkpoint_ends_the_job_before_it_trains(
+    spool: Spool, monkeypatch
+) -> None:
     def train(*_: Any) -> None:
         raise AssertionError("it trained")
 
     monkeypatch.setattr(Training, "train", train)
     monkeypatch.setattr(full_volume, "SPACE_SECONDS", 1.0)
     needed = sum(entry.size for entry in spool.checkpoints.manifest("r", 0).files.values())
-    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1, f_bavail=needed - 1))
+    monkeypatch.setattr(
+        "os.statvfs", lambda _: SimpleNamespace(f_blocks=100, f_frsize=1, f_bavail=needed - 1)
+    )
     error = jobs.fail_here(spool, jobs.submit_sft(spool))
     assert (error.type, error.retriable) == ("spool_unusable", True)
-    assert f"has {needed - 1} bytes left, and the checkpoint that this job makes takes {needed}" in error.message
+    assert (
+        f"has {needed - 1} bytes left, and the checkpoint that this job makes takes {needed}"
+        in error.message
+    )
 
 
-def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(spool: Spool, monkeypatch) -> None:
+def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
+    spool: Spool, monkeypatch
+) -> None:
     append = Events.append
 
     def refuse_steps(self: Events, job_id: str, kind: EventType, **data: Any) -> Event:
@@ -89,14 +105,21 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(spool:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
-    """R16: also if the manifest doesn't list it. Nothing is reset. (`test_resident` alters an adapter.)"""
+    """R16: also if the manifest doesn't list it. Nothing is reset. (`test_resident` alters an
+    adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
     if not listed:
         manifest = json.loads((directory / "manifest.json").read_text())
         del manifest["files"][checkpoint.OPTIMIZER_FILE]
         (directory / "manifest.json").write_text(json.dumps(manifest))
-    refused(spool, jobs.submit_sft(spool, job_id="second"), "checkpoint_damaged", "adam.safetensors", " missing")
+    refused(
+        spool,
+        jobs.submit_sft(spool, job_id="second"),
+        "checkpoint_damaged",
+        "adam.safetensors",
+        " missing",
+    )
 
 
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
@@ -115,20 +138,29 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
     """The largest advantage that float32 can hold, at a ratio of 5."""
     groups = jobs.random_groups(0)
     turn = Turn(prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-20.0, -20.0])
-    groups[0] = Group(trajectories=[Trajectory(turns=[turn], reward=1.0, advantage=3e38), *groups[0].trajectories])
+    groups[0] = Group(
+        trajectories=[Trajectory(turns=[turn], reward=1.0, advantage=3e38), *groups[0].trajectories]
+    )
     job = jobs.submit_rl(spool, groups=groups, grad_accumulation_sequences=64)
-    refused(spool, job, "non_finite", "step 1 of 1: not finite: loss; the gradient of ", "lora_B.weight")
+    refused(
+        spool, job, "non_finite", "step 1 of 1: not finite: loss; the gradient of ", "lora_B.weight"
+    )
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
     """A group whose trajectories are one token each; the door would refuse some of these values."""
     members = [
         Trajectory.model_construct(
-            turns=[Turn.model_construct(prompt_token_ids=[1, 2], token_ids=[token], logprobs=[logprob])],
-            reward=float(token), advantage=advantage, messages=None, metrics={},
+            turns=[
+                Turn.model_construct(prompt_token_ids=[1, 2], token_ids=[token], logprobs=[logprob])
+            ],
+            reward=float(token),
+            advantage=advantage,
+            messages=None,
+            metrics={},
         )
         for token, advantage in enumerate(advantages, 3)
-    ]  # fmt: skip
+    ]
     return [Group.model_construct(trajectories=members)]
 
 
@@ -136,12 +168,19 @@ def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
 def test_a_log_prob_that_no_sampler_gives_fails_the_job(spool: Spool, policy, old_logprobs) -> None:
     loss = RLLoss(policy=policy, old_logprobs=old_logprobs)
     job = jobs.submit_rl(spool, groups=one_token_each([1.0, 2.0], -9998.0), loss=loss)
-    refused(spool, job, "invalid_input", "optimizer step 1 of 1: the log-prob of a trained token is 99")
+    refused(
+        spool, job, "invalid_input", "optimizer step 1 of 1: the log-prob of a trained token is 99"
+    )
 
 
 def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(spool: Spool) -> None:
-    loss, groups = RLLoss(policy="ppo", old_logprobs="trainer", clip_high=1e9), one_token_each([1.0], -25.0)
-    jobs.run_here(spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=3, learning_rate=5e-2))
+    loss, groups = (
+        RLLoss(policy="ppo", old_logprobs="trainer", clip_high=1e9),
+        one_token_each([1.0], -25.0),
+    )
+    jobs.run_here(
+        spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=3, learning_rate=5e-2)
+    )
     first, *_, last = jobs.steps_of(spool, "rl")
     assert first["above_sampler_max"] < 20 < last["above_sampler_max"]
 
@@ -154,15 +193,21 @@ def test_a_policy_may_learn_in_later_epochs_what_its_sampler_found_impossible(sp
         ([-1.0, -2.0], 0.0, "clip_fraction is 1"),  # the tokens' ratios are below PPO's lower bound
     ],
 )
-def test_a_job_that_moves_nothing_fails_and_says_so(spool: Spool, advantages, logprob, says) -> None:
-    job = jobs.submit_rl(spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy="ppo"))
+def test_a_job_that_moves_nothing_fails_and_says_so(
+    spool: Spool, advantages, logprob, says
+) -> None:
+    job = jobs.submit_rl(
+        spool, groups=one_token_each(advantages, logprob), loss=RLLoss(policy="ppo")
+    )
     refused(spool, job, "nothing_to_learn", "the policy did not move", says)
 
 
 def test_a_job_that_moved_in_one_of_its_steps_succeeds(spool: Spool) -> None:
     """After the first step the token's ratio is above PPO's upper bound."""
     loss, groups = RLLoss(policy="ppo", old_logprobs="trainer"), one_token_each([1.0], -5.0)
-    jobs.run_here(spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=2, learning_rate=5e-2))
+    jobs.run_here(
+        spool, jobs.submit_rl(spool, groups=groups, loss=loss, epochs=2, learning_rate=5e-2)
+    )
     first, last = jobs.steps_of(spool, "rl")
     assert first["grad_norm"] > 0
     assert (last["grad_norm"], last["clip_fraction"]) == (0, 1)
@@ -192,7 +237,9 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
     assert (beat.phase, beat.step) == ("out of memory", 1)
 
 
-def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(spool: Spool, monkeypatch) -> None:
+def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
+    spool: Spool, monkeypatch
+) -> None:
     """Its checkpoint has the same bytes. Layers that keep nothing can't be helped."""
     original, levels = Policy.forward, list[list[Keep]]()
 

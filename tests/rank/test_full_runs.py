@@ -1,5 +1,5 @@
-"""Jobs that train all weights: they learn, repeat exactly, make models that transformers loads, and do so on several
-ranks."""
+"""Jobs that train all weights: they learn, repeat exactly, make models that transformers loads, and
+do so on several ranks."""
 
 from pathlib import Path
 from shutil import rmtree
@@ -26,7 +26,11 @@ KINDS: dict[str, dict[str, object]] = {
     "tied": {"family": "qwen2", "tie_word_embeddings": True},
     "experts": {"family": "qwen3_moe"},
 }
-TOPOLOGIES = {"dense": ("dp", "tp", "sp", "cp", "pp"), "tied": ("pp",), "experts": ("sp", "ep", "pp")}
+TOPOLOGIES = {
+    "dense": ("dp", "tp", "sp", "cp", "pp"),
+    "tied": ("pp",),
+    "experts": ("sp", "ep", "pp"),
+}
 """`tests/oracle` shows that such a comparison sees mistakes."""
 
 
@@ -56,26 +60,35 @@ def test_sft_learns_and_makes_a_model_that_transformers_loads(spool: Spool, mode
     assert {"config.json", "model.safetensors.index.json", STEPS_FILE} < manifest.files.keys()
     before, after = load_file(model / "model.safetensors"), weights(made)
     assert before.keys() == after.keys()
-    assert all(not torch.equal(before[name], after[name]) for name in before)  # every tensor is trained
+    # Every tensor is trained.
+    assert all(not torch.equal(before[name], after[name]) for name in before)
     theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
     assert manifest.probe is not None
     for tokens, expected in zip(manifest.probe.tokens, manifest.probe.logprobs, strict=True):
         ids = torch.tensor(tokens)
         with torch.no_grad():
-            found = torch.log_softmax(theirs(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+            found = torch.log_softmax(theirs(ids[None]).logits[0, :-1], -1).gather(
+                -1, ids[1:, None]
+            )[:, 0]
         assert (found - torch.tensor(expected)).abs().max() <= 1e-4
     assert manifest.probe.base == manifest.probe.previous
 
 
-def test_in_bf16_jobs_continue_from_master_values(spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs of a step each move weights as far as one job of two, though the steps are below bf16's resolution."""
+def test_in_bf16_jobs_continue_from_master_values(
+    spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of a step each move weights as far as one job of two, though the steps are below
+    bf16's resolution."""
     monkeypatch.setenv("TANDEM_DTYPE", "bfloat16")
     jobs.make_run(spool, model, "together", full=True)
     examples = jobs.random_examples(1, 2)
     settings = {"examples": examples, "learning_rate": 1e-6, "grad_accumulation_sequences": 2}
     for number in range(3):
-        apart = jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"apart-{number}", **settings))  # type: ignore[arg-type]
-    whole = jobs.run_here(spool, jobs.submit_sft(spool, "together", "together", epochs=3, **settings))  # type: ignore[arg-type]
+        job = jobs.submit_sft(spool, job_id=f"apart-{number}", **settings)  # type: ignore[arg-type]
+        apart = jobs.run_here(spool, job)
+    whole = jobs.run_here(
+        spool, jobs.submit_sft(spool, "together", "together", epochs=3, **settings)
+    )  # type: ignore[arg-type]
     start, end = (load_file(path / "optimizer/remainder" / WEIGHTS) for path in (apart, whole))
     assert any(tensor.any() for tensor in start.values())
     assert all(torch.equal(start[name], end[name]) for name in start)
@@ -101,15 +114,25 @@ def test_ranks_that_stay_need_the_state_of_few_checkpoints(
     jobs.make_run(spool, model, "all", full=True)
     stays, made = worker.resident(), []
     for number in range(4):
-        made.append(files(jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"some-{number}"), stays)))
+        made.append(
+            files(jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"some-{number}"), stays))
+        )
         assert "optimizer_state" not in loaded(spool, f"some-{number}")
     parallel.destroy()
     monkeypatch.setenv("TANDEM_OPTIMIZER_STATE_EVERY", "1")
     for number, few in enumerate(made):
         every = files(jobs.run_here(spool, jobs.submit_sft(spool, "all", f"all-{number}")))
         of_state = {name for name in every if name.startswith("optimizer/")}
-        assert few == {name: every[name] for name in every.keys() - (set() if number == 2 else of_state)}
-    assert [spool.checkpoints.manifest("r", step).optimizer_state for step in range(5)] == [None, 0, 0, None, 3]
+        assert few == {
+            name: every[name] for name in every.keys() - (set() if number == 2 else of_state)
+        }
+    assert [spool.checkpoints.manifest("r", step).optimizer_state for step in range(5)] == [
+        None,
+        0,
+        0,
+        None,
+        3,
+    ]
 
 
 def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> None:
@@ -155,12 +178,16 @@ def test_a_reference_is_another_models_weights(spool: Spool, reference: str | in
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first", epochs=3))
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="second", epochs=3))
     loss = RLLoss(kl_metric=True, kl_reference=reference)  # type: ignore[arg-type]
-    jobs.run_here(spool, jobs.submit_rl(spool, job_id="third", loss=loss, grad_accumulation_sequences=20))
+    jobs.run_here(
+        spool, jobs.submit_rl(spool, job_id="third", loss=loss, grad_accumulation_sequences=20)
+    )
     kl = jobs.steps_of(spool, "third")[0]["kl_reference"]
     assert kl > 1e-3
     with_reference = weights(spool.checkpoints.path("r", 3))
     spool.checkpoints.rollback("r", 2)
-    plain = jobs.run_here(spool, jobs.submit_rl(spool, job_id="plain", grad_accumulation_sequences=20))
+    plain = jobs.run_here(
+        spool, jobs.submit_rl(spool, job_id="plain", grad_accumulation_sequences=20)
+    )
     assert all(torch.equal(tensor, with_reference[name]) for name, tensor in weights(plain).items())
 
 
@@ -172,8 +199,14 @@ def test_a_damaged_file_or_a_missing_state_fails_the_job(spool: Spool, damaged: 
         (made / damaged).write_bytes((made / damaged).read_bytes()[:-1])
     else:
         manifest = spool.checkpoints.manifest("r", 1)
-        kept = {name: entry for name, entry in manifest.files.items() if not name.startswith("optimizer/")}
-        (made / "manifest.json").write_text(manifest.model_copy(update={"files": kept}).model_dump_json())
+        kept = {
+            name: entry
+            for name, entry in manifest.files.items()
+            if not name.startswith("optimizer/")
+        }
+        (made / "manifest.json").write_text(
+            manifest.model_copy(update={"files": kept}).model_dump_json()
+        )
     error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="second"))
     assert (error.type, (damaged or STEPS_FILE) in error.message) == ("checkpoint_damaged", True)
 
@@ -186,22 +219,35 @@ def test_another_dtype_is_refused(spool: Spool, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
-    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs it, on what two ranks
-    have written."""
+def several(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str], tuple[list[dict[str, float]], Path]]:
+    """(kind, topology) -> metrics of the second job's steps, and its checkpoint. One rank runs it,
+    on what two ranks have written."""
     spool = Spool.create(tmp_path_factory.mktemp("spool") / "spool")
-    models = {kind: jobs.make_model(tmp_path_factory.mktemp(kind), **config) for kind, config in KINDS.items()}
+    models = {
+        kind: jobs.make_model(tmp_path_factory.mktemp(kind), **config)
+        for kind, config in KINDS.items()
+    }
 
     def submit(topology: str, kind: str, number: int) -> str:
         run = f"{topology}-{kind}"
         if number == 1:
             jobs.make_run(spool, models[kind], run, seed=3, full=True)
         # The default for two data-parallel ranks is two rows per step.
-        rows = {} if topology in ("dp", "ep") and number == 1 else {"grad_accumulation_sequences": 2}
+        rows = (
+            {} if topology in ("dp", "ep") and number == 1 else {"grad_accumulation_sequences": 2}
+        )
         return jobs.submit_sft(
-            spool, run, f"{run}-{number}", examples=jobs.random_examples(5, 20), eps=EPS, learning_rate=1e-3,
-            loss=SFTLoss(normalisation="trajectory"), **rows,
-        )  # fmt: skip
+            spool,
+            run,
+            f"{run}-{number}",
+            examples=jobs.random_examples(5, 20),
+            eps=EPS,
+            learning_rate=1e-3,
+            loss=SFTLoss(normalisation="trajectory"),
+            **rows,
+        )
 
     pairs = [(topology, kind) for kind, several in TOPOLOGIES.items() for topology in several]
     with pytest.MonkeyPatch.context() as patch:
@@ -217,7 +263,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     return made
 
 
-@pytest.mark.parametrize(("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several])
+@pytest.mark.parametrize(
+    ("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several]
+)
 def test_two_ranks_make_what_one_makes(several, kind: str, topology: str) -> None:
     expected, reference = several[kind, "one"]
     metrics, path = several[kind, topology]

@@ -30,7 +30,8 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
     jobs.run_here(spool, jobs.submit_rl(spool, loss=loss, epochs=2))
     last, total = beats[-1], len(jobs.steps_of(spool, "rl"))
     assert (last.step, last.steps, last.phase, last.uuid) == (total, total, "leave", "cpu")
-    # Every phase of the catalogue happened and left its peak, except for those of GPUs, of resident ranks and of SFT.
+    # Every phase of the catalogue happened and left its peak, except for those of GPUs, of resident
+    # ranks and of SFT.
     happened = set(PHASES) - {"offload", "rehearsal", "evaluate"}
     assert {beat.phase for beat in beats} - {"leave"} == happened == set(last.phases)
     assert last.memory.keys() == {"allocated", "reserved", "allocated_peak", "reserved_peak"}
@@ -57,7 +58,9 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
 
         return wait_and_do
 
-    monkeypatch.setattr(model_loader, "load_weights", slow("base_weights", model_loader.load_weights))
+    monkeypatch.setattr(
+        model_loader, "load_weights", slow("base_weights", model_loader.load_weights)
+    )
     monkeypatch.setattr(Checkpoints, "commit", slow("checkpoint", Checkpoints.commit))
     jobs.run_here(spool, jobs.submit_sft(spool))
 

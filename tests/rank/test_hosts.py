@@ -1,4 +1,5 @@
-"""Ranks on several hosts, which share the spool alone: two network namespaces, and bare torchrun."""
+"""Ranks on several hosts, which share the spool alone: two network namespaces, and bare
+torchrun."""
 
 import os
 import shutil
@@ -19,20 +20,31 @@ ADDRESSES = ("10.231.77.1", "10.231.77.2")
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """The names of two network namespaces, joined by one cable; neither sees the other's loopback."""
+    """The names of two network namespaces, joined by one cable; neither sees the other's
+    loopback."""
     names = [f"tandem-{os.getpid()}-{end}" for end in "ab"]
     cables = [f"td{os.getpid() % 10**7}{end}" for end in "ab"]
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip`, which makes network namespaces")
-    made = subprocess.run(["ip", "netns", "add", names[0]], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", names[0]], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"network namespaces are not permitted here: {made.stderr.strip()}")
     try:
-        commands = [f"ip netns add {names[1]}", f"ip link add {cables[0]} type veth peer name {cables[1]}"]
+        commands = [
+            f"ip netns add {names[1]}",
+            f"ip link add {cables[0]} type veth peer name {cables[1]}",
+        ]
         for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
             inside = f"ip -n {name} link set"
-            commands += [f"ip link set {cable} netns {name}", f"{inside} {cable} name eth0", f"{inside} lo up",
-                         f"ip -n {name} addr add {address}/24 dev eth0", f"{inside} eth0 up"]  # fmt: skip
+            commands += [
+                f"ip link set {cable} netns {name}",
+                f"{inside} {cable} name eth0",
+                f"{inside} lo up",
+                f"ip -n {name} addr add {address}/24 dev eth0",
+                f"{inside} eth0 up",
+            ]
         for command in commands:
             subprocess.run(command.split(), check=True, capture_output=True, text=True)
         yield names
@@ -55,19 +67,41 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     job = jobs.claim(spool, job_id)
     work = spool.paths.work_dir(job_id, job.attempt)
     launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, ranks=2, work=work)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-                "--master-port=29400", f"--master-addr={ADDRESSES[0]}"]  # fmt: skip
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-port=29400",
+        f"--master-addr={ADDRESSES[0]}",
+    ]
     environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TANDEM_TRAINER_RANKS": "2",
-    }  # fmt: skip
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TANDEM_TRAINER_RANKS": "2",
+    }
     agents = [
         subprocess.Popen(
-            ["ip", "netns", "exec", host, *torchrun, f"--node-rank={number}",
-             "-m", "tandem.trainer.launch.bootstrap", launch.model_dump_json()],
-            env=environment | {"HF_HOME": str(cache)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [
+                "ip",
+                "netns",
+                "exec",
+                host,
+                *torchrun,
+                f"--node-rank={number}",
+                "-m",
+                "tandem.trainer.launch.bootstrap",
+                launch.model_dump_json(),
+            ],
+            env=environment | {"HF_HOME": str(cache)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for number, (host, cache) in enumerate(zip(hosts, caches, strict=True))
-    ]  # fmt: skip
+    ]
     try:
         told = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
@@ -77,7 +111,9 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     return [agent.returncode for agent in agents], "\n".join([*told, *logs])
 
 
-def test_two_hosts_train_what_one_host_trains(tmp_path: Path, model: Path, hosts: list[str]) -> None:
+def test_two_hosts_train_what_one_host_trains(
+    tmp_path: Path, model: Path, hosts: list[str]
+) -> None:
     """Each host has the base model in a hub cache of its own."""
     caches = [hub_cache(tmp_path / host, model) for host in hosts]
     spool = Spool.create(tmp_path / "spool")

@@ -1,4 +1,5 @@
-"""Whole jobs of one rank on a tiny model: they learn, they are exactly repeatable, and they make what they should."""
+"""Whole jobs of one rank on a tiny model: they learn, they are exactly repeatable, and they make
+what they should."""
 
 import base64
 import io
@@ -36,10 +37,16 @@ def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None
     assert manifest.job == "sft"
     assert sorted(manifest.files) == [CONFIG_FILE, WEIGHTS_FILE, checkpoint.OPTIMIZER_FILE]
     assert manifest.metrics == steps[-1]
-    assert (made / CONFIG_FILE).read_bytes() == (spool.checkpoints.path("r", 0) / CONFIG_FILE).read_bytes()
+    assert (made / CONFIG_FILE).read_bytes() == (
+        spool.checkpoints.path("r", 0) / CONFIG_FILE
+    ).read_bytes()
     adam, adapter = load_file(made / checkpoint.OPTIMIZER_FILE), jobs.tensors(made)
     assert int(adam.pop("step")) == len(steps)
-    shapes = {f"{name}.{moment}": t.shape for name, t in adapter.items() for moment in ("exp_avg", "exp_avg_sq")}
+    shapes = {
+        f"{name}.{moment}": t.shape
+        for name, t in adapter.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
     assert {name: moment.shape for name, moment in adam.items()} == shapes
     events = [event for event in spool.events.read("sft") if event.type not in ("step", "claimed")]
     assert [event.type for event in events] == ["started", "loaded", "checkpoint", "succeeded"]
@@ -47,13 +54,16 @@ def test_sft_reduces_the_loss_and_makes_a_whole_checkpoint(spool: Spool) -> None
 
 
 def test_a_lone_rank_makes_no_communicator(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL makes one for a group's first collective. It takes part of a second, and device memory until the end."""
+    """NCCL makes one for a group's first collective. It takes part of a second, and device memory
+    until the end."""
     collectives = {}
     destroy = dist.destroy_process_group
 
     def count() -> None:
         groups = dist.distributed_c10d._world.pg_map
-        collectives.update({group.group_desc: group._get_sequence_number_for_group() for group in groups})  # type: ignore[attr-defined]
+        for group in groups:
+            number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            collectives[group.group_desc] = number
         destroy()
 
     monkeypatch.setattr(dist, "destroy_process_group", count)
@@ -69,7 +79,10 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("plain", "rehearsed"):
         jobs.make_run(spool, model, run)
-    expected = [jobs.run_here(spool, jobs.submit_rl(spool, "plain", f"plain-{number}")) for number in range(2)]
+    expected = [
+        jobs.run_here(spool, jobs.submit_rl(spool, "plain", f"plain-{number}"))
+        for number in range(2)
+    ]
     rehearsed, read = threading.Event(), []
     rehearse, load_weights = Policy.rehearse, model_loader.load_weights
 
@@ -99,12 +112,16 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
     def turn(token: int) -> Turn:
         return Turn(prompt_token_ids=[1, 2, 3], token_ids=[token, 0], logprobs=[-5.0, -5.0])
 
-    groups = [Group(trajectories=[Trajectory(turns=[turn(t)], reward=r) for t, r in answers.items()])]
+    groups = [
+        Group(trajectories=[Trajectory(turns=[turn(t)], reward=r) for t, r in answers.items()])
+    ]
     gain = dict.fromkeys(answers, 0.0)
     base: list[list[float]] = []
     for step in range(3):
         loss = RLLoss(policy="cispo", old_logprobs="trainer")
-        jobs.run_here(spool, jobs.submit_rl(spool, job_id=f"rl{step}", groups=groups, loss=loss, epochs=4))
+        jobs.run_here(
+            spool, jobs.submit_rl(spool, job_id=f"rl{step}", groups=groups, loss=loss, epochs=4)
+        )
         probe = spool.checkpoints.manifest("r", step + 1).probe
         assert probe is not None
         base = base or probe.previous  # of the first job
@@ -117,31 +134,61 @@ def test_rl_raises_the_log_probs_of_rewarded_answers(spool: Spool) -> None:
     assert gain[10] < 0
 
 
-@pytest.mark.parametrize(("kind", "family"), [("sft", "qwen3"), ("rl", "qwen3"), ("sft", "qwen3_moe")])
-def test_two_jobs_of_a_step_equal_one_job_of_two(kind: str, family: str, spool: Spool, tmp_path: Path) -> None:
-    """On a single row, bit for bit: steps don't leak into each other, and all state survives the end of a job."""
+@pytest.mark.parametrize(
+    ("kind", "family"), [("sft", "qwen3"), ("rl", "qwen3"), ("sft", "qwen3_moe")]
+)
+def test_two_jobs_of_a_step_equal_one_job_of_two(
+    kind: str, family: str, spool: Spool, tmp_path: Path
+) -> None:
+    """On a single row, bit for bit: steps don't leak into each other, and all state survives the
+    end of a job."""
     model = jobs.make_model(tmp_path / "model", family)
     for run in ("once", "twice"):
         jobs.make_run(spool, model, run)
 
     def submit(run: str, job_id: str, epochs: int) -> str:
         if kind == "sft":
-            return jobs.submit_sft(spool, run, job_id, examples=jobs.random_examples(2, 2), epochs=epochs)
+            return jobs.submit_sft(
+                spool, run, job_id, examples=jobs.random_examples(2, 2), epochs=epochs
+            )
         return jobs.submit_rl(spool, run, job_id, groups=jobs.random_groups(2, 1), epochs=epochs)
 
     whole = jobs.run_here(spool, submit("once", "whole", 2))
     first, last = jobs.steps_of(spool, "whole")
     assert all(math.isfinite(value) for value in (first | last).values())
-    expected = {"loss", "grad_norm", "learning_rate", "tokens", "trainable_tokens", "tokens_per_second", "entropy",
-                "seconds_forward_backward", "seconds_optimizer", "memory_optimizer_peak_bytes"}  # fmt: skip
+    expected = {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "trainable_tokens",
+        "tokens_per_second",
+        "entropy",
+        "seconds_forward_backward",
+        "seconds_optimizer",
+        "memory_optimizer_peak_bytes",
+    }
     if kind == "rl":
-        expected |= {"ratio_mean", "ratio_max", "clip_fraction", "kl_sampler", "sampler_logprob_difference",
-                     "reward_mean", "reward_std", "reward_min", "reward_max", "advantage_mean"}  # fmt: skip
+        expected |= {
+            "ratio_mean",
+            "ratio_max",
+            "clip_fraction",
+            "kl_sampler",
+            "sampler_logprob_difference",
+            "reward_mean",
+            "reward_std",
+            "reward_min",
+            "reward_max",
+            "advantage_mean",
+        }
     assert expected <= set(last)
     jobs.run_here(spool, submit("twice", "half", 1))
     assert jobs.same_bytes(jobs.run_here(spool, submit("twice", "rest", 1)), whole)
     for made in (["whole"], ["half", "rest"]):  # they are counted over the jobs of a run
-        assert [step["optimizer_step"] for job in made for step in jobs.steps_of(spool, job)] == [1, 2]
+        assert [step["optimizer_step"] for job in made for step in jobs.steps_of(spool, job)] == [
+            1,
+            2,
+        ]
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])
@@ -151,9 +198,12 @@ def test_kl_in_the_advantage_changes_advantages_but_not_their_mean(
     jobs.make_run(spool, model, "plain")
     made = {}
     for run, more in (("plain", {}), ("r", {"kl_coef": 0.5, "kl_in": "advantage"})):
-        jobs.run_here(spool, jobs.submit_rl(spool, run, f"{run}-away", learning_rate=5e-2))  # away from the base model
+        # Away from the base model.
+        jobs.run_here(spool, jobs.submit_rl(spool, run, f"{run}-away", learning_rate=5e-2))
         loss = RLLoss.model_validate({"policy": "ppo", "old_logprobs": old_logprobs, **more})
-        job = jobs.submit_rl(spool, run, run, groups=jobs.random_groups(1), loss=loss, grad_accumulation_sequences=64)
+        job = jobs.submit_rl(
+            spool, run, run, groups=jobs.random_groups(1), loss=loss, grad_accumulation_sequences=64
+        )
         jobs.run_here(spool, job)
         (made[run],) = jobs.steps_of(spool, job)
     assert made["r"]["advantage_mean"] == pytest.approx(made["plain"]["advantage_mean"], abs=1e-6)
@@ -162,10 +212,19 @@ def test_kl_in_the_advantage_changes_advantages_but_not_their_mean(
 
 def test_scaled_advantages_forget_the_scale_of_the_rewards(spool: Spool, model: Path) -> None:
     made = []
-    for run, factor, scale in (("a", 1, "mean_abs"), ("b", 2**20, "mean_abs"), ("c", 2**20, "none")):
+    for run, factor, scale in (
+        ("a", 1, "mean_abs"),
+        ("b", 2**20, "mean_abs"),
+        ("c", 2**20, "none"),
+    ):
         jobs.make_run(spool, model, run)
         groups = [
-            Group(trajectories=[m.model_copy(update={"advantage": m.reward * factor}) for m in group.trajectories])
+            Group(
+                trajectories=[
+                    m.model_copy(update={"advantage": m.reward * factor})
+                    for m in group.trajectories
+                ]
+            )
             for group in jobs.random_groups(0)
         ]
         loss = RLLoss.model_validate({"policy": "ppo", "advantage_scale": scale})
@@ -209,10 +268,14 @@ def test_the_long_probe_fills_a_row_within_what_vllm_can_score(
     with PackedBatch.open(spool.paths.data_dir(jobs.submit_rl(spool))) as batch:
         tokens = choose_long(batch, vocab)
         assert len(tokens) == length
-        assert set(tokens) <= set(np.concatenate([batch.row(0).tokens, batch.row(len(batch) - 1).tokens]).tolist())
+        assert set(tokens) <= set(
+            np.concatenate([batch.row(0).tokens, batch.row(len(batch) - 1).tokens]).tolist()
+        )
 
 
-def test_a_checkpoint_of_long_rows_has_a_long_probe(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_long_rows_has_a_long_probe(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "ROW", 160)
     jobs.run_here(spool, jobs.submit_rl(spool))
     found = spool.checkpoints.manifest("r", 1).probe.long
@@ -220,7 +283,8 @@ def test_a_checkpoint_of_long_rows_has_a_long_probe(spool: Spool, monkeypatch: p
 
 
 def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool: Spool) -> None:
-    """Measuring a KL changes nothing that is trained; against the checkpoint a job starts from it begins at 0."""
+    """Measuring a KL changes nothing that is trained; against the checkpoint a job starts from it
+    begins at 0."""
     jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     adapters, divergence = {}, {}
     for name, reference in (("none", None), ("self", 1), ("zero", 0), ("base", "base")):
@@ -239,7 +303,12 @@ def test_the_reference_is_the_named_checkpoint_and_the_policy_is_restored(spool:
 def with_experts(groups: list[Group]) -> list[Group]:
     """Random experts for every turn."""
     rng, content = np.random.default_rng(3), [group.model_dump() for group in groups]
-    for turn in (turn for group in content for trajectory in group["trajectories"] for turn in trajectory["turns"]):
+    for turn in (
+        turn
+        for group in content
+        for trajectory in group["trajectories"]
+        for turn in trajectory["turns"]
+    ):
         tokens = len(turn["prompt_token_ids"]) + len(turn["token_ids"]) - 1
         ranks = rng.random((tokens, SHAPE["num_hidden_layers"], MOE["num_experts"])).argsort(-1)
         buffer = io.BytesIO()
@@ -251,7 +320,11 @@ def with_experts(groups: list[Group]) -> list[Group]:
 def test_a_job_uses_the_experts_of_its_turns(spool: Spool, tmp_path: Path) -> None:
     model, groups = jobs.make_model(tmp_path / "model", "qwen3_moe"), jobs.random_groups(0)
     entropy = {}
-    for run, given in (("free", groups), ("replayed", with_experts(groups)), ("again", with_experts(groups))):
+    for run, given in (
+        ("free", groups),
+        ("replayed", with_experts(groups)),
+        ("again", with_experts(groups)),
+    ):
         jobs.make_run(spool, model, run)
         jobs.run_here(spool, jobs.submit_rl(spool, run, run, groups=given))
         entropy[run] = [step["entropy"] for step in jobs.steps_of(spool, run)]
@@ -262,6 +335,12 @@ def test_a_job_uses_the_experts_of_its_turns(spool: Spool, tmp_path: Path) -> No
 def test_a_file_has_the_bytes_of_safetensors_own_writer() -> None:
     generator = torch.Generator().manual_seed(0)
     for count in (0, 1, 3, 40):
-        tensors = {f"layers.{i}.b": torch.randn(3, 5 + i, generator=generator) for i in range(count)}
-        tensors |= {"step": torch.tensor(7), "a": torch.randn(2, generator=generator), "none": torch.empty(0, 4)}
+        tensors = {
+            f"layers.{i}.b": torch.randn(3, 5 + i, generator=generator) for i in range(count)
+        }
+        tensors |= {
+            "step": torch.tensor(7),
+            "a": torch.randn(2, generator=generator),
+            "none": torch.empty(0, 4),
+        }
         assert b"".join(checkpoint._parts(tensors)) == save(tensors, metadata={"format": "pt"})

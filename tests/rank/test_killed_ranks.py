@@ -1,4 +1,5 @@
-"""A job whose ranks are killed anywhere makes, when it is tried again, the bytes of an undisturbed one."""
+"""A job whose ranks are killed anywhere makes, when it is tried again, the bytes of an undisturbed
+one."""
 
 import json
 from pathlib import Path
@@ -17,18 +18,27 @@ MODELS: dict[str, dict[str, object]] = {
     "full-experts": {"family": "qwen3_moe"},
 }
 CASES = [
-    *(("lora", topology) for topology in ("dp", "sp", "cp", "pp")), ("lora-experts", "ep"), ("lora-experts", "pp"),
-    *(("full", topology) for topology in ("dp", "sp", "cp", "pp")), ("full-experts", "ep"),
-]  # fmt: skip
+    *(("lora", topology) for topology in ("dp", "sp", "cp", "pp")),
+    ("lora-experts", "ep"),
+    ("lora-experts", "pp"),
+    *(("full", topology) for topology in ("dp", "sp", "cp", "pp")),
+    ("full-experts", "ep"),
+]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, dict[str, Any]]:
     """(kind, topology) -> what `kill_ranks.py` says of the selected cases."""
     directory = tmp_path_factory.mktemp("killed")
     for kind, config in MODELS.items():
         jobs.make_model(directory / kind, **config)
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     cases = [(item.callspec.params["kind"], item.callspec.params["topology"]) for item in items]
     script = Path(__file__).with_name("kill_ranks.py")
     # A minute on two cores; several where thirty other processes want them too.

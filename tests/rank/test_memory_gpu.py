@@ -1,8 +1,8 @@
-"""R26, in bytes after each phase: exactly what policy and optimizer need is allocated; a step and a checkpoint leave
-nothing behind, and when the ranks are gone the device is empty.
+"""R26, in bytes after each phase: exactly what policy and optimizer need is allocated; a step and a
+checkpoint leave nothing behind, and when the ranks are gone the device is empty.
 
-On a GPU torch's allocator knows; the CPU has none, and what Python can reach takes its place where that is enough.
-`python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
+On a GPU torch's allocator knows; the CPU has none, and what Python can reach takes its place where
+that is enough. `python3 -m pytest -m gpu tests/rank/test_memory_gpu.py`
 """
 
 import json
@@ -34,10 +34,18 @@ DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 EPOCHS = 4  # of one row each, so there are 4 equal optimizer steps
 MODELS = {
     "cpu": {"hidden_size": 64, "layers": 2},
-    "cuda": {"hidden_size": 1024, "layers": 4, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_size": 3072},
+    "cuda": {
+        "hidden_size": 1024,
+        "layers": 4,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "ffn_size": 3072,
+    },
 }
 BLOCK = 512  # bytes that torch's allocator rounds up to
-LARGE = 2**20  # a larger allocation may get up to this much more, if the rest of a block is not worth keeping
+# A larger allocation may get up to this much more, if the rest of a block is not worth keeping.
+LARGE = 2**20
 FEW = 8 * BLOCK  # scalars
 SCALARS = 64 * 2**10  # torch's own constants and pinned scalars
 
@@ -46,7 +54,8 @@ Row = dict[str, Any]  # see `measured_rank`
 
 @dataclass
 class Measured:
-    """A fresh run's first job and the one after it, and the sizes of base weights and adapter in bytes."""
+    """A fresh run's first job and the one after it, and the sizes of base weights and adapter in
+    bytes."""
 
     device: str
     base: int
@@ -77,8 +86,12 @@ def run(spool: Spool, job_id: str, device: str) -> list[Row]:
     script = Path(__file__).with_name("measured_rank.py")
     ran = subprocess.run(
         [sys.executable, str(script), str(spool.root), job_id, str(out)],
-        env=os.environ | {"TANDEM_DEVICE": device}, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        env=os.environ | {"TANDEM_DEVICE": device},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     jobs.finish(spool, job)
     return json.loads(out.read_text())
@@ -114,7 +127,9 @@ def check_nothing_else_is_allocated(measured: Measured, row: Row) -> None:
 
 
 @pytest.mark.parametrize("job", ["fresh", "trained"])
-def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(measured: Measured, job: str) -> None:
+def test_a_loaded_model_is_its_parameters_gradient_buffers_and_moments(
+    measured: Measured, job: str
+) -> None:
     if measured.device == "cuda":
         assert measured.end(job, "data")["stats"]["requested"] <= FEW  # nothing before the model
     built, loaded = measured.end(job, "build"), measured.end(job, "state")
@@ -141,7 +156,9 @@ def test_steps_begin_from_the_same_floor(measured: Measured, job: str) -> None:
         assert row["sizes"] == second["sizes"]
     assert size_of(first, "moments") == size_of(second, "moments") == 2 * measured.lora
     if measured.device == "cuda":
-        assert 0 <= second["stats"]["requested"] - sum(map(sum, second["sizes"].values())) <= SCALARS
+        assert (
+            0 <= second["stats"]["requested"] - sum(map(sum, second["sizes"].values())) <= SCALARS
+        )
     ends = [row for row in measured.rows[job] if row["phase"] == "optimizer"]
     assert len({measured.requested(row) for row in ends[1:]}) == 1
 
@@ -162,14 +179,23 @@ def test_a_checkpoint_leaves_nothing(measured: Measured, job: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("launch", ["torchrun", "fork"])
 def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path) -> None:
-    """Although the fork server is still there. The job's report agrees with what the device says."""
+    """Although the fork server is still there. The job's report agrees with what the device
+    says."""
     gpu = Devices(Settings(device="cuda", trainer_devices=["0"]), "trainer")
     busy = gpu.busy({})
     assert not busy, f"another process uses the GPU: {busy}"
     idle = gpu.used()
     stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.rank.worker")
-    path = [str(Path(tandem.__file__).parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    stack.environment |= {"TANDEM_DEVICE": "cuda", "TANDEM_TRAINER_DEVICES": "0", "PYTHONPATH": os.pathsep.join(path)}
+    path = [
+        str(Path(tandem.__file__).parents[1]),
+        str(HERE),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    stack.environment |= {
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_TRAINER_DEVICES": "0",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
     jobs.make_run(stack.spool, tiny_model.write_tiny_qwen3(tmp_path / "model", **MODELS["cuda"]))
     try:
         stack.start()
@@ -182,7 +208,12 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path
             rank = attempt.ranks[0]
             assert (rank.uuid, list(attempt.ranks)) == (uuid, [0])
             for phase, held in rank.phases.items():
-                assert held["allocated"] <= held["reserved"] < held["device_used"] <= attempt.most[uuid], phase
+                assert (
+                    held["allocated"]
+                    <= held["reserved"]
+                    < held["device_used"]
+                    <= attempt.most[uuid]
+                ), phase
                 assert held["allocated"] <= held["peak"], phase
             assert rank.phases["state"]["allocated"] > 50 * 2**20
             assert next(iter(rank.phases)) == "build"  # earlier phases have not used the device

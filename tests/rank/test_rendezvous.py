@@ -1,4 +1,5 @@
-"""Ranks wait for rank 0, which may have to download the base model first, and send heartbeats meanwhile."""
+"""Ranks wait for rank 0, which may have to download the base model first, and send heartbeats
+meanwhile."""
 
 import shutil
 import threading
@@ -65,5 +66,7 @@ def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
     assert (first.model, second.model) == (str(model), str(own))
     assert (second.run, second.job) == (first.run, first.job)
     (own / "config.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"is not the base model that rank 0's host has .*: config\.json differ"):
+    with pytest.raises(
+        InvalidInput, match=r"is not the base model that rank 0's host has .*: config\.json differ"
+    ):
         meet(spool, job_id, 1, lambda _: None)

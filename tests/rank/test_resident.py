@@ -1,4 +1,5 @@
-"""A rank that stays makes the same checkpoints as new ones, and uses what it kept only where it is still right."""
+"""A rank that stays makes the same checkpoints as new ones, and uses what it kept only where it is
+still right."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,15 +32,19 @@ def full(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return bool(request.param == "all weights")
 
 
-def chain(spool: Spool, main: Callable[[Path, str, int], int], full: bool) -> list[dict[str, bytes]]:
-    """Run jobs for which a resident rank continues, switches and reads again; the files of each checkpoint."""
+def chain(
+    spool: Spool, main: Callable[[Path, str, int], int], full: bool
+) -> list[dict[str, bytes]]:
+    """Run jobs for which a resident rank continues, switches and reads again; the files of each
+    checkpoint."""
     made = []
 
     def run(submit: Callable[..., str], name: str, job_id: str, **options: Any) -> None:
         made.append(jobs.files(jobs.run_here(spool, submit(spool, name, job_id, **options), main)))
 
     run(jobs.submit_sft, "a", "a1", epochs=2)
-    run(jobs.submit_rl, "a", "a2", learning_rate=3e-3, weight_decay=0.1, beta2=0.9)  # continues, with other settings
+    # Continues, with other settings.
+    run(jobs.submit_rl, "a", "a2", learning_rate=3e-3, weight_decay=0.1, beta2=0.9)
     run(jobs.submit_sft, "b", "b1")  # another run of the same shape
     run(jobs.submit_sft, "a", "a3")  # the state in memory is b's
     if not full:
@@ -50,11 +55,14 @@ def chain(spool: Spool, main: Callable[[Path, str, int], int], full: bool) -> li
     run(jobs.submit_sft, "a", "a4")
     newest = spool.checkpoints.newest("a")
     spool.checkpoints.rollback("a", newest - 1)
-    run(jobs.submit_rl, "a", "a5")  # makes the newest step again; the state in memory is that of the old one
+    # Makes the newest step again; the state in memory is that of the old one.
+    run(jobs.submit_rl, "a", "a5")
     return made
 
 
-def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Path, model: Path, full: bool) -> None:
+def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
+    tmp_path: Path, model: Path, full: bool
+) -> None:
     made = []
     for name, main in (("new", worker.main), ("stays", worker.resident())):
         spool = Spool.create(tmp_path / name)
@@ -69,13 +77,18 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(tmp_path: Pa
     assert len({str(files) for files in made[0]}) == len(made[0])
 
 
-def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(tmp_path: Path, model: Path, full: bool) -> None:
-    """Trained weights are not exchanged with ranks that have the same: these have closed their memory."""
+def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
+    tmp_path: Path, model: Path, full: bool
+) -> None:
+    """Trained weights are not exchanged with ranks that have the same: these have closed their
+    memory."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
     main, kept = partial(worker.main, state=state), []
     with (
-        mock.patch.object(BaseWeights, "exchange", autospec=True, side_effect=BaseWeights.exchange) as exchange,
+        mock.patch.object(
+            BaseWeights, "exchange", autospec=True, side_effect=BaseWeights.exchange
+        ) as exchange,
         mock.patch.object(checkpoint, "load", side_effect=checkpoint.load) as load,
     ):
         for job_id in ("first", "second"):
@@ -86,11 +99,16 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(tmp_path: Pa
     [path, *_] = made.glob("*model*.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     error = jobs.fail_here(spool, jobs.submit_sft(spool, job_id="third"), main)
-    assert (error.type, error.retriable, "altered" in error.message) == ("checkpoint_damaged", False, True)
+    assert (error.type, error.retriable, "altered" in error.message) == (
+        "checkpoint_damaged",
+        False,
+        True,
+    )
 
 
 def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None:
-    """It has the same weights, which are read for every job, and another configuration, which is not."""
+    """It has the same weights, which are read for every job, and another configuration, which is
+    not."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
     main = worker.resident()

@@ -31,14 +31,26 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 MIXTURE = {
-    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12, "norm_topk_prob": True, "vocab_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[2]}")
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, int]:
     family, sizes, tp = request.param
     directory = tmp_path_factory.mktemp(family)
     model = write_random_model(directory / "model", family=family, num_hidden_layers=3, **sizes)
@@ -55,13 +67,17 @@ def test_ranks_send_each_element_once(written: tuple[Path, int]) -> None:
     directory, tp = written
     whole = expected(directory)
     stacks = defaultdict(list)
-    for name in sorted(whole, key=lambda name: [int(w) if w.isdigit() else w for w in name.split(".")]):
+    for name in sorted(
+        whole, key=lambda name: [int(w) if w.isdigit() else w for w in name.split(".")]
+    ):
         stacks[stacked_name(name)].append(whole[name])
     tensors = {name: torch.stack(of) if "*" in name else of[0] for name, of in stacks.items()}
     for targets in (None, LORA.targets):
         times = {name: torch.zeros_like(value) for name, value in tensors.items()}
         for rank in range(tp):
-            for wanted, name, of, values in torch.load(directory / f"sent{rank}.pt", weights_only=False):
+            for wanted, name, of, values in torch.load(
+                directory / f"sent{rank}.pt", weights_only=False
+            ):
                 if wanted == targets:
                     assert torch.equal(values, tensors[name][of]), name
                     times[name][of] += 1
@@ -96,7 +112,8 @@ def test_a_large_model_is_written_in_several_files(
     for file in {file for file, *_ in places}:
         sizes = [torch.Size(shape).numel() * 4 for name, _, shape in places if name == file]
         assert len(sizes) == 1 or sum(sizes) <= 20_000
-        # Already before a rank writes, else an NFS client overwrites what those of other hosts have written.
+        # Already before a rank writes, else an NFS client overwrites what those of other hosts have
+        # written.
         header = int.from_bytes((tmp_path / "merged" / file).read_bytes()[:8], "little")
         assert (tmp_path / "merged" / file).stat().st_size == 8 + header + sum(sizes)
 
@@ -104,21 +121,31 @@ def test_a_large_model_is_written_in_several_files(
 @pytest.mark.parametrize(
     "sizes",
     [
-        Sizes(tensor=2, data=2, expert=2), Sizes(tensor=2, data=3, expert_tensor=3), Sizes(tensor=2, data=6, expert=3),
-        Sizes(tensor=4, data=3, expert=3, expert_tensor=2), Sizes(tensor=2, data=3, expert_tensor=3, pipeline=2),
+        Sizes(tensor=2, data=2, expert=2),
+        Sizes(tensor=2, data=3, expert_tensor=3),
+        Sizes(tensor=2, data=6, expert=3),
+        Sizes(tensor=4, data=3, expert=3, expert_tensor=2),
+        Sizes(tensor=2, data=3, expert_tensor=3, pipeline=2),
     ],
     ids=describe,
-)  # fmt: skip
+)
 def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
     """Also where neither of the cuts of experts and of all else divides the other."""
     arch = arch_from_config(MIXTURE)
     written: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
     for rank in range(sizes.world):
         place = sizes.place(rank)
-        held = {part.name: part.of for rule in weight_rules(arch) for part in own_parts(rule, sizes, place)}
+        held = {
+            part.name: part.of
+            for rule in weight_rules(arch)
+            for part in own_parts(rule, sizes, place)
+        }
         for part in chain(*shares(arch, sizes=sizes, rank=rank, most=100)):
             inside = zip(part.of, held[part.name], strict=True)
-            assert all(own.start <= at.start and at.stop <= own.stop for at, own in inside), (rank, part)
+            assert all(own.start <= at.start and at.stop <= own.stop for at, own in inside), (
+                rank,
+                part,
+            )
             written[part.name].append(part.of)
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():
@@ -135,6 +162,10 @@ def test_no_buffer_is_longer_than_allowed(written: tuple[Path, int], tp: int) ->
     arch = read_arch(str(written[0] / "model"))
     most = 3000
     for rank in range(tp if arch.moe is None else 1):
-        lists = list(buffers(arch, None, sizes=Sizes(tensor=tp if arch.moe is None else 1), rank=rank, most=most))
+        lists = list(
+            buffers(
+                arch, None, sizes=Sizes(tensor=tp if arch.moe is None else 1), rank=rank, most=most
+            )
+        )
         assert all(sum(part.size for part in parts) <= most for parts in lists)
         assert sum(len(parts) > 1 for parts in lists) > 1

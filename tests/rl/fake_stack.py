@@ -1,4 +1,5 @@
-"""A controller and a vLLM in this process, with random delays: what the loop of `tandem rl` calls, and what it did."""
+"""A controller and a vLLM in this process, with random delays: what the loop of `tandem rl` calls,
+and what it did."""
 
 import asyncio
 import json
@@ -37,8 +38,9 @@ class Job:
 
 
 class FakeStack:
-    """`delay`: the longest time that anything takes. `kill_at`: the call at which the loop is killed, before or after
-    its effect; every call of the controller and every write of the state counts as two."""
+    """`delay`: the longest time that anything takes. `kill_at`: the call at which the loop is
+    killed, before or after its effect; every call of the controller and every write of the state
+    counts as two."""
 
     def __init__(self, delay: float = 0.004, seed: int = 0, fail_jobs: int = 0) -> None:
         self.random, self.delay = random.Random(seed), delay
@@ -71,7 +73,9 @@ class FakeStack:
             raise NotFound(run)
         spec = SimpleNamespace(name=run, created=self.created, trainable="lora", lora=LoraShape())
         shared = self.shared_gpus
-        return SimpleNamespace(newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec)
+        return SimpleNamespace(
+            newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec
+        )
 
     async def get_job(self, job: str) -> SimpleNamespace:
         self.mark()
@@ -96,7 +100,8 @@ class FakeStack:
         try:
             self.mark()
         except Killed:
-            if self.random.random() < 0.5:  # the request has arrived, and is packed after the client's death
+            # The request has arrived, and is packed after the client's death.
+            if self.random.random() < 0.5:
                 self._start(self._accept_later(request))
             raise
         await self.pause()
@@ -115,9 +120,13 @@ class FakeStack:
                 raise Conflict("the id has other content", field="id")
             return
         taken = [job.base for job in self.jobs.values() if job.state in ("queued", "running")]
-        if request["base_step"] != next(base for base in range(self.newest, 100) if base not in taken):
+        if request["base_step"] != next(
+            base for base in range(self.newest, 100) if base not in taken
+        ):
             raise Conflict("another base step", field="base_step")
-        if all(len({t["reward"] for t in group["trajectories"]}) == 1 for group in request["groups"]):
+        if all(
+            len({t["reward"] for t in group["trajectories"]}) == 1 for group in request["groups"]
+        ):
             raise NothingToLearn("no variance")
         job = self.jobs[request["id"]] = Job(request["id"], request["base_step"], request)
         self._start(self._execute(job))
@@ -156,13 +165,18 @@ class FakeStack:
 
     async def job_events(self, job: str) -> list[Event]:
         self.mark()
-        return [Event(seq=i, time=float(i), job=job, type=kind) for i, kind in enumerate(["claimed", "succeeded"])]
+        return [
+            Event(seq=i, time=float(i), job=job, type=kind)
+            for i, kind in enumerate(["claimed", "succeeded"])
+        ]
 
     # ---- vLLM
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         if request.method == "GET":
-            return httpx.Response(200, json={"data": [{"id": "base"}, {"id": f"{RUN}@{self.served}"}]})
+            return httpx.Response(
+                200, json={"data": [{"id": "base"}, {"id": f"{RUN}@{self.served}"}]}
+            )
         body = json.loads(request.content)
         step = int(body["model"].partition("@")[2])
         if not self.serving(step):
@@ -172,15 +186,21 @@ class FakeStack:
         message = {"role": "assistant", "content": self.random.choice(["a", "b"])}
         choice = {"message": message, "token_ids": self.answer_ids}
         choice["logprobs"] = {"content": [{"logprob": -0.5}] * len(self.answer_ids)}
-        return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1, 2], "choices": [choice]})
+        return httpx.Response(
+            200, json={"model": body["model"], "prompt_token_ids": [1, 2], "choices": [choice]}
+        )
 
 
 class Environment(environment.Environment):
-    """Two turns, and a reward for each "a". Tasks in `broken` raise, the first `errors` times or always; trajectories
-    of tasks in `equal` all have one reward."""
+    """Two turns, and a reward for each "a". Tasks in `broken` raise, the first `errors` times or
+    always; trajectories of tasks in `equal` all have one reward."""
 
     def __init__(
-        self, stack: FakeStack, broken: Container[int] = (), errors: int = 10**9, equal: Container[int] = ()
+        self,
+        stack: FakeStack,
+        broken: Container[int] = (),
+        errors: int = 10**9,
+        equal: Container[int] = (),
     ) -> None:
         self.stack, self.broken, self.errors, self.equal = stack, broken, errors, equal
         self.tasks = environment.Tasks(range(50), 0)
@@ -194,21 +214,36 @@ class Environment(environment.Environment):
         await self.stack.pause(4 if task % 7 == 0 else 1)  # some are slow
         messages.append({"role": "user", "content": "again"})
         messages.append(await sampler.chat(messages))
-        return sampler.finish(1 if task in self.equal else sum(m["content"] == "a" for m in messages))
+        return sampler.finish(
+            1 if task in self.equal else sum(m["content"] == "a" for m in messages)
+        )
 
 
 def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
-    settings = {"steps": 6, "groups_per_step": 3, "group_size": 3, "environment": [{"use": "fake:fake"}]} | rl
+    settings = {
+        "steps": 6,
+        "groups_per_step": 3,
+        "group_size": 3,
+        "environment": [{"use": "fake:fake"}],
+    } | rl
     return Config.model_validate({"run": {"name": RUN}, "rl": settings, "eval": evaluation})
 
 
-def make_loop(settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0) -> Loop:
+def make_loop(
+    settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0
+) -> Loop:
     vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
     record = Record(directory / "metrics.jsonl", lambda line: None)
     return Loop(
-        settings, stack, vllm, [environment], directory / "state.json", record,  # type: ignore[arg-type]
-        patience=patience, pauses=(0.001, 0.05),
-    )  # fmt: skip
+        settings,
+        stack,
+        vllm,
+        [environment],
+        directory / "state.json",
+        record,  # type: ignore[arg-type]
+        patience=patience,
+        pauses=(0.001, 0.05),
+    )
 
 
 async def run_until_done(settings: Config, stack: FakeStack, directory: Path) -> int:

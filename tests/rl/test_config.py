@@ -1,4 +1,5 @@
-"""The config of `tandem rl` and its environments: what is wrong is refused with line, field and what to do."""
+"""The config of `tandem rl` and its environments: what is wrong is refused with line, field and
+what to do."""
 
 import asyncio
 import itertools
@@ -52,14 +53,38 @@ weight = 2
             "rl.worker",
             "no such key; correct or remove it; the keys are steps, groups_per_step, ",
         ),
-        ("weight = 2", "wait = 2", 15, "rl.environment.1.wait", "the keys are use, weight, arguments"),
+        (
+            "weight = 2",
+            "wait = 2",
+            15,
+            "rl.environment.1.wait",
+            "the keys are use, weight, arguments",
+        ),
         ("steps = 3", "steps = 0", 5, "rl.steps", "greater than or equal to 1"),
         ("weight = 2", "weight = 0", 15, "rl.environment.1.weight", "greater than 0"),
-        ("max_tokens = 8", "top_k = 5", 4, "rl", "sampling.top_k: top_k=5 samples from another distribution"),
+        (
+            "max_tokens = 8",
+            "top_k = 5",
+            4,
+            "rl",
+            "sampling.top_k: top_k=5 samples from another distribution",
+        ),
         ("max_tokens = 8", "n = 5", 4, "rl", "sampling.n is set by the loop itself; remove it"),
         ("max_tokens = 8", "temperature = 0.7", 4, "rl", "loss.temperature 1.0; make them equal"),
-        ("[rl.sampling]", "[rl.loss]\nclip = 2\n[rl.sampling]", 8, "rl.loss.clip", "the keys are policy, "),
-        ("[rl.sampling]", "[rl.optimizer.schedule]\nwarmup = 2\n[rl.sampling]", 4, "rl", "optimizer.batch_size"),
+        (
+            "[rl.sampling]",
+            "[rl.loss]\nclip = 2\n[rl.sampling]",
+            8,
+            "rl.loss.clip",
+            "the keys are policy, ",
+        ),
+        (
+            "[rl.sampling]",
+            "[rl.optimizer.schedule]\nwarmup = 2\n[rl.sampling]",
+            4,
+            "rl",
+            "optimizer.batch_size",
+        ),
         ("[run]", "[evaluation]\nevery = 2\n[run]", 1, "evaluation", "the keys are run, rl, eval"),
         (
             'name = "r"',
@@ -98,7 +123,13 @@ def test_the_command_refuses_without_a_traceback_and_without_a_trace(tmp_path: P
     command = [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"]
     environment = os.environ | {"TANDEM_URL": "http://127.0.0.1:9", "PYTHONPATH": ""}
     run = subprocess.run(
-        command, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        command,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.returncode == 1
     error = json.loads(run.stderr)["error"]
@@ -111,19 +142,26 @@ def test_the_command_may_open_more_files_than_shells_allow(tmp_path: Path) -> No
     """Each rollout that samples holds a connection."""
     (tmp_path / "c.toml").write_text(GOOD.replace("a:b", "many:files"))
     (tmp_path / "many.py").write_text(
-        "import resource\ndef tasks(): raise ValueError(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\nfiles = tasks\n"
+        "import resource\ndef tasks(): raise"
+        " ValueError(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\nfiles = tasks\n"
     )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     allowed = 2**20 if hard == resource.RLIM_INFINITY else min(hard, 2**20)
     run = subprocess.run(
-        [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"], check=False, cwd=tmp_path, capture_output=True,
-        text=True, timeout=60,
+        [sys.executable, "-m", "tandem", "rl", "c.toml", "--json"],
+        check=False,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
-    )  # fmt: skip
+    )
     assert f"ValueError: {allowed} (many.py, line 2)" in json.loads(run.stderr)["error"]["message"]
 
 
-def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_a_class_or_a_coroutine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "envs_of_test.py").write_text(
         "class Own:\n"
         "    def __init__(self, size=1): self.size = size\n"
@@ -138,16 +176,24 @@ def test_an_environment_is_a_class_or_a_coroutine(tmp_path: Path, monkeypatch: p
     one = Environment(EnvironmentSection(use="envs_of_test:one", arguments={"twice": True}), 0, "e")
     assert asyncio.run(one.rollout(one.tasks[0], None)) == "xx"  # type: ignore[arg-type]
     (tmp_path / "broken_env_of_test.py").write_text("def tasks(:\n")
-    (tmp_path / "raising_env_of_test.py").write_text("\ndef tasks(): yield 1 / 0\nasync def one(task, sampler): pass\n")
+    (tmp_path / "raising_env_of_test.py").write_text(
+        "\ndef tasks(): yield 1 / 0\nasync def one(task, sampler): pass\n"
+    )
     for use, arguments, problem in (
         ("envs_of_test:nothing", {}, "nothing"),
         ("envs_of_test:Own", {"length": 4}, "length"),
         ("envs_of_test:Own", {"size": 0}, "gave no task"),
         ("no_module:x", {}, "ModuleNotFoundError: No module named 'no_module'; "),
         ("broken_env_of_test:x", {}, r"SyntaxError: .*\(broken_env_of_test.py, line 1\)"),
-        ("raising_env_of_test:one", {}, r"ZeroDivisionError: .* \(raising_env_of_test.py, line 2\)"),
+        (
+            "raising_env_of_test:one",
+            {},
+            r"ZeroDivisionError: .* \(raising_env_of_test.py, line 2\)",
+        ),
     ):
-        with pytest.raises(InvalidInput, match=f"can't load '{use}': .*{problem}.*it needs rollout"):
+        with pytest.raises(
+            InvalidInput, match=f"can't load '{use}': .*{problem}.*it needs rollout"
+        ):
             Environment(EnvironmentSection(use=use, arguments=arguments), 0, "e")
 
 
@@ -197,7 +243,10 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
         ({"turns": [TURN], "reward": 1.0}, "no policy_step"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": 3.5e38}, "does not fit float32"),
-        ({"turns": [{**TURN, "policy_step": 1, "prompt_token_ids": [1] * 63}], "reward": 1.0}, "64 tokens.*63"),
+        (
+            {"turns": [{**TURN, "policy_step": 1, "prompt_token_ids": [1] * 63}], "reward": 1.0},
+            "64 tokens.*63",
+        ),
     ],
 )
 def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: str) -> None:
@@ -210,7 +259,11 @@ def test_a_rollout_that_returns_something_else_is_refused(result: Any, message: 
     packing = {"sequence_length": 63, "too_long": "refuse"}
     settings = SETTINGS | {"packing": packing}
     with pytest.raises((InvalidInput, ValidationError), match=message):
-        asyncio.run(environment.play(None, lambda: None, RLSection.model_validate(settings), errors.append, (0, 0)))
+        asyncio.run(
+            environment.play(
+                None, lambda: None, RLSection.model_validate(settings), errors.append, (0, 0)
+            )
+        )
     assert len(errors) == 2
 
 
@@ -225,14 +278,28 @@ def cancels() -> None:
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (exits, r"the rollout raised SystemExit\(\"the environment's own end\"\) \(test_config.py, line \d+\)"),
+        (
+            exits,
+            (
+                r"the rollout raised SystemExit\(\"the environment's own end\"\) \(test_config.py,"
+                r" line \d+\)"
+            ),
+        ),
         (cancels, r"the rollout raised CancelledError\(\) \(test_config.py, line \d+\)"),
-        (lambda: asyncio.sleep(60), r"longer than rl.rollout_seconds \(0.01 s\) \(test_config.py, line \d+\)"),
+        (
+            lambda: asyncio.sleep(60),
+            r"longer than rl.rollout_seconds \(0.01 s\) \(test_config.py, line \d+\)",
+        ),
         (lambda: json.loads("{"), r"JSONDecodeError: .* \(test_config.py, line \d+\)"),
-        (lambda: RLSection.model_validate_json("{"), r"ValidationError: .* \(test_config.py, line \d+\)"),
+        (
+            lambda: RLSection.model_validate_json("{"),
+            r"ValidationError: .* \(test_config.py, line \d+\)",
+        ),
     ],
 )
-def test_whatever_ends_a_rollout_is_its_failure_at_a_line_of_its_own(end: Callable[[], Any], message: str) -> None:
+def test_whatever_ends_a_rollout_is_its_failure_at_a_line_of_its_own(
+    end: Callable[[], Any], message: str
+) -> None:
     async def rollout(task: Any, sampler: Any) -> Any:
         if waited := end():
             await waited
@@ -244,7 +311,9 @@ def test_whatever_ends_a_rollout_is_its_failure_at_a_line_of_its_own(end: Callab
 
     async def group() -> None:
         async with asyncio.TaskGroup() as rollouts:
-            rollouts.create_task(environment.play(None, lambda: None, settings, errors.append, (0, 0)))
+            rollouts.create_task(
+                environment.play(None, lambda: None, settings, errors.append, (0, 0))
+            )
 
     with pytest.raises(ExceptionGroup):
         asyncio.run(group())
@@ -263,7 +332,9 @@ def test_a_rollout_that_the_loop_cancels_is_not_tried_again() -> None:
     environment.rollout = rollout
 
     async def cancelled() -> None:
-        playing = asyncio.create_task(environment.play(1, lambda: None, RLSection.model_validate(SETTINGS), print))
+        playing = asyncio.create_task(
+            environment.play(1, lambda: None, RLSection.model_validate(SETTINGS), print)
+        )
         while not begun:
             await asyncio.sleep(0)
         playing.cancel()
@@ -286,7 +357,9 @@ def test_between_two_tries_of_a_rollout_is_a_pause_that_grows() -> None:
     with pytest.raises(OSError, match="judge"):
         asyncio.run(environment.play(1, lambda: None, settings, lambda error: None, (0.1, 0.2)))
     pauses = [after - before for before, after in itertools.pairwise(begun)]
-    assert [pause >= least for pause, least in zip(pauses, (0.075, 0.15, 0.15), strict=True)] == [True] * 3
+    assert [pause >= least for pause, least in zip(pauses, (0.075, 0.15, 0.15), strict=True)] == [
+        True
+    ] * 3
     assert sum(pauses) < 2
 
 
@@ -301,13 +374,21 @@ class Vllm:
         self.asked.append(body)
         if self.refusal:
             return httpx.Response(400, json={"error": {"message": self.refusal}})
-        choice = {"message": {"role": "assistant"}, "token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
-        return httpx.Response(200, json={"model": body["model"], "prompt_token_ids": [1], "choices": [choice]})
+        choice = {
+            "message": {"role": "assistant"},
+            "token_ids": [5],
+            "logprobs": {"content": [{"logprob": -0.5}]},
+        }
+        return httpx.Response(
+            200, json={"model": body["model"], "prompt_token_ids": [1], "choices": [choice]}
+        )
 
     async def play(self, pin: int | None, turns: int = 1, **options: Any) -> list[int | None]:
         """The steps that sampled the turns of a rollout."""
         steps = itertools.count(7)
-        async with httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://vllm/v1") as vllm:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(self.answer), base_url="http://vllm/v1"
+        ) as vllm:
             sampler = Sampler(vllm, "r", lambda: next(steps), pin, {"temperature": 0.7})
             for _ in range(turns):
                 await sampler.chat([{"role": "user", "content": "x"}], **options)

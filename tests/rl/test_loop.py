@@ -1,4 +1,5 @@
-"""The loop against a fake stack: the bound under random delays, kills at every call, errors, and what is left out."""
+"""The loop against a fake stack: the bound under random delays, kills at every call, errors, and
+what is left out."""
 
 import asyncio
 import io
@@ -14,7 +15,16 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from rl.fake_stack import RUN, Environment, FakeStack, Killed, check, config, make_loop, run_until_done
+from rl.fake_stack import (
+    RUN,
+    Environment,
+    FakeStack,
+    Killed,
+    check,
+    config,
+    make_loop,
+    run_until_done,
+)
 from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
@@ -58,7 +68,9 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
         assert all(asked == newest for asked, newest in stack.sampled)
         assert sum(line["left_out"]["stale"] for line in written) == 0
     else:
-        assert max(line["off_policy_steps"]["max"] for line in written) > 0, "nothing overlapped, so this proves little"
+        assert max(line["off_policy_steps"]["max"] for line in written) > 0, (
+            "nothing overlapped, so this proves little"
+        )
         # Workers don't run ahead of what the bound can use.
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
@@ -80,7 +92,9 @@ def test_a_kill_at_any_call_loses_no_step_and_no_group_trains_twice(
         monkeypatch.setattr(loops, "write_json_atomic", save)
         directory = tmp_path / str(at)
         directory.mkdir()
-        kills = asyncio.run(run_until_done(config(max_off_policy_steps=bound, steps=3), stack, directory))
+        kills = asyncio.run(
+            run_until_done(config(max_off_policy_steps=bound, steps=3), stack, directory)
+        )
         check(stack, 3, bound)
         assert sorted(line["step"] for line in lines(directory)) == [1, 2, 3]
         assert len(stack.jobs) == 3
@@ -98,25 +112,34 @@ def test_a_rollout_that_raises_is_tried_again_and_then_its_group_is_dropped(tmp_
     assert re.fullmatch(r"ValueError: task \d+ is broken \(fake_stack.py, line \d+\)", loop.error)
     told = [text_line(line) for line in lines(tmp_path) if line["errors"]]
     assert told
-    assert all(re.search(r"; \d+ errors, the last: ValueError: task \d+ is broken", line) for line in told)
+    assert all(
+        re.search(r"; \d+ errors, the last: ValueError: task \d+ is broken", line) for line in told
+    )
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "state.json").unlink()
 
     stack = FakeStack()
-    asyncio.run(make_loop(config(), stack, Environment(stack, broken=range(50), errors=2), tmp_path).run())
+    asyncio.run(
+        make_loop(config(), stack, Environment(stack, broken=range(50), errors=2), tmp_path).run()
+    )
     assert sum(line["errors"] for line in lines(tmp_path)) == 2
     assert sum(line["left_out"]["failed"] for line in lines(tmp_path)) == 0
 
 
 def test_the_loop_ends_where_everything_fails(tmp_path: Path) -> None:
     stack = FakeStack()
-    with pytest.raises(TandemError, match=r"groups in a row failed; .* ValueError: task \d+ is broken"):
-        asyncio.run(make_loop(config(), stack, Environment(stack, broken=range(50)), tmp_path).run())
+    with pytest.raises(
+        TandemError, match=r"groups in a row failed; .* ValueError: task \d+ is broken"
+    ):
+        asyncio.run(
+            make_loop(config(), stack, Environment(stack, broken=range(50)), tmp_path).run()
+        )
     assert not stack.jobs
 
 
 class Outage(Environment):
-    """What the rollouts need is away between the first step and the time when so many have failed."""
+    """What the rollouts need is away between the first step and the time when so many have
+    failed."""
 
     failures = 40
 
@@ -137,28 +160,38 @@ def test_an_outage_does_not_end_the_loop_and_costs_few_tasks(tmp_path: Path) -> 
 def test_an_outage_that_lasts_ends_the_loop(tmp_path: Path) -> None:
     stack = FakeStack()
     with pytest.raises(TandemError, match=r"groups in a row failed; .* OSError: the judge is away"):
-        asyncio.run(make_loop(config(retries=0), stack, Outage(stack), tmp_path, patience=0.01).run())
+        asyncio.run(
+            make_loop(config(retries=0), stack, Outage(stack), tmp_path, patience=0.01).run()
+        )
     assert stack.newest == 1
 
 
 def test_groups_without_a_difference_are_replaced_and_counted(tmp_path: Path) -> None:
     stack = FakeStack()
-    asyncio.run(make_loop(config(), stack, Environment(stack, equal=range(0, 50, 2)), tmp_path).run())
+    asyncio.run(
+        make_loop(config(), stack, Environment(stack, equal=range(0, 50, 2)), tmp_path).run()
+    )
     check(stack, 6, 0)
     for job in stack.trained:
-        assert all(len({t["reward"] for t in group["trajectories"]}) > 1 for group in job.request["groups"])
+        assert all(
+            len({t["reward"] for t in group["trajectories"]}) > 1 for group in job.request["groups"]
+        )
     assert sum(line["left_out"]["uninformative"] for line in lines(tmp_path)) >= 5
 
     kept = FakeStack()
     (tmp_path / "kept").mkdir()
     settings = config(dynamic_sampling=False, steps=3)
-    asyncio.run(make_loop(settings, kept, Environment(kept, equal=range(0, 50, 2)), tmp_path / "kept").run())
+    asyncio.run(
+        make_loop(settings, kept, Environment(kept, equal=range(0, 50, 2)), tmp_path / "kept").run()
+    )
     groups = [group for job in kept.trained for group in job.request["groups"]]
     assert any(len({t["reward"] for t in group["trajectories"]}) == 1 for group in groups)
 
 
 @pytest.mark.parametrize("dynamic_sampling", [True, False])
-def test_where_no_group_teaches_anything_the_loop_ends(tmp_path: Path, dynamic_sampling: bool) -> None:
+def test_where_no_group_teaches_anything_the_loop_ends(
+    tmp_path: Path, dynamic_sampling: bool
+) -> None:
     stack = FakeStack(delay=0.0005)
     settings = config(dynamic_sampling=dynamic_sampling)
     with pytest.raises(NothingToLearn):
@@ -180,17 +213,22 @@ def refuse(stack: FakeStack, batches: int) -> None:
 
 
 @pytest.mark.parametrize(("equal", "batches"), [(range(0), 3), (range(50), 16)])
-def test_where_the_controller_trains_no_batch_the_loop_ends(tmp_path: Path, equal: range, batches: int) -> None:
+def test_where_the_controller_trains_no_batch_the_loop_ends(
+    tmp_path: Path, equal: range, batches: int
+) -> None:
     stack = FakeStack(delay=0.0005)
     refuse(stack, 100)
-    loop = make_loop(config(advantage=NO_BASELINE), stack, Environment(stack, equal=equal), tmp_path)
+    loop = make_loop(
+        config(advantage=NO_BASELINE), stack, Environment(stack, equal=equal), tmp_path
+    )
 
     async def some_time() -> None:
         async with asyncio.timeout(20):
             await loop.run()
 
     with pytest.raises(
-        NothingToLearn, match=rf"of the last {batches} batches, so the run stays at step 0: .* 8 tokens"
+        NothingToLearn,
+        match=rf"of the last {batches} batches, so the run stays at step 0: .* 8 tokens",
     ):
         asyncio.run(some_time())
     assert loop.error.startswith("the controller refused a batch: 9 trajectories don't fit")
@@ -209,7 +247,9 @@ def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_
     ).open
 
 
-def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp_path: Path) -> None:
+def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(
+    tmp_path: Path,
+) -> None:
     stack = FakeStack(fail_jobs=1)
     with pytest.raises(JobFailed):
         run(config(max_off_policy_steps=1), stack, tmp_path)
@@ -217,7 +257,9 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(tmp
     check(stack, 6, 1)
     assert stack.trained[0].id == "fake-rl-0-2"
     failed = set(stack.jobs["fake-rl-0"].request["labels"]["tasks"].split())
-    assert failed & {task for job in stack.trained for task in job.request["labels"]["tasks"].split()}
+    assert failed & {
+        task for job in stack.trained for task in job.request["labels"]["tasks"].split()
+    }
 
 
 def test_a_job_that_made_its_step_and_was_removed_since_is_not_waited_for(tmp_path: Path) -> None:
@@ -245,7 +287,9 @@ def test_more_steps_go_on_from_the_state(tmp_path: Path) -> None:
     check(stack, 5, 0)
 
 
-def test_a_vllm_that_is_not_the_stacks_ends_the_loop_before_anything_is_sampled(tmp_path: Path) -> None:
+def test_a_vllm_that_is_not_the_stacks_ends_the_loop_before_anything_is_sampled(
+    tmp_path: Path,
+) -> None:
     async def stranger(request: httpx.Request) -> httpx.Response:
         return httpx.Response(401)
 
@@ -274,18 +318,30 @@ def test_a_training_that_goes_on_behind_anothers_lines_writes_its_own(tmp_path: 
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4] * 2
 
 
-def test_what_a_rollback_has_discarded_is_trained_evaluated_and_recorded_again(tmp_path: Path) -> None:
+def test_what_a_rollback_has_discarded_is_trained_evaluated_and_recorded_again(
+    tmp_path: Path,
+) -> None:
     stack, settings = FakeStack(), config(steps=3, evaluation={"every": 1, "groups": 2})
     run(settings, stack, tmp_path)
     stack.newest = stack.served = 1
     run(settings, stack, tmp_path)
     assert [line["step"] for line in lines(tmp_path) if "step" in line] == [1, 2, 3, 2, 3]
-    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3, 2, 3]
+    assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [
+        0,
+        1,
+        2,
+        3,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(tmp_path: Path, pending: bool) -> None:
-    """The publisher refused the step of `fake-rl-1`, or the loop was killed before it knew that it had sent the job."""
+def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
+    tmp_path: Path, pending: bool
+) -> None:
+    """The publisher refused the step of `fake-rl-1`, or the loop was killed before it knew that it
+    had sent the job."""
     stack, settings = FakeStack(), config(steps=3)
 
     async def refused(run: str, step: int, _timeout: float) -> Any:
@@ -318,18 +374,26 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
             return await super().rollout(task, sampler)
 
     asyncio.run(scene())
-    assert [job.id for job in stack.trained] == ["fake-rl-0", "fake-rl-1", "fake-rl-1-2", "fake-rl-2"]
+    assert [job.id for job in stack.trained] == [
+        "fake-rl-0",
+        "fake-rl-1",
+        "fake-rl-1-2",
+        "fake-rl-2",
+    ]
     assert [line["job"] for line in lines(tmp_path)] == ["fake-rl-0", "fake-rl-1-2", "fake-rl-2"]
     discarded = set(stack.trained[1].request["labels"]["tasks"].split())
     tasks = Environment(stack).tasks
-    assert {tasks[int(name.partition(":")[2])] for name in discarded} <= again, "they are handed out first"
+    assert {tasks[int(name.partition(":")[2])] for name in discarded} <= again, (
+        "they are handed out first"
+    )
 
 
 def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_path: Path) -> None:
     stack = FakeStack()
 
     class SlowToLeave(Environment):
-        """A rollout of the first task fails, and those beside it leave when the trainer has passed the bound."""
+        """A rollout of the first task fails, and those beside it leave when the trainer has passed
+        the bound."""
 
         first: int | None = None
 
@@ -345,7 +409,11 @@ def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_p
                 while stack.newest < 3:
                     await asyncio.sleep(0.001)
 
-    asyncio.run(make_loop(config(max_off_policy_steps=1, retries=0), stack, SlowToLeave(stack), tmp_path).run())
+    asyncio.run(
+        make_loop(
+            config(max_off_policy_steps=1, retries=0), stack, SlowToLeave(stack), tmp_path
+        ).run()
+    )
     check(stack, 6, 1)
     left_out = [line["left_out"] for line in lines(tmp_path)]
     assert sum(counts["failed"] for counts in left_out) == 0
@@ -358,13 +426,17 @@ def test_one_loop_per_state_file(tmp_path: Path) -> None:
         first = asyncio.create_task(make_loop(config(), stack, Environment(stack), tmp_path).run())
         await asyncio.sleep(0.05)
         with pytest.raises(Conflict, match="another `tandem rl` uses"):
-            await asyncio.to_thread(asyncio.run, make_loop(config(), stack, Environment(stack), tmp_path).run())
+            await asyncio.to_thread(
+                asyncio.run, make_loop(config(), stack, Environment(stack), tmp_path).run()
+            )
         first.cancel()
 
     asyncio.run(two())
 
 
-def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_own(tmp_path: Path) -> None:
+def test_state_files_whose_names_differ_behind_the_last_dot_have_locks_of_their_own(
+    tmp_path: Path,
+) -> None:
     stack = FakeStack()
     loop = make_loop(config(steps=1), stack, Environment(stack), tmp_path)
     loop._file = tmp_path / "lr-1e-5.1"
@@ -383,7 +455,11 @@ def test_jobs_of_runs_that_begin_alike_have_names_of_their_own() -> None:
     assert len(set(names)) == 4
     for name in names:
         TypeAdapter(JobId).validate_python(name)
-    assert list(itertools.islice(job_names("short", 7), 3)) == ["short-rl-7", "short-rl-7-2", "short-rl-7-3"]
+    assert list(itertools.islice(job_names("short", 7), 3)) == [
+        "short-rl-7",
+        "short-rl-7-2",
+        "short-rl-7-3",
+    ]
 
 
 def test_a_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -412,7 +488,9 @@ def test_evaluation_before_between_and_after_also_where_a_kill_cut_it_off(tmp_pa
             return await super().rollout(task, sampler)
 
     async def killed_behind_the_first_step() -> None:
-        loop = asyncio.create_task(make_loop(settings, stack, NeverEvaluated(stack), tmp_path).run())
+        loop = asyncio.create_task(
+            make_loop(settings, stack, NeverEvaluated(stack), tmp_path).run()
+        )
         while not (tmp_path / "metrics.jsonl").exists():
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
@@ -443,7 +521,9 @@ def test_an_evaluation_without_a_sample_is_made_again_by_the_next_start(tmp_path
     asyncio.run(make_loop(settings, stack, Broken(stack), tmp_path).run())
     for _ in range(2):
         run(settings, stack, tmp_path)
-    evaluated = [(line["evaluated"], line["samples"]) for line in lines(tmp_path) if "evaluated" in line]
+    evaluated = [
+        (line["evaluated"], line["samples"]) for line in lines(tmp_path) if "evaluated" in line
+    ]
     assert evaluated == [(0, 0), (1, 0), (1, 2)]
 
 
@@ -459,7 +539,9 @@ def test_the_loop_waits_for_vllm_as_long_as_it_takes_to_start_and_says_so(tmp_pa
 
     stack.wait_served = after_half_an_hour  # type: ignore[method-assign]
     asyncio.run(loop.run())
-    assert all(f"waits until vLLM serves fake@{step}" in " ".join(said[step].split()) for step in range(3))
+    assert all(
+        f"waits until vLLM serves fake@{step}" in " ".join(said[step].split()) for step in range(3)
+    )
     assert "waits until" not in shown(loop)
 
 
@@ -489,10 +571,14 @@ def test_on_shared_gpus_no_job_trains_beside_an_evaluation(tmp_path: Path) -> No
             if sampler._pin is not None:
                 for _ in range(20):
                     await asyncio.sleep(0.002)
-                    beside.extend(job.id for job in stack.jobs.values() if job.state in ("queued", "running"))
+                    beside.extend(
+                        job.id for job in stack.jobs.values() if job.state in ("queued", "running")
+                    )
             return await super().rollout(task, sampler)
 
-    settings = config(steps=3, max_off_policy_steps=0, evaluation={"every": 1, "groups": 2, "samples": 1})
+    settings = config(
+        steps=3, max_off_policy_steps=0, evaluation={"every": 1, "groups": 2, "samples": 1}
+    )
     asyncio.run(make_loop(settings, stack, Slow(stack), tmp_path).run())
     check(stack, 3, 0)
     assert [line["evaluated"] for line in lines(tmp_path) if "evaluated" in line] == [0, 1, 2, 3]
@@ -504,7 +590,10 @@ def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
     stack = FakeStack()
     settings = config(steps=2, packing={"sequence_length": 3})
     run(settings, stack, tmp_path)
-    assert all(job.request["packing"] == {"sequence_length": 3, "too_long": "truncate"} for job in stack.trained)
+    assert all(
+        job.request["packing"] == {"sequence_length": 3, "too_long": "truncate"}
+        for job in stack.trained
+    )
     assert [line["too_long"] for line in lines(tmp_path)] == [0, 0]
 
     longer = FakeStack()
@@ -520,7 +609,9 @@ def test_rollouts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_leaves_no_token_to_train_is_a_failed_rollout(tmp_path: Path) -> None:
-    with pytest.raises(TandemError, match=r"a prompt of 2 tokens fills a row of 2; raise packing\.sequence_length"):
+    with pytest.raises(
+        TandemError, match=r"a prompt of 2 tokens fills a row of 2; raise packing\.sequence_length"
+    ):
         run(config(packing={"sequence_length": 2}), FakeStack(), tmp_path)
 
 
@@ -553,7 +644,9 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     ):
         assert part in text
     assert loop.sample is not None
-    loop.sample = loop.sample.model_copy(update={"messages": [{"content": "of an environment's own form"}]})
+    loop.sample = loop.sample.model_copy(
+        update={"messages": [{"content": "of an environment's own form"}]}
+    )
     assert "None: of an environment's own form" in shown(loop)
 
 

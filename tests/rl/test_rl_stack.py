@@ -1,4 +1,5 @@
-"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed ten times, and the examples run."""
+"""`tandem rl` on a whole stack with a tiny model: it learns, also when it is killed ten times, and
+the examples run."""
 
 import importlib
 import json
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ def teach(stack: LocalStack, run: str, examples: list[dict[str, Any]], epochs: i
     stack.client.create_run(run, lora={"rank": 16, "alpha": 32})
     schedule = {"shape": "cosine", "total": epochs * ceil(len(examples) / 32)}
     optimizer = {"learning_rate": 5e-3, "epochs": epochs, "batch_size": 32, "schedule": schedule}
-    stack.client.train_sft(run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served")
+    stack.client.train_sft(
+        run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served"
+    )
 
 
 class Rl:
@@ -53,16 +57,24 @@ class Rl:
         self.config.write_text(text)
         self.state = self.config.with_suffix(".state.json")
         self.environment = stack.environment | {
-            "TANDEM_URL": stack.controller_url, "TANDEM_INFERENCE_URL": stack.inference_url,
-        }  # fmt: skip
+            "TANDEM_URL": stack.controller_url,
+            "TANDEM_INFERENCE_URL": stack.inference_url,
+        }
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tandem", "rl", str(self.config)]
-        # A shell that starts the tests in the background has them ignore SIGINT, and so would this process.
+        # A shell that starts the tests in the background has them ignore SIGINT, and so would this
+        # process.
         return subprocess.Popen(
-            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-        )  # fmt: skip
+            command,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=partial(  # noqa: PLW1509
+                signal.signal, signal.SIGINT, signal.default_int_handler
+            ),
+        )
 
     def finish(self) -> str:
         """Run it to its end; what it printed."""
@@ -73,7 +85,9 @@ class Rl:
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         file = self.config.with_suffix(".metrics.jsonl")
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        found = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         return [line for line in found if kind in line]
 
     def known(self) -> dict[str, Any]:
@@ -82,7 +96,8 @@ class Rl:
 
 
 def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> None:
-    """From the jobs' records and events: each step was made once, of groups of its own, within the bound."""
+    """From the jobs' records and events: each step was made once, of groups of its own, within the
+    bound."""
     jobs = [job for _, job in stack.spool.jobs.list(run=run) if job.spec.kind == "rl"]
     assert sorted(job.spec.base_step for job in jobs) == list(range(first, first + steps))
     assert stack.spool.checkpoints.newest(run) == first + steps
@@ -91,12 +106,21 @@ def check(stack: LocalStack, run: str, first: int, steps: int, bound: int) -> No
     for job in jobs:
         assert job.spec.data.policy_step_min is not None
         assert job.spec.base_step - job.spec.data.policy_step_min <= bound
-        metrics = [event.data["metrics"] for event in stack.spool.events.read(job.spec.id) if event.type == "step"]
+        metrics = [
+            event.data["metrics"]
+            for event in stack.spool.events.read(job.spec.id)
+            if event.type == "step"
+        ]
         assert metrics
-        assert all(0 <= row["off_policy_steps_mean"] <= row["off_policy_steps_max"] <= bound for row in metrics)
+        assert all(
+            0 <= row["off_policy_steps_mean"] <= row["off_policy_steps_max"] <= bound
+            for row in metrics
+        )
 
 
-def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, tmp_path: Path) -> None:
+def test_yes_no_maybe_learns_although_it_is_killed_ten_times(
+    stack: LocalStack, tmp_path: Path
+) -> None:
     run = "yes-no-maybe"
     teach(stack, run, importlib.import_module("rl_yes_no_maybe").sft_examples())
     rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="6")
@@ -127,7 +151,12 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
     for name, reached in points.items():
         made = len(rl.lines("step"))
         process = rl.start()
-        until(name, lambda reached=reached, process=process: reached() or process.poll() is not None, 120, poll=0.001)
+        until(
+            name,
+            lambda reached=reached, process=process: reached() or process.poll() is not None,
+            120,
+            poll=0.001,
+        )
         assert process.poll() is None, process.communicate()[0]
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
@@ -145,21 +174,33 @@ def test_yes_no_maybe_learns_although_it_is_killed_ten_times(stack: LocalStack, 
 @pytest.mark.sample(1, of="examples of tandem rl")
 def test_the_game_learns_over_several_turns(stack: LocalStack, tmp_path: Path) -> None:
     teach(stack, "game", importlib.import_module("game").Game().sft_examples())
-    for steps in (10, 20, 30):  # which tasks meet which policy depends on the machine's speed, and so does the pace
+    # Which tasks meet which policy depends on the machine's speed, and so does the pace.
+    for steps in (10, 20, 30):
         rl = Rl(stack, tmp_path, "game", steps=str(steps), every="10")
         rl.finish()
         before, *_, after = rl.lines("evaluated")
         if after["reward"] > before["reward"] + 0.15:
             break
     else:
-        pytest.fail(f"30 steps brought the reward from {before['reward']} to {after['reward']} only")
+        pytest.fail(
+            f"30 steps brought the reward from {before['reward']} to {after['reward']} only"
+        )
     check(stack, "game", SFT_STEPS, steps=steps, bound=1)
-    assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), "trajectories have several turns"
+    assert all(line["turns"] > 6 * 8 for line in rl.lines("step")), (
+        "trajectories have several turns"
+    )
 
 
 @pytest.mark.sample(1, of="examples of tandem rl")
-def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(stack: LocalStack, tmp_path: Path) -> None:
-    teach(stack, "arithmetic", importlib.import_module("arithmetic_tool").Sums().sft_examples(), epochs=20)
+def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    teach(
+        stack,
+        "arithmetic",
+        importlib.import_module("arithmetic_tool").Sums().sft_examples(),
+        epochs=20,
+    )
     rl = Rl(stack, tmp_path, "arithmetic_tool", steps="2", every="1")
     process = rl.start()
     until("a job is submitted", lambda: rl.known().get("jobs"), 120, poll=0.01)

@@ -9,19 +9,28 @@ from tandem.client.vllm import open_vllm, raise_unless_serving, vllm_url
 from tandem.errors import InvalidInput, TandemError
 
 
-def test_the_key_goes_to_tandems_vllm_and_to_no_other_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_goes_to_tandems_vllm_and_to_no_other_provider(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "https://openrouter.ai/api/v1")
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     monkeypatch.delenv("TANDEM_INFERENCE_URL", raising=False)
     assert str(open_vllm().base_url) == "http://127.0.0.1:8000/v1/"
-    for named in ("http://vllm:8000", "http://vllm:8000/", "http://vllm:8000/v1", "http://vllm:8000/v1/"):
+    for named in (
+        "http://vllm:8000",
+        "http://vllm:8000/",
+        "http://vllm:8000/v1",
+        "http://vllm:8000/v1/",
+    ):
         monkeypatch.setenv("TANDEM_INFERENCE_URL", named)
         assert vllm_url() == "http://vllm:8000"
         assert str(open_vllm().base_url) == "http://vllm:8000/v1/"
     assert vllm_url("http://other/v1") == "http://other"
 
 
-def test_an_address_that_is_none_is_refused_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_none_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TANDEM_INFERENCE_URL", "here")
     with pytest.raises(InvalidInput, match="TANDEM_INFERENCE_URL: 'here/v1' is no URL"):
         open_vllm()
@@ -37,13 +46,21 @@ def away(request: httpx.Request) -> httpx.Response:
         (away, "does not answer .ConnectError: refused.; start vLLM, or set TANDEM_INFERENCE_URL"),
         (lambda _: httpx.Response(404, text="<html>"), "answers 404; set TANDEM_INFERENCE_URL"),
         (lambda _: httpx.Response(401), "refuses the key; set TANDEM_API_KEY"),
-        (lambda _: httpx.Response(200, text="<html>"), r"lists \[\], without a step of 'r'; set TANDEM_INFERENCE_URL"),
-        (lambda _: httpx.Response(200, json={"data": [{"id": "gpt"}]}), r"lists \['gpt'\], without a step of 'r'"),
+        (
+            lambda _: httpx.Response(200, text="<html>"),
+            r"lists \[\], without a step of 'r'; set TANDEM_INFERENCE_URL",
+        ),
+        (
+            lambda _: httpx.Response(200, json={"data": [{"id": "gpt"}]}),
+            r"lists \['gpt'\], without a step of 'r'",
+        ),
     ],
 )
 def test_a_wrong_address_is_told_with_its_url_and_variable(answer, problem) -> None:
     async def ask() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm/v1") as vllm:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(answer), base_url="http://vllm/v1"
+        ) as vllm:
             await raise_unless_serving(vllm, "r", patience=0)
 
     with pytest.raises(TandemError, match=f"http://vllm/v1/models {problem}"):
@@ -51,7 +68,10 @@ def test_a_wrong_address_is_told_with_its_url_and_variable(answer, problem) -> N
 
 
 def test_a_vllm_that_has_just_started_is_asked_again() -> None:
-    answers = [httpx.Response(503), httpx.Response(200, json={"data": [{"id": "base"}, {"id": "r@3"}]})]
+    answers = [
+        httpx.Response(503),
+        httpx.Response(200, json={"data": [{"id": "base"}, {"id": "r@3"}]}),
+    ]
 
     async def ask() -> None:
         transport = httpx.MockTransport(lambda _: answers.pop(0))

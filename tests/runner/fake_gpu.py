@@ -1,5 +1,6 @@
-"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as long as it lives,
-and when that process started, because a machine with many processes soon gives its pid to another one.
+"""A GPU that is a directory: each file `<who>.<pid>` holds the MiB that a process has in use for as
+long as it lives, and when that process started, because a machine with many processes soon gives
+its pid to another one.
 
 A process that asks for more than there is gets an out-of-memory error.
 """
@@ -12,7 +13,8 @@ from fake_nvml import FakeNvml
 from tandem.system import processes
 
 TOTAL, AWAKE, ASLEEP, RANK = 80_000, 68_000, 900, 30_000
-"""MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake don't fit."""
+"""MiB of the device, of a vLLM awake and asleep, and of a rank: a rank and a vLLM that is awake
+don't fit."""
 UUID = "GPU-aaaa1111"
 
 
@@ -39,7 +41,8 @@ def others(gpu: Path) -> int:
 
 
 def use(gpu: Path, who: str, mib: int) -> None:
-    """Have this process use so much in all. MemoryError where it doesn't fit, which is told in the journal too."""
+    """Have this process use so much in all. MemoryError where it doesn't fit, which is told in the
+    journal too."""
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")

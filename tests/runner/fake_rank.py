@@ -1,7 +1,9 @@
-"""A rank that keeps the worker's protocol (heartbeats, error files, checkpoint) and misbehaves as the job's labels say.
+"""A rank that keeps the worker's protocol (heartbeats, error files, checkpoint) and misbehaves as
+the job's labels say.
 
-`do`: what to do (see `obey`); `rank`: which rank does it (default: all); `until`: only in attempts up to this one;
-`used`: bytes that heartbeats report; `meet`: the ranks connect through torch instead of waiting for each other's files.
+`do`: what to do (see `obey`); `rank`: which rank does it (default: all); `until`: only in attempts
+up to this one; `used`: bytes that heartbeats report; `meet`: the ranks connect through torch
+instead of waiting for each other's files.
 """
 
 import json
@@ -30,7 +32,12 @@ def main(root: Path, job_id: str, attempt: int) -> int:
 
     def beat(phase: str, step: int = 0) -> None:
         staged = work / f".beat.{rank}"
-        content = {"time": time.time(), "phase": phase, "step": step, "phases": {"build": {"allocated": 1000 + rank}}}
+        content = {
+            "time": time.time(),
+            "phase": phase,
+            "step": step,
+            "phases": {"build": {"allocated": 1000 + rank}},
+        }
         if "used" in labels:
             content |= {"uuid": "GPU-bbbb2222", "device_used_peak": int(labels["used"])}
         staged.write_text(json.dumps(content))
@@ -60,7 +67,8 @@ def main(root: Path, job_id: str, attempt: int) -> int:
 
 
 def meet(name):
-    """Connect the ranks through the launcher's store, under a new name for each job, because the store may stay."""
+    """Connect the ranks through the launcher's store, under a new name for each job, because the
+    store may stay."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -73,7 +81,10 @@ def meet(name):
 def obey(order, work, rank, beat):
     match order:
         case "fail":  # with a Tandem error that is not retriable
-            error = {"type": "checkpoint_damaged", "message": "adapter_model.safetensors is truncated"}
+            error = {
+                "type": "checkpoint_damaged",
+                "message": "adapter_model.safetensors is truncated",
+            }
             (work / f"error.{rank}.json").write_text(json.dumps(error))
             sys.exit(1)
         case "die":
@@ -104,7 +115,10 @@ def obey(order, work, rank, beat):
                 while file.write(b"\0" * 4096):
                     pass
         case "leak" | "leak_and_wait":  # a process in a session of its own that ignores SIGTERM
-            program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+            program = (
+                "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+                " time.sleep(3600)"
+            )
             subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
             if order == "leak_and_wait":
                 obey("wait", work, rank, beat)

@@ -1,4 +1,5 @@
-"""A real runner process on a spool of its own, with ranks that misbehave on demand (`fake_rank`)."""
+"""A real runner process on a spool of its own, with ranks that misbehave on demand
+(`fake_rank`)."""
 
 import os
 import signal
@@ -25,10 +26,16 @@ class Stack:
         self._entry = entry
         self._log_start = 0
         self.environment = os.environ | {
-            "TANDEM_ROOT": str(root), "TANDEM_LAUNCH": launch, "TANDEM_TRAINER_RANKS": str(ranks),
-            "TANDEM_DEVICE": "cpu", "TANDEM_HEARTBEAT_SECONDS": "0.5", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        }  # fmt: skip
+            "TANDEM_ROOT": str(root),
+            "TANDEM_LAUNCH": launch,
+            "TANDEM_TRAINER_RANKS": str(ranks),
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_HEARTBEAT_SECONDS": "0.5",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+        }
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -44,10 +51,20 @@ class Stack:
         return self._processes[-1]
 
     def run(self, name: str = "run") -> str:
-        self.spool.runs.create(spool_tools.run_spec(name), lambda directory: (directory / "weights").write_text("0"))
+        self.spool.runs.create(
+            spool_tools.run_spec(name), lambda directory: (directory / "weights").write_text("0")
+        )
         return name
 
-    def submit(self, run: str, *, deadline: float = 120, stall: float = 60, attempts: int = 2, **labels: object) -> str:
+    def submit(
+        self,
+        run: str,
+        *,
+        deadline: float = 120,
+        stall: float = 60,
+        attempts: int = 2,
+        **labels: object,
+    ) -> str:
         """Submit a job with these orders for its ranks; returns its id."""
         limits = {"deadline_seconds": deadline, "stall_seconds": stall, "max_attempts": attempts}
         orders = {key: str(value) for key, value in labels.items()}
@@ -55,7 +72,9 @@ class Stack:
 
     def wait(self, job_id: str, timeout: float = 240) -> tuple[str, Job]:
         """The job's terminal state and its record; fails after `timeout` seconds."""
-        self.until(lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, f"job {job_id} to end", timeout)
+        self.until(
+            lambda: self.spool.jobs.get(job_id)[0] in TERMINAL, f"job {job_id} to end", timeout
+        )
         state, job = self.spool.jobs.get(job_id)
         assert job.result is not None
         return state, job
@@ -70,7 +89,9 @@ class Stack:
         """The first true answer of `condition`."""
         end = time.monotonic() + timeout
         while not (answer := condition()):
-            assert time.monotonic() < end, f"waited {timeout} s for {awaited}\n{self.log.read_text()}"
+            assert time.monotonic() < end, (
+                f"waited {timeout} s for {awaited}\n{self.log.read_text()}"
+            )
             time.sleep(0.05)
         return answer
 
@@ -87,7 +108,9 @@ class Stack:
     def until_beating(self, job_id: str, attempt: int = 1, ranks: int = 1) -> None:
         """Wait until all ranks of an attempt have written a heartbeat."""
         work = self.spool.paths.work_dir(job_id, attempt)
-        self.until(lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), "heartbeats")
+        self.until(
+            lambda: all((work / f"beat.{rank}").exists() for rank in range(ranks)), "heartbeats"
+        )
 
     def kinds(self, job_id: str) -> list[str]:
         return [event.type for event in self.spool.events.read(job_id)]

@@ -27,16 +27,24 @@ class SharedStack(Stack):
         self.url = f"http://127.0.0.1:{port}"
         self.environment |= {"TANDEM_INFERENCE_PORT": str(port)}
         self.environment |= {
-            "TANDEM_GPU_MODE": "shared", "TANDEM_DEVICE": "cuda", "FAKE_GPU": str(self.gpu),
-            **driver.variables, "PYTHONPATH": f"{HERE}:{HERE.parent}:{driver.variables['PYTHONPATH']}",
-            "TANDEM_API_KEY": API_KEY, "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN, "XDG_RUNTIME_DIR": str(directory),
-            "TANDEM_LEASE_SECONDS": "2", **variables,
-        }  # fmt: skip
+            "TANDEM_GPU_MODE": "shared",
+            "TANDEM_DEVICE": "cuda",
+            "FAKE_GPU": str(self.gpu),
+            **driver.variables,
+            "PYTHONPATH": f"{HERE}:{HERE.parent}:{driver.variables['PYTHONPATH']}",
+            "TANDEM_API_KEY": API_KEY,
+            "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
+            "XDG_RUNTIME_DIR": str(directory),
+            "TANDEM_LEASE_SECONDS": "2",
+            **variables,
+        }
         self.environment.pop("CUDA_VISIBLE_DEVICES", None)
 
     def program(self, name: str, module: str) -> subprocess.Popen[bytes]:
         with (self.spool.root / f"{name}.log").open("ab") as log:
-            program = subprocess.Popen([sys.executable, "-m", module], env=self.environment, stdout=log, stderr=log)
+            program = subprocess.Popen(
+                [sys.executable, "-m", module], env=self.environment, stdout=log, stderr=log
+            )
         self._processes.insert(0, program)  # the last one is the runner
         return program
 
@@ -61,7 +69,9 @@ class SharedStack(Stack):
         return answers(f"{self.url}/health")
 
     def asleep(self) -> bool:
-        return bool(httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=60).json()["is_sleeping"])
+        return bool(
+            httpx.get(f"{self.url}/is_sleeping", headers=_ADMIN, timeout=60).json()["is_sleeping"]
+        )
 
     def wake_vllm(self) -> None:
         httpx.post(f"{self.url}/wake_up", headers=_ADMIN, timeout=60).raise_for_status()
@@ -88,4 +98,6 @@ class SharedStack(Stack):
                 print(f"---- {name}\n{self.text(name)}")
         self._journal_start = 0
         print("---- journal", *self.journal(), sep="\n")
-        processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(self.spool.root)), timeout=10)
+        processes.kill_all(
+            lambda: processes.marked("TANDEM_ROOT", str(self.spool.root)), timeout=10
+        )

@@ -1,7 +1,8 @@
-"""A fake vLLM as a program: makes room like the real one, uses a fake GPU's memory, is slow or refuses on demand.
+"""A fake vLLM as a program: makes room like the real one, uses a fake GPU's memory, is slow or
+refuses on demand.
 
-The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: how long those take; `refuse_wakes`: how many wakes
-fail first; `keep`: it answers that it sleeps and keeps its memory.
+The GPU's file `orders` (JSON): `sleep_seconds` and `wake_seconds`: how long those take;
+`refuse_wakes`: how many wakes fail first; `keep`: it answers that it sleeps and keeps its memory.
 """
 
 import json

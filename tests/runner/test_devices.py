@@ -1,5 +1,5 @@
-"""What ranks start on: free devices, which the runner measures again after a job, sizes that fit these, and their share
-of the cores."""
+"""What ranks start on: free devices, which the runner measures again after a job, sizes that fit
+these, and their share of the cores."""
 
 import json
 
@@ -22,11 +22,15 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
         stack.run()
         job_id = stack.submit("run", used=70 * MIB)
         stack.start()
-        stack.until(lambda: "jobs wait: the devices are not free" in stack.log.read_text(), "the complaint")
+        stack.until(
+            lambda: "jobs wait: the devices are not free" in stack.log.read_text(), "the complaint"
+        )
         assert stack.spool.jobs.get(job_id)[0] == "queued"
         nvml.set(gpu("GPU-aaaa1111", 3 * MIB), gpu("GPU-bbbb2222", 5 * MIB))
         assert stack.wait(job_id)[0] == "succeeded"
-        (released,) = [event for event in stack.spool.events.read(job_id) if event.type == "released"]
+        (released,) = [
+            event for event in stack.spool.events.read(job_id) if event.type == "released"
+        ]
         assert released.data["before"] == {"GPU-bbbb2222": 70 * MIB}  # as the ranks saw it
         assert released.data["devices"] == {"GPU-bbbb2222": 5 * MIB}
         assert released.data["bytes"] == 5 * MIB
@@ -35,7 +39,12 @@ def test_a_job_waits_for_free_devices_and_tells_what_is_left_after_it(nvml, tmp_
 
 
 def test_ranks_inherit_no_secret(monkeypatch):
-    for name in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN", "TANDEM_API_KEY_FILE", "TANDEM_ADMIN_TOKEN_FILE"):
+    for name in (
+        "TANDEM_API_KEY",
+        "TANDEM_ADMIN_TOKEN",
+        "TANDEM_API_KEY_FILE",
+        "TANDEM_ADMIN_TOKEN_FILE",
+    ):
         monkeypatch.setenv(name, "s3cret")
     monkeypatch.setenv("TANDEM_ROOT", "kept")
     environment = rank_environment(Settings())
@@ -45,11 +54,15 @@ def test_ranks_inherit_no_secret(monkeypatch):
 
 @pytest.mark.parametrize(("names", "visible"), [(["1"], "1"), ([], "0")])
 def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
-    """CUDA's own order begins with the fastest GPU; that of NVML, which measures them, is the order on the bus."""
+    """CUDA's own order begins with the fastest GPU; that of NVML, which measures them, is the order
+    on the bus."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     environment = rank_environment(Settings(trainer_devices=names))
-    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == (visible, "PCI_BUS_ID")
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == (
+        visible,
+        "PCI_BUS_ID",
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +74,9 @@ def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
         (1, {"GOMP_SPINCOUNT": "7"}, {}),
     ],
 )
-def test_cores_are_divided_and_threads_wait_briefly_unless_the_operator_sets_it(monkeypatch, ranks, given, expected):
+def test_cores_are_divided_and_threads_wait_briefly_unless_the_operator_sets_it(
+    monkeypatch, ranks, given, expected
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -73,10 +88,16 @@ def test_cores_are_divided_and_threads_wait_briefly_unless_the_operator_sets_it(
 
 
 QWEN3_8B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
     "max_position_embeddings": 40960,
-}  # fmt: skip
+}
 
 
 def sized(number: int, gib: int) -> dict:
@@ -87,7 +108,11 @@ def sized(number: int, gib: int) -> dict:
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    for name, value in {"BASE_MODEL": str(tmp_path), "TRAINER_RANKS": "2", "TOPOLOGY": "auto"}.items():
+    for name, value in {
+        "BASE_MODEL": str(tmp_path),
+        "TRAINER_RANKS": "2",
+        "TOPOLOGY": "auto",
+    }.items():
         monkeypatch.setenv(f"TANDEM_{name}", value)
     return Settings()
 

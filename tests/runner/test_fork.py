@@ -1,4 +1,5 @@
-"""A runner that forks its ranks meets every way a job can go wrong; each job ends in a state with a reason."""
+"""A runner that forks its ranks meets every way a job can go wrong; each job ends in a state with a
+reason."""
 
 import os
 import shutil
@@ -19,11 +20,14 @@ ENTRY = "rank_that_changes"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """Its entry is a copy of `fake_rank`, which no other test's runner uses: this file has the code change."""
+    """Its entry is a copy of `fake_rank`, which no other test's runner uses: this file has the code
+    change."""
     directory = tmp_path_factory.mktemp("fork")
     stack = Stack(directory / "spool", "fork", entry=ENTRY)
     shutil.copy(HERE / "fake_rank.py", directory / f"{ENTRY}.py")
-    stack.environment["PYTHONPATH"] = os.pathsep.join([str(directory), stack.environment["PYTHONPATH"]])
+    stack.environment["PYTHONPATH"] = os.pathsep.join(
+        [str(directory), stack.environment["PYTHONPATH"]]
+    )
     stack.start()
     yield stack
     stack.close()
@@ -54,7 +58,14 @@ ONCE = {"attempts": 1}
         ("die", {"until": 1}, "succeeded", 2, "rank_crashed", "SIGKILL (out of memory?)"),
         ("segfault", {"attempts": 2}, "failed", 2, "rank_crashed", "SIGSEGV"),
         ("raise", ONCE, "failed", 1, "rank_crashed", "ValueError: the fake rank raises"),
-        ("fail", {"attempts": 3}, "failed", 1, "checkpoint_damaged", "rank 0: adapter_model.safetensors is truncated"),
+        (
+            "fail",
+            {"attempts": 3},
+            "failed",
+            1,
+            "checkpoint_damaged",
+            "rank 0: adapter_model.safetensors is truncated",
+        ),
         ("leave", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
         ("no_checkpoint", ONCE, "failed", 1, "no_checkpoint", "exited with 0"),
         ("crash_after", {}, "succeeded", 1, None, ""),  # the checkpoint was committed before
@@ -62,14 +73,21 @@ ONCE = {"attempts": 1}
         ("wait", ONCE | {"deadline": 6, "stall": 60}, "failed", 1, "deadline", "phase 'wait"),
     ],
 )
-def test_every_end_of_a_rank_is_a_state_with_a_reason(stack, do, orders, state, attempt, error, text):
+def test_every_end_of_a_rank_is_a_state_with_a_reason(
+    stack, do, orders, state, attempt, error, text
+):
     job_id, ended, job = stack.ended(do.replace("_", "-"), do=do, **orders)
     last = job.result.error or job.last_error
     assert (ended, job.attempt, last and last.type) == (state, attempt, error)
     if last is not None:
         assert text in last.message or text in last.log_tail
         assert "says hello" in last.log_tail
-    assert stack.kinds(job_id) == [*["claimed", "released", "requeued"] * (attempt - 1), "claimed", "released", state]
+    assert stack.kinds(job_id) == [
+        *["claimed", "released", "requeued"] * (attempt - 1),
+        "claimed",
+        "released",
+        state,
+    ]
 
 
 def test_cancel(stack):
@@ -143,7 +161,9 @@ def main(root, job_id, attempt): time.sleep(float(job_id))
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
     """It comes before the next launch (`early`) or after it."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
-    server = ForkServer("waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+    server = ForkServer(
+        "waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    )
 
     def launch(seconds):
         work = tmp_path / f"work-{seconds}"
@@ -153,7 +173,10 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
 
     try:
         killed = launch(600)
-        until("the leader and its rank", lambda: killed.poll() is None and len(killed.processes()) == 2)
+        until(
+            "the leader and its rank",
+            lambda: killed.poll() is None and len(killed.processes()) == 2,
+        )
         os.kill(server.pid, signal.SIGSTOP)
         assert killed.kill_all(10) == []
         assert killed.poll() is None  # the server can't report it yet
@@ -178,6 +201,10 @@ def test_a_job_that_waits_for_its_next_attempt_keeps_no_other_run_waiting(stack)
     stack.runner.send_signal(signal.SIGCONT)
     assert stack.wait(unlucky)[0] == stack.wait(follower)[0] == stack.wait(lucky)[0] == "succeeded"
     events = [event for job in (unlucky, follower, lucky) for event in stack.spool.events.read(job)]
-    claims = [event.job for event in sorted(events, key=lambda event: event.time) if event.type == "claimed"]
+    claims = [
+        event.job
+        for event in sorted(events, key=lambda event: event.time)
+        if event.type == "claimed"
+    ]
     assert claims.index(lucky) < 3
     assert [job for job in claims if job != lucky] == [unlucky] * 3 + [follower]

@@ -1,4 +1,5 @@
-"""The imports of the fork server make no call to CUDA: a process that made one can't fork a child that uses a GPU."""
+"""The imports of the fork server make no call to CUDA: a process that made one can't fork a child
+that uses a GPU."""
 
 import os
 import shutil
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# Before any other call torch asks the runtime how many devices there are, once, and keeps the answer.
+# Before any other call torch asks the runtime how many devices there are, once, and keeps the
+# answer.
 RUNTIME = """
 #include <stdio.h>
 int cudaGetDeviceCount(int *count) { fputs("CUDA is called\\n", stderr); *count = 0; return 100; }
@@ -21,7 +23,8 @@ torch.cuda.device_count = lambda: 1
 from tandem.trainer.rank import worker
 worker.preload()
 assert "torch._inductor.compile_fx" in sys.modules
-assert torch.utils._triton.has_triton.cache_info().currsize == 0, "without a visible GPU it would remember False"
+asked = torch.utils._triton.has_triton.cache_info().currsize
+assert asked == 0, "without a visible GPU it would remember False"
 print("preloaded", file=sys.stderr)
 torch._C._cuda_getDeviceCount()
 """
@@ -33,10 +36,14 @@ def test_preload_makes_no_call_to_cuda(tmp_path: Path) -> None:
     source.write_text(RUNTIME)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     environment = os.environ | {
-        "LD_PRELOAD": str(library), "TANDEM_DEVICE": "cuda", "TANDEM_ROOT": str(tmp_path),
+        "LD_PRELOAD": str(library),
+        "TANDEM_DEVICE": "cuda",
+        "TANDEM_ROOT": str(tmp_path),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }  # fmt: skip
+    }
     command = [sys.executable, "-W", "ignore", "-c", PRELOAD]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     lines = [line for line in ran.stderr.splitlines() if line in ("preloaded", "CUDA is called")]
     assert lines == ["preloaded", "CUDA is called"], ran.stderr[-3000:]

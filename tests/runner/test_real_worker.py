@@ -1,4 +1,5 @@
-"""The real worker under the real runner: all ways to start ranks make the same checkpoints, bit for bit."""
+"""The real worker under the real runner: all ways to start ranks make the same checkpoints, bit for
+bit."""
 
 import pytest
 
@@ -22,7 +23,10 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
         make_model(model)
     make_run(stack.spool, model)
     loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
-    jobs = [submit_sft(stack.spool, held_out=random_examples(9, 4)), submit_rl(stack.spool, loss=loss, epochs=2)]
+    jobs = [
+        submit_sft(stack.spool, held_out=random_examples(9, 4)),
+        submit_rl(stack.spool, loss=loss, epochs=2),
+    ]
     try:
         stack.start()
         for job_id in jobs:
@@ -38,16 +42,23 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
             assert list(attempt.ranks) == list(range(RANKS))
             for rank in attempt.ranks.values():
                 assert list(rank.phases) == [phase for phase in PHASES if phase not in absent]
-                assert min(rank.phases["checkpoint"].values()) == 0 == rank.phases["checkpoint"]["host_pinned"]
+                assert (
+                    min(rank.phases["checkpoint"].values())
+                    == 0
+                    == rank.phases["checkpoint"]["host_pinned"]
+                )
                 assert rank.phases["checkpoint"]["allocated"] > 100 * 2**20
-        # Only what the launcher keeps between jobs is left: nothing, the fork server, or torchrun and its ranks.
+        # Only what the launcher keeps between jobs is left: nothing, the fork server, or torchrun
+        # and its ranks.
         assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + RANKS}[launch]
         assert stack.stop() == 0
         assert stack.marked() == []
     finally:
         stack.close()
     manifests = [stack.spool.checkpoints.verify("r", step) for step in (1, 2)]
-    return [{name: entry.sha256 for name, entry in manifest.files.items()} for manifest in manifests]
+    return [
+        {name: entry.sha256 for name, entry in manifest.files.items()} for manifest in manifests
+    ]
 
 
 def test_all_launchers_make_the_same_checkpoints(tmp_path):

@@ -1,4 +1,5 @@
-"""Ranks that stay between jobs: one set of processes for job after job, and a new one after any end but success."""
+"""Ranks that stay between jobs: one set of processes for job after job, and a new one after any end
+but success."""
 
 import os
 import signal
@@ -31,14 +32,19 @@ def test_the_same_processes_run_job_after_job(stack):
         assert (state, job.result.step, job.attempt) == ("succeeded", 1, 1)
         assert stack.kinds(job_id) == ["claimed", "released", "succeeded"]
         log = stack.job_log(job_id)  # each job has its own
-        assert log.count("[rank 0] rank 0 of 2 says hello") == log.count("[rank 1] rank 1 of 2 says hello") == 1
+        assert (
+            log.count("[rank 0] rank 0 of 2 says hello")
+            == log.count("[rank 1] rank 1 of 2 says hello")
+            == 1
+        )
         assert ranks(stack) == before
     for pid in before:  # otherwise each job's threads would leave heaps of their own
         assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_agent_and_ranks_listen_on_loopback_only(stack):
-    """The agent unpickles what its store holds: whoever reached that port from outside would run code here."""
+    """The agent unpickles what its store holds: whoever reached that port from outside would run
+    code here."""
     stack.ended("listening", meet=True)
     found = {address for pid in ranks(stack) for address in listening(pid)}
     assert found
@@ -53,14 +59,18 @@ def listening(pid: int) -> set[str]:
         for family in ("tcp", "tcp6")
         for row in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]
     ]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
+    return {
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links
+    }
 
 
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),  # not rank 0, which was ended by SIGTERM
-        pytest.param({"do": "leave"}, "", marks=pytest.mark.slow),  # an exit with 0 in the middle of a job
+        # Not rank 0, which was ended by SIGTERM.
+        ({"do": "raise", "rank": 1}, "rank 1 ended with exit code 1"),
+        # An exit with 0 in the middle of a job.
+        pytest.param({"do": "leave"}, "", marks=pytest.mark.slow),
     ],
 )
 def test_after_a_failure_the_next_attempt_has_new_ranks(stack, order, told):
@@ -69,7 +79,14 @@ def test_after_a_failure_the_next_attempt_has_new_ranks(stack, order, told):
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "rank_crashed")
     assert told in job.last_error.message
     assert ("ValueError" in stack.job_log(job_id)) == ("rank" in order)
-    assert stack.kinds(job_id) == ["claimed", "released", "requeued", "claimed", "released", "succeeded"]
+    assert stack.kinds(job_id) == [
+        "claimed",
+        "released",
+        "requeued",
+        "claimed",
+        "released",
+        "succeeded",
+    ]
     assert not ranks(stack) & before
 
 

@@ -1,4 +1,5 @@
-"""Runners that are killed, stopped, doubled, or lose their volume: the next one finds everything in order."""
+"""Runners that are killed, stopped, doubled, or lose their volume: the next one finds everything in
+order."""
 
 import os
 import signal
@@ -61,7 +62,12 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
     assert stack.stop(timeout=loop.STOP_SECONDS) == 0
     assert stack.marked() == []
     state, job = stack.spool.jobs.get(job_id)
-    assert (state, job.attempt, job.stopped, job.last_error.type) == ("queued", 1, 1, "runner_stopped")
+    assert (state, job.attempt, job.stopped, job.last_error.type) == (
+        "queued",
+        1,
+        1,
+        "runner_stopped",
+    )
     assert stack.event(job_id, "requeued")["counts"] is False
     stack.start()
     state, job = stack.wait(job_id)
@@ -71,7 +77,8 @@ def test_sigterm_puts_the_job_back_without_using_up_an_attempt(stack):
 
 @pytest.mark.parametrize("launch", ["fork", "resident"])
 def test_sigterm_to_all_processes_uses_up_no_attempt_either(make, launch):
-    """As systemd's KillMode=control-group and batch systems stop a unit: the ranks are gone before the runner looks."""
+    """As systemd's KillMode=control-group and batch systems stop a unit: the ranks are gone before
+    the runner looks."""
     stack = make(launch)
     job_id = stack.submit(stack.run(), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
@@ -88,7 +95,9 @@ def test_supervisord_gives_the_runner_enough_time_to_stop():
     assert runner.stop_seconds > loop.STOP_SECONDS
 
 
-@pytest.mark.parametrize("launch", ["fork", "resident", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launch", ["fork", "resident", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_kill_9_of_the_runner_takes_the_ranks_with_it(make, launch):
     stack = make(launch)
     job_id = stack.submit(stack.run(), do="wait", until=1)
@@ -114,7 +123,9 @@ def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_
     assert stack.wait(job_id)[0] == "succeeded"
     assert not alive(orphan.pid)
     log = stack.logged()
-    assert log.index("ending a process of an earlier runner") < log.index("settled a job of an earlier runner")
+    assert log.index("ending a process of an earlier runner") < log.index(
+        "settled a job of an earlier runner"
+    )
 
 
 def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
@@ -124,12 +135,22 @@ def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
     counts = []
     for attempt in range(1, 5):
         stack.until_beating(job_id, attempt)
-        counts.append(len([path for path in tmp_path.rglob("*") if stack.spool.root not in (path, *path.parents)]))
+        counts.append(
+            len(
+                [
+                    path
+                    for path in tmp_path.rglob("*")
+                    if stack.spool.root not in (path, *path.parents)
+                ]
+            )
+        )
         if attempt % 2:
             stack.kill()
             stack.start()
         else:
-            rank = next(process for process in stack.children() if process.parent != stack.runner.pid)
+            rank = next(
+                process for process in stack.children() if process.parent != stack.runner.pid
+            )
             processes.send(rank, signal.SIGKILL)
     assert stack.wait(job_id)[0] == "succeeded"
     assert len(set(counts)) == 1
@@ -154,7 +175,8 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
 
 
 def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_nothing(stack):
-    """Files in the place of directories: the job's log, its lease, its events and its end can't be written."""
+    """Files in the place of directories: the job's log, its lease, its events and its end can't be
+    written."""
     job_id = stack.submit(stack.run("refused"), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
     jobs = stack.spool.paths.jobs
@@ -207,7 +229,9 @@ def test_a_runner_that_starts_on_a_full_volume_waits(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(tmp_path, killed):
+def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_be_written(
+    tmp_path, killed
+):
     """`killed`: the runner dies too, and the next one finds the volume full."""
     root = tmp_path / "volume"
     with mounted(root, "-t", "tmpfs", "-o", "size=2m", "tmpfs"):

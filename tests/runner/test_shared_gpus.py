@@ -1,4 +1,5 @@
-"""Trainer and vLLM on one GPU: never both at once, and vLLM is awake again whatever happened to either."""
+"""Trainer and vLLM on one GPU: never both at once, and vLLM is awake again whatever happened to
+either."""
 
 import signal
 import time
@@ -60,7 +61,8 @@ def live_hold(stack):
 
 
 def floor(mib=0):
-    """Bytes in use by UUID while vLLM sleeps and other processes use `mib`; 3 MiB are the driver's."""
+    """Bytes in use by UUID while vLLM sleeps and other processes use `mib`; 3 MiB are the
+    driver's."""
     return {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + mib) * MIB}
 
 
@@ -94,11 +96,16 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
             assert fake_gpu.others(stack.gpu) == fake_gpu.AWAKE + (keeps if stay else 0)
             assert stack.journal() == ["vllm is up", *CYCLE * number]
             # The second time they are there already when vLLM falls asleep.
-            assert stack.event(job_id, "slept")["devices"] == floor(keeps if stay and number == 2 else 0)
+            assert stack.event(job_id, "slept")["devices"] == floor(
+                keeps if stay and number == 2 else 0
+            )
             released = stack.event(job_id, "released")
             if stay:
                 assert released["devices"] == floor(keeps)
-                assert (released["floor"], released["resident"]) == (floor(), {fake_gpu.UUID: keeps * MIB})
+                assert (released["floor"], released["resident"]) == (
+                    floor(),
+                    {fake_gpu.UUID: keeps * MIB},
+                )
             else:
                 assert (released["bytes"], "resident" in released) == (0, False)
         assert ("keep too much" in stack.logged()) == (not stay)
@@ -112,7 +119,8 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack, publis
     hold = live_hold(stack)
     assert (hold.job, hold.attempt, hold.phase, hold.floor) == (job_id, 1, "training", floor())
     stack.until(lambda: live_hold(stack).beat > hold.beat, "a beat in the hold")
-    # A runner that hangs for longer than its lease: the hold is stale, but its ranks' memory is not free.
+    # A runner that hangs for longer than its lease: the hold is stale, but its ranks' memory is not
+    # free.
     stack.runner.send_signal(signal.SIGSTOP)
     stack.until(lambda: stack.spool.hold.live() is None, "the hold to be stale")
     stack.until(lambda: "is lost, and" in stack.text("publisher"), "the publisher to notice")
@@ -128,7 +136,10 @@ def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack, publis
     ("order", "kinds"),
     [
         ({"do": "fail"}, ["failed"]),
-        ({"do": "die", "until": 1}, ["requeued", "claimed", "slept", "released", "woken", "succeeded"]),
+        (
+            {"do": "die", "until": 1},
+            ["requeued", "claimed", "slept", "released", "woken", "succeeded"],
+        ),
         ({"do": "wait", "deadline": 2, "attempts": 1}, ["failed"]),
     ],
 )
@@ -206,7 +217,7 @@ def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     awake_and_unheld(stack)
 
 
-def test_no_rank_starts_once_the_publisher_has_taken_a_hold_that_a_full_volume_kept_from_being_renewed(
+def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_not_renew(
     stack, publisher
 ):
     stack.vllm_does(sleep_seconds=2)
@@ -223,11 +234,13 @@ def test_no_rank_starts_once_the_publisher_has_taken_a_hold_that_a_full_volume_k
 
 @pytest.mark.parametrize("awake", [False, True])
 def test_a_runner_that_finds_a_stale_hold_settles_it(stack, awake):
-    """There is no publisher to do it, and no job is queued. `awake`: the runner before was killed after vLLM had woken,
-    before it removed the hold: the memory in use is vLLM's own."""
+    """There is no publisher to do it, and no job is queued. `awake`: the runner before was killed
+    after vLLM had woken, before it removed the hold: the memory in use is vLLM's own."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
-    stack.until(lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, "the floor in the hold")
+    stack.until(
+        lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, "the floor in the hold"
+    )
     stack.kill()
     if awake:
         stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, "the ranks to be gone")
@@ -259,7 +272,10 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     stack.kill_vllm()
     stack.vllm(wait=False)  # at once, as supervisord does
     if order:
-        stack.until(lambda: stack.text("vllm").count("waiting until the trainer gives") > waits, "vLLM to wait")
+        stack.until(
+            lambda: stack.text("vllm").count("waiting until the trainer gives") > waits,
+            "vLLM to wait",
+        )
         time.sleep(1)
         assert "vllm is up" not in stack.journal()
         stack.spool.queue.cancel(job_id)

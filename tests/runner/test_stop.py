@@ -36,7 +36,8 @@ def test_a_volume_is_waited_for_as_long_as_it_takes(clock, error):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EINVAL, "no"), FileNotFoundError(errno.ENOENT, "gone"), OSError("numpy")]
+    "error",
+    [OSError(errno.EINVAL, "no"), FileNotFoundError(errno.ENOENT, "gone"), OSError("numpy")],
 )
 def test_another_error_of_the_system_is_not_waited_for_for_ever(clock, error):
     assert Stop().retry("write", failing(error, 20, clock)) == "done"

@@ -1,4 +1,5 @@
-"""Two ranks, under the real torchrun and forked: whoever is killed, all of them end and the job names the reason."""
+"""Two ranks, under the real torchrun and forked: whoever is killed, all of them end and the job
+names the reason."""
 
 import os
 import re
@@ -17,12 +18,16 @@ from tandem.trainer.launch import SHUTDOWN_SECONDS
 from waiting import alive
 
 LAUNCHES = ["torchrun", "fork"]
-SLOW_ENDS = {"stays": {"do": "one_dies_one_stays", "stall": 120}, "stubborn": {"do": "stubborn", "stall": 40}}
+SLOW_ENDS = {
+    "stays": {"do": "one_dies_one_stays", "stall": 120},
+    "stubborn": {"do": "stubborn", "stall": 40},
+}
 
 
 @pytest.fixture(scope="module")
 def stacks(tmp_path_factory):
-    """(launch, name) -> a stack and a job. Those of SLOW_ENDS take long to end; they do so while other tests run."""
+    """(launch, name) -> a stack and a job. Those of SLOW_ENDS take long to end; they do so while
+    other tests run."""
     stacks = {}
     try:
         for launch in LAUNCHES:
@@ -37,7 +42,8 @@ def stacks(tmp_path_factory):
 
 
 def standby(stack: Stack) -> list[int]:
-    """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or nothing."""
+    """Pids of what the launcher keeps between jobs: the fork server (the oldest of that name), or
+    nothing."""
     pids = []
     for child in stack.children():
         with suppress(OSError):  # it is gone by now
@@ -47,7 +53,9 @@ def standby(stack: Stack) -> list[int]:
 
 
 def idle(stack: Stack) -> bool:
-    return [child.pid for child in stack.children()] == standby(stack) and len(stack.marked()) == len(standby(stack))
+    return [child.pid for child in stack.children()] == standby(stack) and len(
+        stack.marked()
+    ) == len(standby(stack))
 
 
 def allocated(stack: Stack, job_id: str) -> dict[str, int]:
@@ -87,7 +95,9 @@ def test_a_killed_agent_takes_its_ranks_with_it(stacks):
 def test_a_rank_whose_agent_died_during_its_imports_ends():
     """Its parent is whoever adopts orphans: the runner, whose pid says nothing."""
     command = [sys.executable, "-m", "tandem.trainer.launch.bootstrap", "no launch"]
-    rank = subprocess.run(command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True)
+    rank = subprocess.run(
+        command, env=os.environ | {"TANDEM_AGENT_PID": "1"}, check=False, capture_output=True
+    )
     assert rank.returncode == -signal.SIGKILL
 
 
@@ -128,5 +138,7 @@ def test_ranks_that_ignore_sigterm_are_killed_in_their_sessions(stacks, launch):
 def test_ranks_that_the_agent_ended_did_not_fail_by_themselves(failures, own):
     from tandem.trainer.launch.torchrun_agent import own_failures
 
-    records = {rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in failures.items()}
+    records = {
+        rank: SimpleNamespace(exitcode=code, timestamp=at) for rank, (code, at) in failures.items()
+    }
     assert list(own_failures(records).items()) == list(own.items())

@@ -1,4 +1,5 @@
-"""The soak's checker: it finds nothing on a good spool, and each broken promise on a spool that breaks it."""
+"""The soak's checker: it finds nothing on a good spool, and each broken promise on a spool that
+breaks it."""
 
 import hashlib
 import json
@@ -39,23 +40,30 @@ def attempt(spool: Spool, *, steps: int = STEPS) -> object:
     spool.events.append(spec.id, "loaded", attempt=job.attempt, seconds={})
     for step in range(1, steps + 1):
         metrics = {"loss": 1 / step, "grad_norm": 2.0 + spec.base_step}
-        spool.events.append(spec.id, "step", attempt=job.attempt, step=step, steps=STEPS, metrics=metrics)
+        spool.events.append(
+            spec.id, "step", attempt=job.attempt, step=step, steps=STEPS, metrics=metrics
+        )
     if steps < STEPS:
         return job
     staged = spool.paths.work_dir(spec.id, job.attempt) / "checkpoint"
     (staged / "optimizer").mkdir(parents=True)
     write_adapter(staged, 1.0 + spec.base_step)
     (staged / ADAM).write_bytes(save({"step": np.array(STEPS * (spec.base_step + 1))}))
-    manifest = spool.checkpoints.commit(staged, spec.run, spec.base_step + 1, spec.id, metrics=metrics)
+    manifest = spool.checkpoints.commit(
+        staged, spec.run, spec.base_step + 1, spec.id, metrics=metrics
+    )
     sha256 = manifest.files[ADAPTER].sha256
-    spool.events.append(spec.id, "checkpoint", attempt=job.attempt, step=manifest.step, sha256=sha256)
+    spool.events.append(
+        spec.id, "checkpoint", attempt=job.attempt, step=manifest.step, sha256=sha256
+    )
     spool.queue.finish(job, JobResult(state="succeeded", step=manifest.step, finished=time.time()))
     return job
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A spool with two jobs that succeeded, the second after a lost attempt, one that failed and one cancelled."""
+    """A spool with two jobs that succeeded, the second after a lost attempt, one that failed and
+    one cancelled."""
     root = tmp_path_factory.mktemp("good")
     spool = Spool.create(root / "spool")
     spool.runs.create(spool_tools.run_spec("r"), write_adapter)
@@ -64,13 +72,24 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         spool_tools.submit(spool, job_id)
         lines += [{"kind": "asked", "id": job_id, "run": "r"}, {"kind": "accepted", "id": job_id}]
     attempt(spool)
-    spool.queue.requeue(attempt(spool, steps=2), JobError(type="runner_lost", message="gone", retriable=True))
+    spool.queue.requeue(
+        attempt(spool, steps=2), JobError(type="runner_lost", message="gone", retriable=True)
+    )
     attempt(spool)
     spool.queue.requeue(attempt(spool, steps=1), JobError(type="oom", message="no memory"))
     spool.queue.cancel("gone")
     sha256 = spool.checkpoints.manifest("r", 2).files[ADAPTER].sha256
-    spool.served.put("r", Served(step=2, model="r@2", checkpoint=sha256, verified=time.time(),
-                                 mean_abs_logprob_error=1e-4, tokens_checked=9))  # fmt: skip
+    spool.served.put(
+        "r",
+        Served(
+            step=2,
+            model="r@2",
+            checkpoint=sha256,
+            verified=time.time(),
+            mean_abs_logprob_error=1e-4,
+            tokens_checked=9,
+        ),
+    )
     spool.events.append("two", "served", step=2)
     (root / "ledger").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return root
@@ -145,7 +164,10 @@ def forged(file: str, content: bytes) -> Callable[[Path], object]:
         (spool / TWO / file).write_bytes(content)
         path = spool / TWO / "manifest.json"
         record = json.loads(path.read_text())
-        record["files"][file] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        record["files"][file] = {
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
         path.write_text(json.dumps(record))
 
     return apply
@@ -155,40 +177,58 @@ def forged(file: str, content: bytes) -> Callable[[Path], object]:
 BREAKS: dict[str, Callable[[Path], object]] = {
     "gone: was accepted, and is lost": lambda s: file_of(s, "gone").unlink(),
     r"one: is in \['queued', 'succeeded'\]": queued_again,
-    r"gone: is in \['running'\]": lambda s: file_of(s, "gone").rename(s / "jobs/running" / file_of(s, "gone").name),
-    "gone.json.ULID is set aside, and nobody damaged it":
-        lambda s: file_of(s, "gone").rename(s / "jobs/damaged" / f"queued,{file_of(s, 'gone').name}.ULID"),
-    "more of run r: nobody asked for it":
-        lambda s: shutil.copy(file_of(s, "one"), str(file_of(s, "one")).replace("one.json", "more.json")),
+    r"gone: is in \['running'\]": (
+        lambda s: file_of(s, "gone").rename(s / "jobs/running" / file_of(s, "gone").name)
+    ),
+    "gone.json.ULID is set aside, and nobody damaged it": (
+        lambda s: file_of(s, "gone").rename(
+            s / "jobs/damaged" / f"queued,{file_of(s, 'gone').name}.ULID"
+        )
+    ),
+    "more of run r: nobody asked for it": lambda s: shutil.copy(
+        file_of(s, "one"), str(file_of(s, "one")).replace("one.json", "more.json")
+    ),
     "one,.*|holds job two": lambda s: file_of(s, "one").write_text(file_of(s, "two").read_text()),
     "two: jobs/ids does not name its key": lambda s: (s / "jobs/ids/two").unlink(),
-    "one: is in succeeded, its result": lambda s: edit(file_of(s, "one"), '"state": "succeeded"', '"state": "failed"'),
+    "one: is in succeeded, its result": lambda s: edit(
+        file_of(s, "one"), '"state": "succeeded"', '"state": "failed"'
+    ),
     "run r: was created, and is lost": lambda s: shutil.rmtree(s / "runs/r"),
     "one: has no events": lambda s: (s / "jobs/events/one.jsonl").unlink(),
     r"two .*: the events' numbers are \[0, 2": events("two", lambda ls: ls.pop(1)),
     "one .*attempt 1 has only the events": events("one", lost_event),
-    r"terminal events are \['succeeded', 'succeeded'\]": events("one", lambda ls: ls.append(ls[-1])),
+    r"terminal events are \['succeeded', 'succeeded'\]": events(
+        "one", lambda ls: ls.append(ls[-1])
+    ),
     r"gone .*: its terminal events are \[\]": events("gone", lambda ls: ls.pop()),
     "bad .* are .'cancelled'": replaced("bad", ALL, '"failed"', '"cancelled"'),
     "bad .*its terminal event says": replaced("bad", ALL, "no memory", "much"),
     "one .*: has events of {'two'}": replaced("one", 0, '"one"', '"two"'),
     "one .*: after its end come": events("one", lambda ls: ls.append(ls[1])),
     r"two .*made the optimizer steps \[1, 2, 2\]": events("two", doubled_step),
-    r"two .*made the optimizer steps \[1, 2, 4\]": replaced("two", ALL, '"step": 3, "steps"', '"step": 4, "steps"'),
-    "one .*succeeded with 3 optimizer steps": replaced("one", ALL, f'"steps": {STEPS}', '"steps": 4'),
+    r"two .*made the optimizer steps \[1, 2, 4\]": replaced(
+        "two", ALL, '"step": 3, "steps"', '"step": 4, "steps"'
+    ),
+    "one .*succeeded with 3 optimizer steps": replaced(
+        "one", ALL, f'"steps": {STEPS}', '"steps": 4'
+    ),
     "two .*: attempt 2 computed": replaced("two", 3, '"loss": 1.0', '"loss": 1.5'),
     "one .*: events out of order": replaced("one", 0, '"claimed"', '"released"'),
     "2 half-written lines": lambda s: (s / "jobs/events/one.jsonl").open("a").write('{"a\n{"b\n'),
     "two .*ended in attempt": lambda s: edit(file_of(s, "two"), '"attempt": 2', '"attempt": 1'),
     "one .*: left jobs/data/one": lambda s: (s / "jobs/data/one").mkdir(),
     "two .*: left jobs/leases/two.json": lambda s: (s / "jobs/leases/two.json").touch(),
-    "20 temporary names after 1 strikes": lambda s: [(s / f"jobs/.tmp-{i}").touch() for i in range(20)],
+    "20 temporary names after 1 strikes": lambda s: [
+        (s / f"jobs/.tmp-{i}").touch() for i in range(20)
+    ],
     r"two \(succeeded\): made the checkpoints \[\]": lambda s: shutil.rmtree(s / TWO),
     "run r: its chain is": lambda s: shutil.rmtree(s / "runs/r/checkpoints/00000001"),
     "two .*: made the checkpoints .*00000003": later_checkpoint,
     r"bad \(failed\): made the checkpoints": manifest('"two"', '"bad"'),
     "its job who does not exist": manifest('"two"', '"who"'),
-    "adapter_config.json is .*, the manifest": lambda s: (s / TWO / "adapter_config.json").write_text("()"),
+    "adapter_config.json is .*, the manifest": (
+        lambda s: (s / TWO / "adapter_config.json").write_text("()")
+    ),
     "more is .* the manifest says None": lambda s: (s / TWO / "more").touch(),
     "its manifest can't be read": lambda s: (s / TWO / "manifest.json").write_text("{"),
     "its manifest is of r@1": manifest('"step": 2', '"step": 1'),
@@ -200,12 +240,14 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "can't be loaded": forged(ADAPTER, b"junk"),
     "run r: nothing is served": lambda s: (s / SERVED).unlink(),
     "served.json can't be read": lambda s: (s / SERVED).write_text("{"),
-    "step 1 is served, the newest is 00000002": lambda s: edit(s / SERVED, '"step": 2', '"step": 1'),
+    "step 1 is served, the newest is 00000002": lambda s: edit(
+        s / SERVED, '"step": 2', '"step": 1'
+    ),
     "names step 9, which does not exist": lambda s: edit(s / SERVED, '"step": 2', '"step": 9'),
     "served.json says": lambda s: edit(s / SERVED, '"checkpoint": "....', '"checkpoint": "abcd'),
     "step 2 was not verified: error 0.1": lambda s: edit(s / SERVED, "0.0001", "0.1"),
     "job two has no event of it": events("two", lambda ls: ls.pop()),
-}  # fmt: skip
+}
 
 
 def test_a_good_spool_has_no_violations(good: Path) -> None:
@@ -238,8 +280,9 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
     assert spool.queue.claim("runner") is None
     ledger.asked["hurt"] = "r"
     ledger.accepted.add("hurt")
-    assert violations(root, ledger) == [f"job hurt: {next(root.glob('jobs/damaged/*')).name} is set aside, and nobody "
-                                        "damaged it"]  # fmt: skip
+    assert violations(root, ledger) == [
+        f"job hurt: {next(root.glob('jobs/damaged/*')).name} is set aside, and nobody damaged it"
+    ]
     ledger.damaged.add("hurt")
     assert violations(root, ledger) == []
     # A submitter of the same id that dies has removed the events, and has not queued the new job.
@@ -257,7 +300,12 @@ def test_a_process_that_is_left_is_found(tmp_path: Path) -> None:
 
 
 def test_the_checker_shares_no_code_with_tandem() -> None:
-    code = "import sys, bench.soak.check; print([name for name in sys.modules if name.split('.')[0] == 'tandem'])"
+    code = (
+        "import sys, bench.soak.check; print([name for name in sys.modules if name.split('.')[0] =="
+        " 'tandem'])"
+    )
     root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"

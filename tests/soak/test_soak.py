@@ -1,4 +1,5 @@
-"""Kills of the soak, with a seed that is printed. `python -m bench.soak --seed N` repeats its plan."""
+"""Kills of the soak, with a seed that is printed. `python -m bench.soak --seed N` repeats its
+plan."""
 
 import os
 import random
@@ -22,17 +23,36 @@ def test_kills_break_no_promise(
     with capsys.disabled():
         print(f"\nsoak: SOAK_SEED={seed}")
     work = tmp_path / "soak"
-    command = [sys.executable, "-m", "bench.soak", "--kills", str(kills), "--seed", str(seed), "--work", str(work),
-               "--round", str(kills), "--pace", "0.8", "--costly", "0.03"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "bench.soak",
+        "--kills",
+        str(kills),
+        "--seed",
+        str(seed),
+        "--work",
+        str(work),
+        "--round",
+        str(kills),
+        "--pace",
+        "0.8",
+        "--costly",
+        "0.03",
+    ]
     repository = Path(__file__).parents[2]
-    soak = subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    soak = subprocess.Popen(
+        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         out, _ = soak.communicate(timeout=600)
     finally:
         if soak.poll() is None:
             soak.send_signal(signal.SIGTERM)  # it unmounts its volume
             soak.communicate(timeout=60)
-        processes.kill_all(lambda: processes.marked("TANDEM_ROOT", str(work / "volume")), timeout=10)
+        processes.kill_all(
+            lambda: processes.marked("TANDEM_ROOT", str(work / "volume")), timeout=10
+        )
     print(out)
     with capsys.disabled():
         for line in out.splitlines():

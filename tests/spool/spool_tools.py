@@ -7,14 +7,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tandem.spool import Spool
-from tandem.spool.schema import Job, JobError, JobResult, JobSpec, JobState, PackedData, RLJob, RunSpec, Served
+from tandem.spool.schema import (
+    Job,
+    JobError,
+    JobResult,
+    JobSpec,
+    JobState,
+    PackedData,
+    RLJob,
+    RunSpec,
+    Served,
+)
 
 LOST = JobError(type="runner_lost", message="gone", retriable=True)
 
 
 def memory_directory() -> TemporaryDirectory:
-    """A temporary directory in memory, where fsync costs nothing; on disk where there is no /dev/shm."""
-    return TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None, prefix="tandem-test-")
+    """A temporary directory in memory, where fsync costs nothing; on disk where there is no
+    /dev/shm."""
+    return TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None, prefix="tandem-test-"
+    )
 
 
 def write_adapter(directory: Path) -> None:
@@ -40,21 +53,36 @@ def maker(run: str = "r", **more) -> Callable[[str, int, Path], JobSpec]:
     def make(job_id: str, base_step: int, directory: Path) -> JobSpec:
         (directory / "tokens.npy").write_bytes(b"tokens of " + job_id.encode())
         data = PackedData(
-            path="", sha256="", num_rows=1, sequence_length=8, num_items=1, num_tokens=1, num_unshared_tokens=1,
-            num_trajectories=1, num_groups=1,
-        )  # fmt: skip
-        return RLJob(id=job_id, run=run, base_step=base_step, created=0, fingerprint="f", data=data, **more)
+            path="",
+            sha256="",
+            num_rows=1,
+            sequence_length=8,
+            num_items=1,
+            num_tokens=1,
+            num_unshared_tokens=1,
+            num_trajectories=1,
+            num_groups=1,
+        )
+        return RLJob(
+            id=job_id, run=run, base_step=base_step, created=0, fingerprint="f", data=data, **more
+        )
 
     return make
 
 
 def submit(
-    spool: Spool, job_id: str | None = None, run: str = "r", base_step: int | None = None,
-    created: float | None = None, **more,
-) -> Job:  # fmt: skip
+    spool: Spool,
+    job_id: str | None = None,
+    run: str = "r",
+    base_step: int | None = None,
+    created: float | None = None,
+    **more,
+) -> Job:
     """`created`: what the clock says."""
     named = {"run": run, "job_id": job_id, "fingerprint": "f", "base_step": base_step}
-    return spool.queue.submit(maker(run, **more), **named, now=time.time if created is None else lambda: created)[0]
+    return spool.queue.submit(
+        maker(run, **more), **named, now=time.time if created is None else lambda: created
+    )[0]
 
 
 def start(spool: Spool, job_id: str | None = None, run: str = "r", **more) -> Job:
@@ -74,7 +102,9 @@ def stage(spool: Spool, job: Job, content: bytes = b"trained") -> Path:
 
 
 def commit(spool: Spool, job: Job, content: bytes = b"trained") -> None:
-    spool.checkpoints.commit(stage(spool, job, content), job.spec.run, job.spec.base_step + 1, job.spec.id)
+    spool.checkpoints.commit(
+        stage(spool, job, content), job.spec.run, job.spec.base_step + 1, job.spec.id
+    )
 
 
 def job_path(spool: Spool, state: JobState, job_id: str) -> Path:
@@ -92,7 +122,9 @@ def succeeded(job: Job) -> JobResult:
 
 
 def failed(message: str = "no") -> JobResult:
-    return JobResult(state="failed", error=JobError(type="rank_error", message=message), finished=time.time())
+    return JobResult(
+        state="failed", error=JobError(type="rank_error", message=message), finished=time.time()
+    )
 
 
 def train_one(spool: Spool, run: str = "r") -> Job:

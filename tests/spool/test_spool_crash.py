@@ -1,7 +1,7 @@
 """A death at every system call of every operation, torn writes included.
 
-After each death a newly opened spool shows the state before the operation or after it. Calling it again (what a client
-or a new runner does) completes it, to the same state as without the death.
+After each death a newly opened spool shows the state before the operation or after it. Calling it
+again (what a client or a new runner does) completes it, to the same state as without the death.
 """
 
 import shutil
@@ -36,10 +36,14 @@ from tandem.system.logs import Log
 
 
 def summary(spool: Spool) -> dict:
-    """The state as everybody sees it: no times, no random names. Reads whole files, and verifies every checkpoint."""
+    """The state as everybody sees it: no times, no random names. Reads whole files, and verifies
+    every checkpoint."""
     state: dict = {"runs": {}, "jobs": {}}
     for spec in spool.runs.list():
-        steps = {step: spool.checkpoints.verify(spec.name, step).job for step in spool.checkpoints.steps(spec.name)}
+        steps = {
+            step: spool.checkpoints.verify(spec.name, step).job
+            for step in spool.checkpoints.steps(spec.name)
+        }
         discarded = spool.checkpoints.discarded(spec.name)
         for path in discarded:
             verify_files(path, Manifest.model_validate_json((path / "manifest.json").read_bytes()))
@@ -49,7 +53,9 @@ def summary(spool: Spool) -> dict:
         assert spool.jobs.get(job_id) == (where, listed)
         assert spool.events.ended(job_id) is (where in TERMINAL)
         if where not in TERMINAL:
-            assert (spool.paths.data_dir(job_id) / "tokens.npy").read_bytes() == b"tokens of " + job_id.encode()
+            assert (
+                spool.paths.data_dir(job_id) / "tokens.npy"
+            ).read_bytes() == b"tokens of " + job_id.encode()
         elif listed.spec.run == "logged":
             assert spool.paths.log_file(job_id).exists()
         if where == "running":
@@ -63,12 +69,17 @@ def summary(spool: Spool) -> dict:
 
 
 def remains(spool: Spool) -> list[str]:
-    """Files that belong to no living job (apart from temporary names, which are removed once they are an hour old)."""
+    """Files that belong to no living job (apart from temporary names, which are removed once they
+    are an hour old)."""
     running = {job.spec.id for _, job in spool.jobs.list(states=("running",))}
     owners = dict.fromkeys(("work", "leases", "cancel"), running)
     owners["data"] = {job.spec.id for _, job in spool.jobs.list(states=("queued", "running"))}
     files = [path for kind in owners for path in (spool.root / "jobs" / kind).glob("[!.]*")]
-    return [str(path) for path in files if path.name.removesuffix(".json") not in owners[path.parent.name]]
+    return [
+        str(path)
+        for path in files
+        if path.name.removesuffix(".json") not in owners[path.parent.name]
+    ]
 
 
 @dataclass
@@ -142,7 +153,8 @@ def recover_then_cancel(spool: Spool) -> None:
 
 
 def recover_then_claim(spool: Spool) -> None:
-    """What a new runner does after one that died in `claim`: the attempt it may have begun counts."""
+    """What a new runner does after one that died in `claim`: the attempt it may have begun
+    counts."""
     recover(spool, "new")
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
@@ -191,7 +203,9 @@ CASES = {
     "create run": Case(lambda spool: None, create_run),
     "submit": Case(lambda spool: None, prepare_queued),
     "claim": Case(prepare_queued, lambda spool: spool.queue.claim("dead"), (recover_then_claim,)),
-    "renew lease": Case(prepare_running, lambda spool: spool.leases.write(job(spool), "dead", "training")),
+    "renew lease": Case(
+        prepare_running, lambda spool: spool.leases.write(job(spool), "dead", "training")
+    ),
     "cancel queued": Case(prepare_queued, cancel, (cancel, recover_then_cancel)),
     "cancel running": Case(prepare_running, cancel),
     "requeue": Case(prepare_running, requeue, (requeue, recover_new), half_requeued),
@@ -207,8 +221,12 @@ CASES = {
         between=lambda state: list(state["runs"]["r"][0]) == [0, 1, 2],
     ),
     "delete run": Case(prepare_old, delete, between=lambda state: True),
-    "remove checkpoints": Case(prepare_old, partial(remove, keep_checkpoints=1), between=lambda state: True),
-    "remove jobs and discarded": Case(prepare_old, partial(remove, keep_days=1e-9), between=lambda state: True),
+    "remove checkpoints": Case(
+        prepare_old, partial(remove, keep_checkpoints=1), between=lambda state: True
+    ),
+    "remove jobs and discarded": Case(
+        prepare_old, partial(remove, keep_days=1e-9), between=lambda state: True
+    ),
     "fork": Case(prepare_chain, fork),
     "served": Case(lambda spool: None, lambda spool: serve(spool, 0)),
 }
@@ -219,8 +237,11 @@ def test_dying_anywhere(memory_path, monkeypatch, name):
     case = CASES[name]
     if case.prepare is prepare_old:
         monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
-        monkeypatch.setattr(Log, "info", lambda *_, **__: None)  # the log's writes are none of the volume's
-    template, undisturbed, dead, again = (memory_path / part for part in ("template", "undisturbed", "dead", "again"))
+        # The log's writes are none of the volume's.
+        monkeypatch.setattr(Log, "info", lambda *_, **__: None)
+    template, undisturbed, dead, again = (
+        memory_path / part for part in ("template", "undisturbed", "dead", "again")
+    )
     case.prepare(spool_with_run(template))
     before = summary(Spool(template))
     shutil.copytree(template, undisturbed)

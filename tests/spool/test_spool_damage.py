@@ -1,4 +1,5 @@
-"""One damaged file: it is named, and everything else goes on. `bench.fuzz_files` looks for more of these."""
+"""One damaged file: it is named, and everything else goes on. `bench.fuzz_files` looks for more of
+these."""
 
 import json
 import shutil
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import add_run, commit, job_path, spool_with_run, start, submit, succeeded, train_one
+from spool.spool_tools import (
+    add_run,
+    commit,
+    job_path,
+    spool_with_run,
+    start,
+    submit,
+    succeeded,
+    train_one,
+)
 from tandem.controller.routes_checkpoints import archive_of
 from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.transports import AdapterCopies
@@ -45,7 +55,9 @@ FILES = {
 
 @pytest.mark.parametrize("damage", [make_directory, make_loop])
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_keeps_no_other_job_waiting(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_what_is_no_file_keeps_no_other_job_waiting(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
     spool = spool_with_run(tmp_path)
     train_one(spool)
     start(spool, "lost")
@@ -72,7 +84,13 @@ def test_what_is_no_file_keeps_no_other_job_waiting(tmp_path: Path, name: str, d
 
 
 LONG = {"tokens": [1, 2, 3], "positions": [2, 1], "logprobs": [-1.0, -1.0]}
-PROBE = {"tokens": [[1, 2]], "logprobs": [[-1.0]], "previous": [[-1.0]], "base": [[-1.0]], "long": LONG}
+PROBE = {
+    "tokens": [[1, 2]],
+    "logprobs": [[-1.0]],
+    "previous": [[-1.0]],
+    "base": [[-1.0]],
+    "long": LONG,
+}
 ENTRY = {"size": 1, "sha256": "0" * 64}
 
 
@@ -82,7 +100,10 @@ ENTRY = {"size": 1, "sha256": "0" * 64}
         {"probe": PROBE},
         {"probe": PROBE | {"long": LONG | {"positions": [3], "logprobs": [-1.0]}}},
         {"files": {"adapter_model.safetensors": ENTRY | {"size": 10**400}}},
-        *({"files": {name: ENTRY}} for name in ("/etc/passwd", "../../../spool.json", "a\0b", "y" * 300)),
+        *(
+            {"files": {name: ENTRY}}
+            for name in ("/etc/passwd", "../../../spool.json", "a\0b", "y" * 300)
+        ),
     ],
 )
 def test_a_manifest_that_no_trainer_writes_is_damaged(tmp_path: Path, change: dict) -> None:
@@ -105,7 +126,9 @@ def test_a_directory_in_place_of_an_adapter_is_damage(tmp_path: Path) -> None:
     assert spool.checkpoints.size("r") > 0
 
 
-@pytest.mark.parametrize("content", ['{"r": []}', '{"r": 1' + 400 * "0" + "}", "[" * 100_000, '{"r": NaN}', "[1]", ""])
+@pytest.mark.parametrize(
+    "content", ['{"r": []}', '{"r": 1' + 400 * "0" + "}", "[" * 100_000, '{"r": NaN}', "[1]", ""]
+)
 def test_a_damaged_record_of_what_was_sampled_is_forgotten(tmp_path: Path, content: str) -> None:
     file = tmp_path / "used.json"
     file.write_text(content)
@@ -127,7 +150,12 @@ def test_no_damaged_file_stops_a_program_or_trains_other_weights() -> None:
     """In a process of its own: the bench ends without waiting for its threads."""
     command = [sys.executable, "-m", "bench.fuzz_files", "--seed=1", "--rounds=12"]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert "12 rounds with seed 1; 0 problems" in done.stdout

@@ -1,4 +1,5 @@
-"""Events: no gaps, no duplicates, nothing torn. (`test_spool_crash` kills writers at every system call.)"""
+"""Events: no gaps, no duplicates, nothing torn. (`test_spool_crash` kills writers at every system
+call.)"""
 
 import json
 import multiprocessing
@@ -19,9 +20,17 @@ def seqs(spool: Spool) -> list[int]:
 def test_append_read(spool):
     assert spool.events.read("j") == []
     first = spool.events.append("j", "claimed", attempt=1, runner="me")
-    second = spool.events.append("j", "step", attempt=1, loss=0.5, nothing=float("nan"), text="a\nb\u2028é")
+    second = spool.events.append(
+        "j", "step", attempt=1, loss=0.5, nothing=float("nan"), text="a\nb\u2028é"
+    )
     assert spool.events.read("j") == [first, second]
-    assert (first.seq, second.seq, first.job, first.attempt, first.data) == (0, 1, "j", 1, {"runner": "me"})
+    assert (first.seq, second.seq, first.job, first.attempt, first.data) == (
+        0,
+        1,
+        "j",
+        1,
+        {"runner": "me"},
+    )
     assert spool.events.read("j")[1].data["text"] == "a\nb\u2028é"
     lines = [json.loads(line) for line in spool.paths.events_file("j").read_text().splitlines()]
     assert [line["seq"] for line in lines] == [0, 1]
@@ -42,7 +51,8 @@ def test_a_torn_last_line_is_skipped_and_then_closed(spool, size):
         assert spool.events.append("j", "step", filler="z").seq == 1
         assert [event.data["filler"][0] for event in spool.events.read("j")] == ["x", "z"]
         assert spool.events.append("j", "step", filler="").seq == 2
-    # Only the newline is missing: readers don't see the event until the next writer has ended its line.
+    # Only the newline is missing: readers don't see the event until the next writer has ended its
+    # line.
     path.write_bytes(content[:-1])
     assert seqs(spool) == [0]
     assert spool.events.append("j", "step").seq == 2
@@ -79,7 +89,9 @@ def test_several_processes_and_threads_append_while_others_read(spool):
     events = spool.events.read("j")
     assert [event.seq for event in events] == list(range(200))
     for marker in (f"{process}.{thread}" for process in range(4) for thread in range(2)):
-        assert [event.data["i"] for event in events if event.data["marker"] == marker] == list(range(25))
+        assert [event.data["i"] for event in events if event.data["marker"] == marker] == list(
+            range(25)
+        )
     assert len(spool.paths.events_file("j").read_text().splitlines()) == 200
 
 

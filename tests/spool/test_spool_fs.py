@@ -1,4 +1,5 @@
-"""Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may forget, and memory."""
+"""Files on the volume: ids, atomic writes, the order of syncs, locks, what an NFS client may
+forget, and memory."""
 
 import errno
 import gc
@@ -62,7 +63,11 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
 
         return move
 
-    for name, logged in (("fsync", fsync), ("replace", moving(os.replace)), ("rename", moving(os.rename))):
+    for name, logged in (
+        ("fsync", fsync),
+        ("replace", moving(os.replace)),
+        ("rename", moving(os.rename)),
+    ):
         monkeypatch.setattr(os, name, logged)
     (tmp_path / "in").mkdir()
     fs.write_atomic(tmp_path / "in/file", b"x")
@@ -77,12 +82,25 @@ def test_what_is_renamed_was_synced_first_and_its_directory_after(tmp_path, monk
 
     log.clear()
     spool = spool_with_run(tmp_path / "spool")
-    files = {"run.json", "lock", "adapter_model.safetensors", "manifest.json", "00000000", "checkpoints"}
+    files = {
+        "run.json",
+        "lock",
+        "adapter_model.safetensors",
+        "manifest.json",
+        "00000000",
+        "checkpoints",
+    }
     assert committed("r", files) == [("fsync", "runs")]
     job = start(spool, "j")
     log.clear()
     commit(spool, job)
-    files = {"adapter_model.safetensors", "adam.safetensors", "manifest.json", "optimizer", "checkpoint"}
+    files = {
+        "adapter_model.safetensors",
+        "adam.safetensors",
+        "manifest.json",
+        "optimizer",
+        "checkpoint",
+    }
     assert committed("00000001", files) == [("fsync", "checkpoints"), ("fsync", "1")]
 
 
@@ -135,7 +153,8 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 
     with file_lock(lock):
         assert in_child(held_elsewhere) == 0
-        # Another descriptor closed by this process doesn't give the lock away, as long as it goes through file_lock.
+        # Another descriptor closed by this process doesn't give the lock away, as long as it goes
+        # through file_lock.
         (tmp_path / "alias").symlink_to(tmp_path)
         for name in (lock, tmp_path / "alias/lock"):
             with file_lock(name):
@@ -154,7 +173,18 @@ def test_locks_exclude_processes_and_die_with_their_holder(tmp_path):
 def test_a_lock_that_can_not_be_asked_is_no_dead_runner(tmp_path, monkeypatch):
     """Else vLLM would wake on the GPUs of a job."""
     spool, now = spool_with_run(tmp_path), time.time()
-    spool.hold.put(Hold(runner="r", job="j", attempt=1, phase="training", since=now, beat=now, lease=60, deadline=now))
+    spool.hold.put(
+        Hold(
+            runner="r",
+            job="j",
+            attempt=1,
+            phase="training",
+            since=now,
+            beat=now,
+            lease=60,
+            deadline=now,
+        )
+    )
     with spool.runner_lock("r"):
         pass
 
@@ -179,15 +209,26 @@ def test_a_hold_is_its_runners_also_after_the_clock_was_set_back(tmp_path, write
     earlier = time.time() - 3600
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: earlier)
-        spool.hold.put(Hold(runner=writer, job="j", attempt=1, phase="training", since=earlier, beat=earlier, lease=60,
-                            deadline=earlier))  # fmt: skip
+        spool.hold.put(
+            Hold(
+                runner=writer,
+                job="j",
+                attempt=1,
+                phase="training",
+                since=earlier,
+                beat=earlier,
+                lease=60,
+                deadline=earlier,
+            )
+        )
         assert (spool.hold.live() is not None) == live
     os.write(ends[1], b"x")
     os.waitpid(pid, 0)
 
 
 def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monkeypatch):
-    """An NFS client remembers that a name was absent until it opens the directory, and then asks the server."""
+    """An NFS client remembers that a name was absent until it opens the directory, and then asks
+    the server."""
     (tmp_path / "file").write_text("x")
     opened = set()
     real_open, real_stat = os.open, os.stat
@@ -287,8 +328,11 @@ def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
     spool = spool_with_run(tmp_path)
     job = submit(spool, NAME)
     event = spool.events.append(NAME, "step", attempt=1, of=NAME)
-    text, parse = (job.model_dump_json(), Job.model_validate_json) if kind == "job" else (
-        event.model_dump_json(), Event.model_validate_json)  # fmt: skip
+    text, parse = (
+        (job.model_dump_json(), Job.model_validate_json)
+        if kind == "job"
+        else (event.model_dump_json(), Event.model_validate_json)
+    )
     assert growth(lambda number: parse(text.replace(NAME, f"{kind}-{number:026d}"))) < 20_000
 
 
@@ -299,7 +343,9 @@ def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) 
     def list_an_hour(number: int) -> None:
         os.mkdir(directory := f"{top}/hour-{number}")  # noqa: PTH102 (pathlib keeps the names)
         for job in range(5):
-            os.close(os.open(f"{directory}/{job:016d},00000000,r,job-{number}-{job}.json", os.O_CREAT))
+            os.close(
+                os.open(f"{directory}/{job:016d},00000000,r,job-{number}-{job}.json", os.O_CREAT)
+            )
         assert spool.jobs.index.count("failed") == 5
         shutil.rmtree(directory)
 

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, failed, job_path, maker, stage, start, submit, succeeded, train_one
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    job_path,
+    maker,
+    stage,
+    start,
+    submit,
+    succeeded,
+    train_one,
+)
 from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import Spool, fs, paths, recovery
@@ -24,7 +36,8 @@ def types(spool: Spool, job_id: str) -> list[str]:
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """The directories under jobs/ that have something of the job, but for ids/, which always has."""
+    """The directories under jobs/ that have something of the job, but for ids/, which always
+    has."""
     found = set()
     for path in (spool.root / "jobs").rglob("*"):
         if path.name.split(",")[-1].split(".json")[0].removesuffix(".log") == job_id:
@@ -44,7 +57,12 @@ def test_the_whole_way(spool):
     assert spool.jobs.get("j") == ("running", claimed)
     assert spool.paths.work_dir("j", 1).is_dir()
     lease = spool.leases.get("j")
-    assert (lease.runner, lease.pid, lease.host, lease.attempt) == ("me", os.getpid(), os.uname().nodename, 1)
+    assert (lease.runner, lease.pid, lease.host, lease.attempt) == (
+        "me",
+        os.getpid(),
+        os.uname().nodename,
+        1,
+    )
     assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
     commit(spool, claimed)
     spool.paths.log_file("j").write_text("a log")
@@ -53,7 +71,9 @@ def test_the_whole_way(spool):
     assert (state, done.result.step) == ("succeeded", 1)
     assert places(spool, "j") == ["events", "logs", "succeeded"]
     assert [(event.type, event.data.get("step")) for event in spool.events.read("j")] == [
-        ("claimed", None), ("succeeded", 1)]  # fmt: skip
+        ("claimed", None),
+        ("succeeded", 1),
+    ]
     assert temporary_names(spool.root) == []
 
 
@@ -62,7 +82,9 @@ def test_the_same_id_twice_is_one_job(spool):
 
     def again(**changed):
         arguments = {"run": "r", "job_id": "j", "fingerprint": "f", "base_step": 0} | changed
-        return spool.queue.submit(lambda *_: pytest.fail("nothing must be packed again"), **arguments)
+        return spool.queue.submit(
+            lambda *_: pytest.fail("nothing must be packed again"), **arguments
+        )
 
     first = submit(spool, "j")
     assert again() == (first, False)
@@ -120,10 +142,16 @@ def test_a_submission_that_fails_leaves_no_trace(spool):
 
 
 def test_claims_are_oldest_first_and_one_per_run(spool):
-    """In a run the lower base step is the older job, also where a second controller's clock is an hour behind."""
+    """In a run the lower base step is the older job, also where a second controller's clock is an
+    hour behind."""
     add_run(spool, "q")
     now = time.time()
-    for job_id, run, at in (("r1", "r", now), ("r2", "r", now - 3600), ("q1", "q", now + 1), ("q2", "q", now + 2)):
+    for job_id, run, at in (
+        ("r1", "r", now),
+        ("r2", "r", now - 3600),
+        ("q1", "q", now + 1),
+        ("q2", "q", now + 2),
+    ):
         submit(spool, job_id, run=run, created=at)
     first, second = spool.queue.claim("me"), spool.queue.claim("me")
     assert (first.spec.id, second.spec.id, spool.queue.claim("me")) == ("r1", "q1", None)
@@ -133,19 +161,29 @@ def test_claims_are_oldest_first_and_one_per_run(spool):
 
 
 def test_jobs_of_a_run_are_created_in_the_order_in_which_they_are_queued(spool):
-    """`tandem track` reads a run's jobs in this order. While `slow` is packed, `fast` comes and is queued."""
+    """`tandem track` reads a run's jobs in this order. While `slow` is packed, `fast` comes and is
+    queued."""
 
     def packs_long(job_id, base_step, directory):
         spec = maker()(job_id, base_step, directory)
         submit(spool, "fast")
         return spec
 
-    slow, new = spool.queue.submit(packs_long, run="r", job_id="slow", fingerprint="f", base_step=None)
-    last = submit(spool, "behind", created=slow.spec.created - 3600)  # by another controller, whose clock is behind
+    slow, new = spool.queue.submit(
+        packs_long, run="r", job_id="slow", fingerprint="f", base_step=None
+    )
+    # By another controller, whose clock is behind.
+    last = submit(spool, "behind", created=slow.spec.created - 3600)
     jobs = [job for _, job in spool.jobs.list("r")]
-    assert [(job.spec.id, job.spec.base_step) for job in jobs] == [("fast", 0), ("slow", 1), ("behind", 2)]
+    assert [(job.spec.id, job.spec.base_step) for job in jobs] == [
+        ("fast", 0),
+        ("slow", 1),
+        ("behind", 2),
+    ]
     assert jobs[1:] == [slow, last]
-    assert all(a.spec.created < b.spec.created and a.key.created < b.key.created for a, b in pairwise(jobs))
+    assert all(
+        a.spec.created < b.spec.created and a.key.created < b.key.created for a, b in pairwise(jobs)
+    )
     again = spool.queue.submit(packs_long, run="r", job_id="slow", fingerprint="f", base_step=None)
     assert (new, again) == (True, (slow, False))
 
@@ -158,7 +196,9 @@ def test_a_lease_lasts_while_the_job_runs(spool):
     assert lease == before.model_copy(update={"phase": "training", "beat": lease.beat})
     assert lease.beat > before.beat
     # As an earlier version wrote it:
-    spool.paths.lease_file("j").write_text(json.dumps(lease.model_dump() | {"ranks": [{"pid": 7, "start_time": 1.0}]}))
+    spool.paths.lease_file("j").write_text(
+        json.dumps(lease.model_dump() | {"ranks": [{"pid": 7, "start_time": 1.0}]})
+    )
     assert spool.leases.get("j") == lease
     spool.queue.finish(job, failed())
     assert spool.leases.get("j") is None
@@ -169,7 +209,9 @@ def test_heartbeats_are_read_while_ranks_write_the_next_ones(spool):
     work = spool.paths.work_dir("j", 1)
     for rank in range(8):
         for name in sorted((f"beat.{rank}", f"beat.{rank}.tmp"), reverse=rank % 2 == 0):
-            (work / name).write_text("{" if name.endswith("tmp") else '{"time": 1.0, "phase": "train"}')
+            (work / name).write_text(
+                "{" if name.endswith("tmp") else '{"time": 1.0, "phase": "train"}'
+            )
     assert list(spool.jobs.beats("j", 1)) == list(range(8))
 
 
@@ -230,7 +272,10 @@ def test_recover_says_what_was_lost(spool):
     lost, other = start(spool, "lost"), start(spool, "other", "q")
     spool.leases.write(lost, "dead", "training")
     spool.checkpoints.commit(stage(spool, other), "q", 1, "somebody-else")  # which does not count
-    assert {job.spec.id: state for state, job in recover(spool, "new")} == {"lost": "queued", "other": "queued"}
+    assert {job.spec.id: state for state, job in recover(spool, "new")} == {
+        "lost": "queued",
+        "other": "queued",
+    }
     error = spool.jobs.get("lost")[1].last_error
     assert re.search("dead .*'training'", error.message)
     assert error.type == "runner_lost"
@@ -244,10 +289,21 @@ def test_sweep_of_old_remains_only(spool):
     spool.checkpoints.pin("r", 1)
     (spool.root / "runs/r/merged").mkdir()
     remains = []
-    for name in ("jobs/data/crashed/", "jobs/data/.tmp-01ABC/", "jobs/work/crashed/", "runs/.tmp-01ABC/",
-                 "jobs/queued/.tmp-x.json.01ABC", "jobs/.tmp-hold.json.01ABC", "jobs/leases/crashed.json",
-                 ".tmp-probe.01ABC", "runs/r/.tmp-x", "runs/r/checkpoints/.tmp-x", "runs/r/pinned/.tmp-x",
-                 "runs/r/merged/.tmp-x", "jobs/cancel/crashed"):  # fmt: skip
+    for name in (
+        "jobs/data/crashed/",
+        "jobs/data/.tmp-01ABC/",
+        "jobs/work/crashed/",
+        "runs/.tmp-01ABC/",
+        "jobs/queued/.tmp-x.json.01ABC",
+        "jobs/.tmp-hold.json.01ABC",
+        "jobs/leases/crashed.json",
+        ".tmp-probe.01ABC",
+        "runs/r/.tmp-x",
+        "runs/r/checkpoints/.tmp-x",
+        "runs/r/pinned/.tmp-x",
+        "runs/r/merged/.tmp-x",
+        "jobs/cancel/crashed",
+    ):
         remains.append(path := spool.root / name)
         if name.endswith("/"):
             path.mkdir()
@@ -255,7 +311,11 @@ def test_sweep_of_old_remains_only(spool):
         else:
             path.write_text("x")
     for age in (0, 3000, 3700):
-        for path in [*remains, *(path / "file" for path in remains if path.is_dir()), spool.paths.data_dir("queued")]:
+        for path in [
+            *remains,
+            *(path / "file" for path in remains if path.is_dir()),
+            spool.paths.data_dir("queued"),
+        ]:
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
@@ -267,7 +327,9 @@ def test_sweep_of_old_remains_only(spool):
 def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool):
     job = submit(spool, "j")
     result = JobResult(state="cancelled", finished=time.time())
-    job_path(spool, "running", "j").write_text(job.model_copy(update={"result": result}).model_dump_json())
+    job_path(spool, "running", "j").write_text(
+        job.model_copy(update={"result": result}).model_dump_json()
+    )
     assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
     assert spool.queue.next_base("r") == 0
     assert spool.queue.claim("me") is None
@@ -307,7 +369,9 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
         listed, read = [], []
         with monkeypatch.context() as patch:
             real_listdir, real_read = os.listdir, Path.read_bytes
-            patch.setattr(os, "listdir", lambda path: listed.extend(names := real_listdir(path)) or names)
+            patch.setattr(
+                os, "listdir", lambda path: listed.extend(names := real_listdir(path)) or names
+            )
             patch.setattr(Path, "read_bytes", lambda path: read.append(path) or real_read(path))
             submit(spool, f"more-{time.time()}", run="q")
             job = spool.queue.claim("me")
@@ -346,7 +410,11 @@ def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
         assert job.spec.base_step == step
         commit(spool, job)
         spool.queue.finish(job, succeeded(job))
-    assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == ["00001", "00002", "00003"]
+    assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == [
+        "00001",
+        "00002",
+        "00003",
+    ]
 
 
 def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spool, monkeypatch):
@@ -374,13 +442,16 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     assert any("queued," in problem for problem in spool.damage()["job"])
 
 
-def test_a_start_that_the_volume_refuses_to_end_and_to_undo_is_undone_by_the_next_claim(spool, monkeypatch):
+def test_a_start_that_the_volume_refuses_to_end_and_to_undo_is_undone_by_the_next_claim(
+    spool, monkeypatch
+):
     submit(spool, "j")
 
     def refuse(*arguments, **data):
         raise SpoolUnusable("read-only")
 
-    with monkeypatch.context() as patch:  # it becomes read-only right behind the job's file in running/
+    # It becomes read-only right behind the job's file in running/.
+    with monkeypatch.context() as patch:
         patch.setattr(Events, "append", refuse)
         patch.setattr(fs, "remove_file", refuse)
         with pytest.raises(SpoolUnusable):
@@ -410,9 +481,15 @@ def test_a_damaged_file_that_a_running_job_left_in_the_queue_does_not_end_it(spo
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("(?s).*", ""), ("(?s).*", "{"), ("(?s).*", "\udcff"), ("(?s).*", "[]"), ('"id": "j"', '"id": "other"'),
-     ('"created": [0-9.]+', '"created": 1e305')],
-)  # fmt: skip
+    [
+        ("(?s).*", ""),
+        ("(?s).*", "{"),
+        ("(?s).*", "\udcff"),
+        ("(?s).*", "[]"),
+        ('"id": "j"', '"id": "other"'),
+        ('"created": [0-9.]+', '"created": 1e305'),
+    ],
+)
 def test_a_damaged_ended_job_disturbs_no_list(spool, old, new):
     for job_id in ("j", "other"):
         spool.queue.finish(start(spool, job_id), failed())
@@ -427,8 +504,13 @@ def test_a_damaged_ended_job_disturbs_no_list(spool, old, new):
 def test_junk_among_the_jobs_is_ignored_and_named(spool):
     submit(spool, "j")
     bucket = job_path(spool, "queued", "j").parent
-    junk = [spool.root / "jobs/queued/junk.json", bucket / "a.json", bucket / "b", spool.root / "jobs/running/x.json",
-            spool.root / "jobs/failed/y"]  # fmt: skip
+    junk = [
+        spool.root / "jobs/queued/junk.json",
+        bucket / "a.json",
+        bucket / "b",
+        spool.root / "jobs/running/x.json",
+        spool.root / "jobs/failed/y",
+    ]
     for path in junk:
         path.write_text("junk")
     (spool.root / "jobs/queued/no-run").mkdir()
@@ -516,6 +598,9 @@ def test_nothing_goes_on_beside_a_job_of_a_newer_version(spool, monkeypatch, sta
     assert spool.queue.next_base("r") == 1
     recover(spool, "old runner")
     assert list(spool.paths.data_dir("newer").iterdir())
-    for field, action in ("step", lambda: spool.checkpoints.rollback("r", 0)), ("run", lambda: delete_run(spool, "r")):
+    for field, action in (
+        ("step", lambda: spool.checkpoints.rollback("r", 0)),
+        ("run", lambda: delete_run(spool, "r")),
+    ):
         with refused(Conflict, field, rf"newer \({state}, of a newer version\)"):
             action()

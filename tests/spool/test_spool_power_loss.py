@@ -1,4 +1,5 @@
-"""A loss of power right after an operation takes back nothing of it. Whatever was not synced is lost here."""
+"""A loss of power right after an operation takes back nothing of it. Whatever was not synced is
+lost here."""
 
 import os
 from collections.abc import Iterator
@@ -18,13 +19,16 @@ class Disk:
     """What is on the disk: of each file and directory what it had when it was last synced."""
 
     def __init__(self) -> None:
-        self._names: dict[int, dict[str, tuple[int, bool]]] = {}  # directory -> inode of each name, and if it is one
+        # Directory -> inode of each name, and if it is one.
+        self._names: dict[int, dict[str, tuple[int, bool]]] = {}
         self._contents: dict[int, bytes] = {}
 
     def sync(self, path: Path) -> None:
         inode = path.stat().st_ino
         if path.is_dir():
-            self._names[inode] = {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(path)}
+            self._names[inode] = {
+                entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(path)
+            }
         else:
             self._contents[inode] = path.read_bytes()
 

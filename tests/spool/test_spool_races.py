@@ -1,4 +1,5 @@
-"""Several processes at once on one spool: nobody loses a job, nobody has one twice; and random lives of jobs."""
+"""Several processes at once on one spool: nobody loses a job, nobody has one twice; and random
+lives of jobs."""
 
 import multiprocessing
 import os
@@ -15,7 +16,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spool.spool_tools import LOST, add_run, commit, failed, maker, memory_directory, spool_with_run, submit, succeeded
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    maker,
+    memory_directory,
+    spool_with_run,
+    submit,
+    succeeded,
+)
 from tandem.errors import Conflict, NotFound
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
@@ -81,7 +92,8 @@ def test_submissions_to_one_run_form_one_chain(spool, base_steps, jobs):
 
 
 def test_claims_cancels_requeues_and_submissions_race(spool):
-    """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events tell one story."""
+    """Two claimers, two cancellers, a submitter and a reader; every job ends once, and its events
+    tell one story."""
     runs = [f"run{i}" for i in range(4)]
     for run in runs:
         add_run(spool, run)
@@ -119,7 +131,9 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
         choice = random.Random(os.getpid())
         while not stop.exists():
             job_id = choice.choice(ids)
-            submitted = spool.jobs.find(job_id) is not None and spool.jobs.locate(job_id) is not None
+            submitted = (
+                spool.jobs.find(job_id) is not None and spool.jobs.locate(job_id) is not None
+            )
             try:
                 if choice.random() < 0.15:
                     spool.queue.cancel(job_id)
@@ -146,11 +160,16 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
         assert sorted(makers) == sorted(done)
     for job_id in ids:
         _check_story(spool, job_id)
-    assert [path for kind in ("data", "work", "leases", "cancel") for path in spool.root.glob(f"jobs/{kind}/*")] == []
+    assert [
+        path
+        for kind in ("data", "work", "leases", "cancel")
+        for path in spool.root.glob(f"jobs/{kind}/*")
+    ] == []
 
 
 def _check_story(spool: Spool, job_id: str) -> None:
-    """claimed 1, requeued 1, claimed 2, …, at most one terminal event, which is the last and is the state."""
+    """claimed 1, requeued 1, claimed 2, …, at most one terminal event, which is the last and is the
+    state."""
     events = spool.events.read(job_id)
     assert [event.seq for event in events] == list(range(len(events)))
     state, job = spool.jobs.get(job_id)
@@ -158,14 +177,19 @@ def _check_story(spool: Spool, job_id: str) -> None:
     assert ends == ([state] if state in TERMINAL else [])
     if ends:
         assert events[-1].type == state
-    starts = [(event.type, event.attempt) for event in events if event.type in ("claimed", "requeued")]
-    expected = [(kind, attempt) for attempt in range(1, job.attempt + 1) for kind in ("claimed", "requeued")]
+    starts = [
+        (event.type, event.attempt) for event in events if event.type in ("claimed", "requeued")
+    ]
+    expected = [
+        (kind, attempt) for attempt in range(1, job.attempt + 1) for kind in ("claimed", "requeued")
+    ]
     assert starts == expected[: len(starts)]
     assert len(starts) in (2 * job.attempt, 2 * job.attempt - 1) or not job.attempt
 
 
 class Life(RuleBasedStateMachine):
-    """Random histories of two runs against a model in memory; every object is reopened now and then."""
+    """Random histories of two runs against a model in memory; every object is reopened now and
+    then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,9 +217,15 @@ class Life(RuleBasedStateMachine):
     def submit(self, run: str, new: bool) -> None:
         self.count += new or not self.count
         job_id = f"{run}{self.count}"
-        known = job_id in [*self.ended, *self.queue[run], *(job.spec.id for job in self.running.values())]
+        known = job_id in [
+            *self.ended,
+            *self.queue[run],
+            *(job.spec.id for job in self.running.values()),
+        ]
         make = maker(run, max_attempts=2)
-        job, made = self.spool.queue.submit(make, run=run, job_id=job_id, fingerprint="f", base_step=None)
+        job, made = self.spool.queue.submit(
+            make, run=run, job_id=job_id, fingerprint="f", base_step=None
+        )
         assert made is not known
         if made:
             self.queue[run].append(job_id)
@@ -239,13 +269,19 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), retriable=st.booleans(), recovered=st.booleans())
     def crash(self, data, retriable: bool, recovered: bool) -> None:
-        runs = sorted(self.running) if recovered else [data.draw(st.sampled_from(sorted(self.running)))]
+        runs = (
+            sorted(self.running)
+            if recovered
+            else [data.draw(st.sampled_from(sorted(self.running)))]
+        )
         error = LOST.model_copy(update={"retriable": retriable or recovered})
         expected = {}
         for run in runs:
             job = self.running[run]
             again = error.retriable and job.attempt < 2
-            expected[run] = "cancelled" if job.spec.id in self.cancelling else "queued" if again else "failed"
+            expected[run] = (
+                "cancelled" if job.spec.id in self.cancelling else "queued" if again else "failed"
+            )
         if recovered:
             found = {job.spec.run: state for state, job in recover(Spool(self.spool.root), "new")}
             assert found == expected
@@ -278,7 +314,9 @@ class Life(RuleBasedStateMachine):
             with pytest.raises(Conflict):
                 self.spool.checkpoints.rollback(run, step)
         else:
-            assert self.spool.checkpoints.rollback(run, step) == list(range(len(self.chain[run]), step, -1))
+            assert self.spool.checkpoints.rollback(run, step) == list(
+                range(len(self.chain[run]), step, -1)
+            )
             del self.chain[run][step:]
 
     @rule()
@@ -293,15 +331,28 @@ class Life(RuleBasedStateMachine):
             if run in self.running:
                 expected[self.running[run].spec.id] = "running"
             assert pending == expected
-            makers = [self.spool.checkpoints.manifest(run, step).job for step in self.spool.checkpoints.steps(run)]
+            makers = [
+                self.spool.checkpoints.manifest(run, step).job
+                for step in self.spool.checkpoints.steps(run)
+            ]
             assert makers == [None, *self.chain[run]]
-        assert {job.spec.id: state for state, job in self.spool.jobs.list(states=TERMINAL)} == self.ended
+        assert {
+            job.spec.id: state for state, job in self.spool.jobs.list(states=TERMINAL)
+        } == self.ended
         kept = {path.name for path in (self.spool.root / "jobs/data").iterdir()}
-        assert kept == {*self.queue["r"], *self.queue["q"], *(job.spec.id for job in self.running.values())}
+        assert kept == {
+            *self.queue["r"],
+            *self.queue["q"],
+            *(job.spec.id for job in self.running.values()),
+        }
         assert all(self.spool.jobs.cancel_requested(job_id) for job_id in self.cancelling)
 
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=25,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )

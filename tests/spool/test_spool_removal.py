@@ -1,4 +1,5 @@
-"""Runs are deleted, old checkpoints and ended jobs removed; what something needs stays; a death leaves nothing half."""
+"""Runs are deleted, old checkpoints and ended jobs removed; what something needs stays; a death
+leaves nothing half."""
 
 import errno
 import os
@@ -58,7 +59,10 @@ def steps_after(spool: Spool, settings: Settings, run: str = "r") -> list[int]:
 def files_of_jobs(spool: Spool) -> set[str]:
     kinds = ("ids", "events", "logs", "data", "work", "leases", "cancel")
     paths = [path for kind in kinds for path in (spool.paths.jobs / kind).iterdir()]
-    return {path.name.removesuffix(".jsonl").removesuffix(".log").removesuffix(".json") for path in paths}
+    return {
+        path.name.removesuffix(".jsonl").removesuffix(".log").removesuffix(".json")
+        for path in paths
+    }
 
 
 def test_the_newest_every_mth_and_step_0_stay(spool):
@@ -199,7 +203,9 @@ def test_the_optimizer_state_that_a_kept_or_pinned_step_needs_stays(spool):
     for step in range(1, 22):
         job = start(spool, run="all")
         state = None if step % 10 == 0 else step // 10 * 10
-        spool.checkpoints.commit(stage(spool, job), "all", step, job.spec.id, optimizer_state=state or None)
+        spool.checkpoints.commit(
+            stage(spool, job), "all", step, job.spec.id, optimizer_state=state or None
+        )
         spool.queue.finish(job, succeeded(job))
     spool.checkpoints.pin("all", 5)
     spool.checkpoints.pin("all", 15)
@@ -225,7 +231,9 @@ def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch)
     for job_id in ("first", "second"):
         spool.queue.finish(start(spool, job_id, created=time.time() - 72 * 3600), failed())
         hours_ago(spool, job_id, 48)
-    monkeypatch.setattr(removal, "_prune_damaged", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "no")))
+    monkeypatch.setattr(
+        removal, "_prune_damaged", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "no"))
+    )
     with pytest.raises(OSError, match="no"):
         prune(spool, Settings(keep_days=1.0))
     assert files_of_jobs(spool) == set()
@@ -296,7 +304,10 @@ def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
         spool.jobs.get("old")
     set_aside_hours_ago(spool, "waits", 25)
     prune(spool, Settings(keep_days=1.0))
-    assert sorted(path.name.rpartition(",")[2][:7] for path in spool.paths.damaged.iterdir()) == ["by-hand", "young.j"]
+    assert sorted(path.name.rpartition(",")[2][:7] for path in spool.paths.damaged.iterdir()) == [
+        "by-hand",
+        "young.j",
+    ]
     assert submit(spool, "old").spec.id == "old"
 
 
@@ -395,7 +406,11 @@ def test_who_waits_for_the_lock_of_a_run_that_goes_does_not_get_it(spool, monkey
 
 def test_the_size_of_a_run_follows_its_files(spool):
     def on_disk() -> int:
-        files = [path for part in ("checkpoints", "discarded") for path in (spool.root / "runs/r" / part).rglob("*")]
+        files = [
+            path
+            for part in ("checkpoints", "discarded")
+            for path in (spool.root / "runs/r" / part).rglob("*")
+        ]
         return sum(path.stat().st_size for path in files if path.is_file())
 
     def changes() -> None:
@@ -405,7 +420,12 @@ def test_the_size_of_a_run_follows_its_files(spool):
         spool.queue.finish(job, succeeded(job))
 
     assert spool.checkpoints.size("r") == on_disk() > 0
-    for change in (changes, lambda: spool.checkpoints.rollback("r", 1), changes, lambda: prune(spool, NOW_OLD)):
+    for change in (
+        changes,
+        lambda: spool.checkpoints.rollback("r", 1),
+        changes,
+        lambda: prune(spool, NOW_OLD),
+    ):
         change()
         assert spool.checkpoints.size("r") == on_disk()
     shutil.rmtree(delete_run(spool, "r"))

@@ -8,9 +8,25 @@ from shutil import rmtree
 
 import pytest
 
-from spool.spool_tools import add_run, run_spec, serve, stage, start, succeeded, train_one, write_adapter
+from spool.spool_tools import (
+    add_run,
+    run_spec,
+    serve,
+    stage,
+    start,
+    succeeded,
+    train_one,
+    write_adapter,
+)
 from spool.volume_tools import full_disk, refused, temporary_names, tree
-from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, RunDamaged, SpoolUnusable
+from tandem.errors import (
+    CheckpointDamaged,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    RunDamaged,
+    SpoolUnusable,
+)
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.removal import delete_checkpoint, delete_run
@@ -37,7 +53,11 @@ def test_a_run_is_made_with_its_step_0(tmp_path):
 
 def test_an_alpha_that_is_left_out_is_twice_the_rank_and_is_written_out(spool):
     assert LoraShape().alpha == 32
-    for given, alpha in (({"rank": 4}, 8.0), ({"rank": 64}, 128.0), ({"rank": 4, "alpha": 32}, 32.0)):
+    for given, alpha in (
+        ({"rank": 4}, 8.0),
+        ({"rank": 64}, 128.0),
+        ({"rank": 4, "alpha": 32}, 32.0),
+    ):
         spec = run_spec(f"rank-{given['rank']}-{alpha:g}", lora=LoraShape.model_validate(given))
         spool.runs.create(spec, write_adapter)
         assert spool.runs.get(spec.name).lora.alpha == alpha
@@ -68,9 +88,19 @@ def test_a_run_that_cannot_be_made_leaves_no_trace(spool):
 
 
 def test_what_is_not_ours_is_not_listed(spool):
-    for name in ("runs/lost+found", "runs/.nfs0001", "runs/r/checkpoints/tmp", "runs/r/checkpoints/0000001"):
+    for name in (
+        "runs/lost+found",
+        "runs/.nfs0001",
+        "runs/r/checkpoints/tmp",
+        "runs/r/checkpoints/0000001",
+    ):
         (spool.root / name).mkdir()
-    for name in ("jobs/queued/.nfs1", "jobs/queued/note.txt", "jobs/running/a b.json", "jobs/data/a b"):
+    for name in (
+        "jobs/queued/.nfs1",
+        "jobs/queued/note.txt",
+        "jobs/running/a b.json",
+        "jobs/data/a b",
+    ):
         (spool.root / name).write_text("")
     assert spool.runs.names() == ["r"]
     assert spool.checkpoints.steps("r") == [0]
@@ -81,7 +111,9 @@ def test_what_is_not_ours_is_not_listed(spool):
 def test_a_step_that_is_made_while_its_rival_is_synced_is_a_conflict(spool, monkeypatch):
     staged = stage(spool, start(spool, "j"))
     sync, rival = fs.fsync_tree, spool.checkpoints.path("r", 0).with_name("00000001")
-    monkeypatch.setattr(fs, "fsync_tree", lambda path: (sync(path), rival.mkdir(), (rival / "file").touch()))
+    monkeypatch.setattr(
+        fs, "fsync_tree", lambda path: (sync(path), rival.mkdir(), (rival / "file").touch())
+    )
     with refused(Conflict, "step", match="has a checkpoint 1 already"):
         spool.checkpoints.commit(staged, "r", 1, "j")
     assert staged.is_dir()
@@ -95,12 +127,24 @@ def test_commit_says_all_that_the_manifest_holds_and_makes_only_the_next_step(sp
             spool.checkpoints.commit(staged, "r", step, "j")
     assert tree(spool.root) == before
     manifest = spool.checkpoints.commit(
-        staged, "r", 1, "j", topology={"tp": 2}, versions={"torch": "2"}, metrics={"loss": 0.5}, probe=PROBE
+        staged,
+        "r",
+        1,
+        "j",
+        topology={"tp": 2},
+        versions={"torch": "2"},
+        metrics={"loss": 0.5},
+        probe=PROBE,
     )
     assert not staged.exists()
     assert spool.checkpoints.path("r", 1) == spool.root / "runs/r/checkpoints/00000001"
     assert spool.checkpoints.manifest("r", 1) == spool.checkpoints.verify("r", 1) == manifest
-    assert (manifest.job, manifest.topology, manifest.metrics, manifest.probe) == ("j", {"tp": 2}, {"loss": 0.5}, PROBE)
+    assert (manifest.job, manifest.topology, manifest.metrics, manifest.probe) == (
+        "j",
+        {"tp": 2},
+        {"loss": 0.5},
+        PROBE,
+    )
     assert sorted(manifest.files) == ["adapter_model.safetensors", "optimizer/adam.safetensors"]
 
 
@@ -114,11 +158,19 @@ def test_a_step_that_is_not_there(spool):
 
 def test_verify_names_each_damaged_file_and_how(spool):
     train_one(spool)
-    directory, names = spool.checkpoints.path("r", 1), ("adapter_model.safetensors", "optimizer/adam.safetensors")
+    directory, names = (
+        spool.checkpoints.path("r", 1),
+        ("adapter_model.safetensors", "optimizer/adam.safetensors"),
+    )
     for name in names:
         good = (file := directory / name).read_bytes()
-        for how, content in [("missing", None), ("truncated", good[:-1]), ("truncated", b""), ("altered", good + b"x"),
-                             ("altered", bytes([good[0] ^ 1]) + good[1:])]:  # fmt: skip
+        for how, content in [
+            ("missing", None),
+            ("truncated", good[:-1]),
+            ("truncated", b""),
+            ("altered", good + b"x"),
+            ("altered", bytes([good[0] ^ 1]) + good[1:]),
+        ]:
             file.unlink() if content is None else file.write_bytes(content)
             with pytest.raises(CheckpointDamaged, match=f"{name} is {how}"):
                 spool.checkpoints.verify("r", 1)
@@ -171,9 +223,16 @@ def test_fork_copies_adapter_and_optimizer_and_verifies(spool):
     new = spool.checkpoints.fork("r", 1, run_spec("fork", seed=3))
     assert new.forked_from == Origin(run="r", step=1)
     assert spool.runs.get("fork") == new
-    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {"manifest.json": None}
+    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {
+        "manifest.json": None
+    }
     manifest: Manifest = spool.checkpoints.verify("fork", 0)
-    assert (manifest.run, manifest.step, manifest.job, manifest.origin) == ("fork", 0, None, Origin(run="r", step=1))
+    assert (manifest.run, manifest.step, manifest.job, manifest.origin) == (
+        "fork",
+        0,
+        None,
+        Origin(run="r", step=1),
+    )
     assert manifest.probe == PROBE
     assert tree(spool.checkpoints.path("r", 1)) == source
     assert train_one(spool, "fork").spec.base_step == 0
@@ -196,7 +255,9 @@ def test_fork_refuses(spool):
 @pytest.mark.parametrize("damaged", ["source", "copy"])
 def test_fork_verifies_its_source_and_its_copy(spool, monkeypatch, damaged):
     if damaged == "copy":
-        monkeypatch.setattr("shutil.copyfileobj", lambda source, target, _: target.write(source.read()[::-1]))
+        monkeypatch.setattr(
+            "shutil.copyfileobj", lambda source, target, _: target.write(source.read()[::-1])
+        )
     else:
         (spool.checkpoints.path("r", 0) / "adapter_model.safetensors").write_bytes(b"?")
     with pytest.raises(CheckpointDamaged, match="adapter_"):
@@ -227,7 +288,9 @@ def test_a_run_may_change_and_go_while_it_is_forked(spool, monkeypatch, remove):
 
     monkeypatch.setattr("shutil.copyfileobj", copy)
     spool.checkpoints.fork("r", 1, run_spec("fork"))
-    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {"manifest.json": None}
+    assert tree(spool.checkpoints.path("fork", 0)) | {"manifest.json": None} == source | {
+        "manifest.json": None
+    }
     spool.checkpoints.verify("fork", 0)
     with pytest.raises(NotFound):
         spool.checkpoints.manifest("r", 1)
@@ -236,7 +299,11 @@ def test_a_run_may_change_and_go_while_it_is_forked(spool, monkeypatch, remove):
 
 def test_a_damaged_run_is_left_out_and_named(spool):
     add_run(spool, "good")
-    for name, damage in (("empty", None), ("torn", "{"), ("other", run_spec("good").model_dump_json())):
+    for name, damage in (
+        ("empty", None),
+        ("torn", "{"),
+        ("other", run_spec("good").model_dump_json()),
+    ):
         (directory := spool.root / "runs" / name).mkdir()
         if damage is not None:
             (directory / "run.json").write_text(damage)
@@ -247,7 +314,14 @@ def test_a_damaged_run_is_left_out_and_named(spool):
     add_run(spool, "bare")
     shutil.rmtree(spool.root / "runs/bare/checkpoints/00000000")
     assert [spec.name for spec in spool.runs.list()] == spool.runs.names() == ["bare", "good", "r"]
-    assert sorted(spool.runs.damaged()) == ["A file", "a-file.json", "bare", "empty", "other", "torn"]
+    assert sorted(spool.runs.damaged()) == [
+        "A file",
+        "a-file.json",
+        "bare",
+        "empty",
+        "other",
+        "torn",
+    ]
     (spool.root / "runs/r/served.json").write_text("{")
     assert spool.served.get("r") is None  # the publisher writes it anew
 

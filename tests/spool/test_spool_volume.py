@@ -1,4 +1,5 @@
-"""The volume itself: made and opened, full, read-only, a file, moved, shared by two users; names; the runner's lock."""
+"""The volume itself: made and opened, full, read-only, a file, moved, shared by two users; names;
+the runner's lock."""
 
 import os
 import shutil
@@ -10,8 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import LOST, add_run, commit, failed, run_spec, spool_with_run, submit, succeeded, train_one
-from spool.volume_tools import full_disk, in_child, mounted, read_only, refused, temporary_names, tree
+from spool.spool_tools import (
+    LOST,
+    add_run,
+    commit,
+    failed,
+    run_spec,
+    spool_with_run,
+    submit,
+    succeeded,
+    train_one,
+)
+from spool.volume_tools import (
+    full_disk,
+    in_child,
+    mounted,
+    read_only,
+    refused,
+    temporary_names,
+    tree,
+)
 from tandem.errors import InvalidInput, SpoolUnusable
 from tandem.spool import Spool
 from tandem.spool.recovery import recover
@@ -36,12 +55,21 @@ def test_create_is_idempotent_and_open_needs_a_spool(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["{}", "nonsense", '{"schema_version": 2}', "[" * 100_000, '{"schema_version": 1e400}', '{"schema_version": []}'],
+    [
+        "{}",
+        "nonsense",
+        '{"schema_version": 2}',
+        "[" * 100_000,
+        '{"schema_version": 1e400}',
+        '{"schema_version": []}',
+    ],
 )
 def test_another_version_is_refused(tmp_path, content):
     Spool.create(tmp_path)
     (tmp_path / "spool.json").write_text(content)
-    with pytest.raises(SpoolUnusable, match=r"version 2, this" if "2" in content else r"spool\.json is damaged"):
+    with pytest.raises(
+        SpoolUnusable, match=r"version 2, this" if "2" in content else r"spool\.json is damaged"
+    ):
         Spool(tmp_path)
 
 
@@ -53,7 +81,8 @@ def two_jobs(root: Path) -> Spool:
     return spool
 
 
-# Everything that writes, with `first` running and `other` queued. On a full volume those in LATER may do a part.
+# Everything that writes, with `first` running and `other` queued. On a full volume those in LATER
+# may do a part.
 OPERATIONS: dict[str, Callable[[Spool], object]] = {
     "create": lambda spool: Spool.create(spool.root / "below"),
     "create run": lambda spool: add_run(spool, "new"),
@@ -61,9 +90,13 @@ OPERATIONS: dict[str, Callable[[Spool], object]] = {
     "cancel queued": lambda spool: spool.queue.cancel("other"),
     "cancel running": lambda spool: spool.queue.cancel("first"),
     "claim": lambda spool: spool.queue.claim("runner"),
-    "renew lease": lambda spool: spool.leases.write(spool.jobs.get("first")[1], "runner", "training"),
+    "renew lease": lambda spool: spool.leases.write(
+        spool.jobs.get("first")[1], "runner", "training"
+    ),
     "event": lambda spool: spool.events.append("first", "step", loss=1.0),
-    "finish": lambda spool: spool.queue.finish(first := spool.jobs.get("first")[1], succeeded(first)),
+    "finish": lambda spool: spool.queue.finish(
+        first := spool.jobs.get("first")[1], succeeded(first)
+    ),
     "requeue": lambda spool: spool.queue.requeue(spool.jobs.get("first")[1], LOST),
     "fork": lambda spool: spool.checkpoints.fork("r", 0, run_spec("fork")),
     "commit": lambda spool: commit(spool, spool.jobs.get("first")[1]),
@@ -138,7 +171,8 @@ def test_a_really_full_volume(tmp_path):
             while file.write(b"\0" * 4096):
                 pass
         before = tree(root)
-        assert Spool.create(root).jobs.get("other")[0] == "queued"  # programs start while it is full, and wait
+        # Programs start while it is full, and wait.
+        assert Spool.create(root).jobs.get("other")[0] == "queued"
         for name in ("submit", "create run", "claim", "finish", "fork"):
             with pytest.raises(SpoolUnusable, match=r"(?s)full.*free space"):
                 OPERATIONS[name](spool)
@@ -157,11 +191,13 @@ def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
     submit(spool, "new", created=1e9)
-    assert len(synced) == 7  # the data, its directory and their parent; the id and the job, each with its directory
+    # The data, its directory and their parent; the id and the job, each with its directory.
+    assert len(synced) == 7
     job = spool.queue.claim("me")
     assert len(synced) == 7 + 4  # the job and its first event, each with its directory
     spool.queue.finish(job, failed())
-    assert len(synced) == 11 + 4  # the result with its directory, the event, the directory that the job moves to
+    # The result with its directory, the event, the directory that the job moves to.
+    assert len(synced) == 11 + 4
 
 
 def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
@@ -182,21 +218,35 @@ def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
             assert content is None or str(tmp_path).encode() not in content, name
 
 
-@pytest.mark.parametrize("bad", ["", ".", "..", "../r", "a/b", "/etc", "a\n", "a\0", "-a", ".a", "a" * 65, "é", " a"])
+@pytest.mark.parametrize(
+    "bad", ["", ".", "..", "../r", "a/b", "/etc", "a\n", "a\0", "-a", ".a", "a" * 65, "é", " a"]
+)
 def test_names_cannot_lead_elsewhere(spool, bad):
     paths, jobs = spool.paths, spool.jobs
     before = tree(spool.root)
     for call in (
-        spool.runs.get, lambda name: spool.runs.lock(name).__enter__(), spool.checkpoints.steps, spool.served.get,
+        spool.runs.get,
+        lambda name: spool.runs.lock(name).__enter__(),
+        spool.checkpoints.steps,
+        spool.served.get,
         lambda name: submit(spool, run=name),
-    ):  # fmt: skip
+    ):
         with refused(InvalidInput, "run"):
             call(bad)
     for call in (
-        jobs.get, jobs.cancel_requested, spool.queue.cancel, spool.leases.get, spool.events.read, spool.job_lock,
-        paths.data_dir, paths.log_file, paths.events_file, lambda name: paths.work_dir(name, 1),
-        lambda name: spool.events.append(name, "step"), lambda name: submit(spool, name),
-    ):  # fmt: skip
+        jobs.get,
+        jobs.cancel_requested,
+        spool.queue.cancel,
+        spool.leases.get,
+        spool.events.read,
+        spool.job_lock,
+        paths.data_dir,
+        paths.log_file,
+        paths.events_file,
+        lambda name: paths.work_dir(name, 1),
+        lambda name: spool.events.append(name, "step"),
+        lambda name: submit(spool, name),
+    ):
         with refused(InvalidInput, "id"):
             call(bad)
     assert tree(spool.root) == before
@@ -208,11 +258,18 @@ def test_two_runners_on_one_spool(spool):
     def second_is_refused():
         with pytest.raises(SpoolUnusable) as caught, Spool(spool.root).runner_lock("second"):
             pass
-        for part in ("first", str(parent), os.uname().nodename, time.strftime("%Y-%m-%d", time.gmtime()), "stop"):
+        for part in (
+            "first",
+            str(parent),
+            os.uname().nodename,
+            time.strftime("%Y-%m-%d", time.gmtime()),
+            "stop",
+        ):
             assert part in str(caught.value)
 
     with spool.runner_lock("first"):
-        before = sorted(spool.root.rglob("*"))  # names only: reading the lock file here would free the lock
+        # Names only: reading the lock file here would free the lock.
+        before = sorted(spool.root.rglob("*"))
         for _ in range(2):  # the refusal does not free the lock
             assert in_child(second_is_refused) == 0
         assert sorted(spool.root.rglob("*")) == before
@@ -237,7 +294,8 @@ def test_two_users_of_one_group_share_a_spool():
 
     def begin():
         def write(checkpoint):
-            (checkpoint / "adapter_model.safetensors").touch(0o600)  # as safetensors' own writer leaves it
+            # As safetensors' own writer leaves it.
+            (checkpoint / "adapter_model.safetensors").touch(0o600)
 
         spool = Spool.create(directory)
         spool.runs.create(run_spec(), write)

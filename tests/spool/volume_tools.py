@@ -1,4 +1,5 @@
-"""Volumes: what is on them and what they refuse, full and read-only ones, and processes that die while they write."""
+"""Volumes: what is on them and what they refuse, full and read-only ones, and processes that die
+while they write."""
 
 import errno
 import io
@@ -16,7 +17,8 @@ from tandem.errors import TandemError
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every path under root with its content; directories map to None. Without what is removed meanwhile."""
+    """Every path under root with its content; directories map to None. Without what is removed
+    meanwhile."""
     found: dict[Path, bytes | None] = {}
     for here, directories, files in root.walk():
         found |= dict.fromkeys(here / name for name in directories)
@@ -39,9 +41,9 @@ class DiedError(BaseException):
 
 @contextmanager
 def dying_at(count: int) -> Iterator[None]:
-    """Raises DiedError instead of the `count`-th call within that changes the file system, and of all calls after it: a
-    dead process can't clean up. The write that dies writes half of its bytes before; the open that dies empties its
-    file."""
+    """Raises DiedError instead of the `count`-th call within that changes the file system, and of
+    all calls after it: a dead process can't clean up. The write that dies writes half of its bytes
+    before; the open that dies empties its file."""
     calls = 0
 
     def mortal(real: Callable) -> Callable:
@@ -74,7 +76,8 @@ def full_disk(*args: object) -> NoReturn:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked child; its exit status: 0 if it ended well, -9 if it killed itself."""
+    """Runs `work` in a forked child; its exit status: 0 if it ended well, -9 if it killed
+    itself."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,4 +1,5 @@
-"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: what is learned, and kills of the command."""
+"""`tandem train sft` and `dpo` as a user runs them, on a whole stack: what is learned, and kills of
+the command."""
 
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from integrations.clients import ROOT, UV
 from local_stack import LocalStack
 
 pytestmark = pytest.mark.slow
-QUESTIONS = [f"Is it {what}?" for what in ("red", "big", "old", "new", "far", "dry", "hot", "low", "shy", "raw")]
+QUESTIONS = [
+    f"Is it {what}?"
+    for what in ("red", "big", "old", "new", "far", "dry", "hot", "low", "shy", "raw")
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +34,30 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": "no"}] for q in QUESTIONS * 4]
+    chats = [
+        [{"role": "user", "content": q}, {"role": "assistant", "content": "no"}]
+        for q in QUESTIONS * 4
+    ]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
 def command(stack: LocalStack, *arguments: str) -> subprocess.Popen[str]:
-    environment = stack.environment | {"TANDEM_URL": stack.controller_url, "TANDEM_API_KEY": stack.api_key}
+    environment = stack.environment | {
+        "TANDEM_URL": stack.controller_url,
+        "TANDEM_API_KEY": stack.api_key,
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "tandem", "train", *arguments, "--json"],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A shell that starts the tests in the background has them ignore SIGINT, and so would this process.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-    )  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that starts the tests in the background has them ignore SIGINT, and so would this
+        # process.
+        preexec_fn=partial(  # noqa: PLW1509
+            signal.signal, signal.SIGINT, signal.default_int_handler
+        ),
+    )
 
 
 def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
@@ -50,8 +67,23 @@ def lines(stack: LocalStack, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-SFT = ("chats.jsonl", "--batch-size", "4", "--checkpoint-every", "2", "--epochs", "2", "--held-out", "0.1",
-       "--lr", "0.01", "--sequence-length", "128", "--lora-rank", "8")  # fmt: skip
+SFT = (
+    "chats.jsonl",
+    "--batch-size",
+    "4",
+    "--checkpoint-every",
+    "2",
+    "--epochs",
+    "2",
+    "--held-out",
+    "0.1",
+    "--lr",
+    "0.01",
+    "--sequence-length",
+    "128",
+    "--lora-rank",
+    "8",
+)
 
 
 def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(stack: LocalStack) -> None:
@@ -71,7 +103,10 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(stack: LocalStack
         os.kill(killed.pid, signal.SIGKILL if after != 3 else signal.SIGINT)
         killed.communicate()
     assert lines(stack, "sft", "killed", *SFT)[-1]["step"] == 18
-    runs = [stack.spool.checkpoints.path(run, 10) / "adapter_model.safetensors" for run in ("whole", "killed")]
+    runs = [
+        stack.spool.checkpoints.path(run, 10) / "adapter_model.safetensors"
+        for run in ("whole", "killed")
+    ]
     assert runs[0].read_bytes() == runs[1].read_bytes()
     made = stack.client.checkpoints("killed")
     assert [checkpoint.step for checkpoint in made] == list(range(11))
@@ -89,39 +124,68 @@ def test_the_examples_learn(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) 
     losses = [line["loss"] for line in turned if "loss" in line]
     assert losses[0] == pytest.approx(0.6931, abs=0.05)
     assert losses[-1] < 0.5 * losses[0]
-    jobs = sorted((job.spec for job in stack.client.list_jobs("short-sums")), key=lambda job: job.base_step)
+    jobs = sorted(
+        (job.spec for job in stack.client.list_jobs("short-sums")), key=lambda job: job.base_step
+    )
     assert len(jobs) == 4
     assert {job.loss.reference for job in jobs[1:]} == {0}  # type: ignore[union-attr]
 
 
 def test_a_client_without_extras_on_another_machine(stack: LocalStack, tmp_path: Path) -> None:
-    """The wheel in an environment of its own, with nothing but its dependencies, in a directory without the source."""
+    """The wheel in an environment of its own, with nothing but its dependencies, in a directory
+    without the source."""
     subprocess.run(
-        [UV, "build", "-q", "--python", sys.executable, "--wheel", "--out-dir", str(tmp_path / "dist"), str(ROOT)],
+        [
+            UV,
+            "build",
+            "-q",
+            "--python",
+            sys.executable,
+            "--wheel",
+            "--out-dir",
+            str(tmp_path / "dist"),
+            str(ROOT),
+        ],
         check=True,
     )
     [wheel] = (tmp_path / "dist").glob("*.whl")
     python, tandem = (str(tmp_path / "venv" / "bin" / name) for name in ("python", "tandem"))
-    subprocess.run([UV, "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True)
+    subprocess.run(
+        [UV, "venv", "-q", "--python", sys.executable, str(tmp_path / "venv")], check=True
+    )
     install = [UV, "pip", "install", "-q", "--python", python, str(wheel)]
     for attempt in range(3):  # the index sometimes refuses
         if subprocess.run(install, check=attempt == 2).returncode == 0:
             break
     extras = ("torch", "numpy", "transformers", "fastapi")
     code = f"import importlib.util as i; print([name for name in {extras} if i.find_spec(name)])"
-    assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
     work = tmp_path / "work"
     work.mkdir()
     for name in ("rl_yes_no_maybe.py", "rl_yes_no_maybe.toml"):
         shutil.copy(ROOT / "examples" / name, work)
     config = work / "rl_yes_no_maybe.toml"
     config.write_text(re.sub(r"^steps = .*", "steps = 2", config.read_text(), flags=re.MULTILINE))
-    environment = {"PATH": os.environ["PATH"], "HOME": str(work), "TANDEM_URL": stack.controller_url,
-                   "TANDEM_API_KEY": stack.api_key, "TANDEM_INFERENCE_URL": stack.inference_url}  # fmt: skip
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(work),
+        "TANDEM_URL": stack.controller_url,
+        "TANDEM_API_KEY": stack.api_key,
+        "TANDEM_INFERENCE_URL": stack.inference_url,
+    }
 
     def run(program: str, *arguments: str) -> str:
         done = subprocess.run(
-            [program, *arguments], env=environment, cwd=work, capture_output=True, text=True, timeout=200, check=False
+            [program, *arguments],
+            env=environment,
+            cwd=work,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
         assert done.returncode == 0, f"{arguments}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         return done.stdout

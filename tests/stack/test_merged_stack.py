@@ -1,7 +1,7 @@
 """The whole stack with merged weights, by each way to vLLM.
 
-`merge` has a mixture of experts and adapters on its experts too, which the CPU's vLLM can't serve as adapters. By the
-other ways come whole weights from the ranks of real jobs.
+`merge` has a mixture of experts and adapters on its experts too, which the CPU's vLLM can't serve
+as adapters. By the other ways come whole weights from the ranks of real jobs.
 """
 
 import os
@@ -26,19 +26,33 @@ ERROR = 0.05 if ON_GPUS else 1e-3
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Files are for --all-cases: tests/inference/test_whole_vllm.py has them too."""
-    ways = ["merge", "nccl", *(["ipc"] if ON_GPUS else []), *(["volume"] if metafunc.config.option.all_cases else [])]
+    ways = [
+        "merge",
+        "nccl",
+        *(["ipc"] if ON_GPUS else []),
+        *(["volume"] if metafunc.config.option.all_cases else []),
+    ]
     metafunc.parametrize("stack", ways, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalStack]:
     root = tmp_path_factory.mktemp(request.param) / "spool"
     targets: dict[str, list[str]] = {}
     if request.param == "merge":
         model = root / "models" / "tiny"
         tiny_model.write_tokenizer(model)
-        write_random_model(model, family="qwen3_moe", vocab_size=320, hidden_size=64, head_dim=32,
-                           moe_intermediate_size=32, max_position_embeddings=4096)  # fmt: skip
+        write_random_model(
+            model,
+            family="qwen3_moe",
+            vocab_size=320,
+            hidden_size=64,
+            head_dim=32,
+            moe_intermediate_size=32,
+            max_position_embeddings=4096,
+        )
         targets = {"targets": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
     variables = {"TANDEM_TRANSPORT": request.param, "TANDEM_EXPERT_LORA": str(int(bool(targets)))}
     with LocalStack(root, TANDEM_WEIGHTS="merged", **variables) as running:
@@ -54,7 +68,9 @@ def way(stack: LocalStack) -> str:
 def sample(stack: LocalStack, model: str) -> httpx.Response:
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0.0}
     headers = {"Authorization": f"Bearer {stack.api_key}"}
-    return httpx.post(f"{stack.inference_url}/v1/completions", headers=headers, json=body, timeout=120)
+    return httpx.post(
+        f"{stack.inference_url}/v1/completions", headers=headers, json=body, timeout=120
+    )
 
 
 def test_each_step_is_trained_sent_and_served(stack: LocalStack) -> None:
@@ -62,12 +78,20 @@ def test_each_step_is_trained_sent_and_served(stack: LocalStack) -> None:
     for step in (1, 2):
         job = train(stack.client, RUN, 3, learning_rate=1e-2)
         served = stack.client.wait_served(RUN, step, timeout=180)
-        assert (served.weights, served.transport, served.refused_step) == ("merged", way(stack), None)
+        assert (served.weights, served.transport, served.refused_step) == (
+            "merged",
+            way(stack),
+            None,
+        )
         assert served.mean_abs_logprob_error < ERROR
         assert sample(stack, RUN).headers["x-tandem-weights"] == f"{RUN}@{step}"
         assert sample(stack, f"{RUN}@{step - 1}").status_code == 404
         assert stack.client.wait_job(job).state == "succeeded"
-        told = [event for event in stack.spool.events.read(job) if event.type in ("offered", "sent", "served")]
+        told = [
+            event
+            for event in stack.spool.events.read(job)
+            if event.type in ("offered", "sent", "served")
+        ]
         ways = {event.type: event.data["transport"] for event in told}
         of_ranks = {} if way(stack) == "merge" else {"offered": way(stack), "sent": way(stack)}
         assert ways == {"served": way(stack)} | of_ranks
@@ -95,7 +119,9 @@ def test_a_run_of_all_weights_takes_the_place_of_a_deleted_one(stack: LocalStack
 
 
 @pytest.mark.sample(1, of="a vLLM that starts again")
-def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(stack: LocalStack) -> None:
+def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(
+    stack: LocalStack,
+) -> None:
     """All weights are read from the checkpoint again."""
     (run,) = (found.spec.name for found in stack.client.list_runs())
     before, expected = stack.spool.served.get(run), sample(stack, run).json()["choices"]
@@ -114,7 +140,11 @@ def test_a_vllm_that_starts_again_answers_nobody_before_it_has_the_newest_step(s
     assert {answer.status_code for answer in answers} <= {503, 404, 200}
     assert answers[-1].headers["x-tandem-weights"] == f"{run}@2"
     assert answers[-1].json()["choices"] == expected
-    # The publisher lets requests in before it writes the record; vLLM's start removed the one before.
-    until("the record is there", lambda: (now := stack.spool.served.get(run)) and now.verified > before.verified)
+    # The publisher lets requests in before it writes the record; vLLM's start removed the one
+    # before.
+    until(
+        "the record is there",
+        lambda: (now := stack.spool.served.get(run)) and now.verified > before.verified,
+    )
     record = stack.spool.served.get(run)
     assert (record.step, record.transport) == (2, "merge" if way(stack) == "merge" else "volume")

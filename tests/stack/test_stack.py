@@ -1,7 +1,8 @@
-"""`make demo` learns, and then its stack loses one program after another: every job ends as docs/jobs.md says.
+"""`make demo` learns, and then its stack loses one program after another: every job ends as
+docs/jobs.md says.
 
-All tests share one stack and go on from the state that the one before them left. vLLM takes most of a minute to start,
-so it dies twice only.
+All tests share one stack and go on from the state that the one before them left. vLLM takes most of
+a minute to start, so it dies twice only.
 """
 
 import json
@@ -32,7 +33,8 @@ SERVED_BOUND = 180
 """Longest until a step is served, in seconds."""
 SETTINGS = {
     **DEVICES,
-    "OMP_NUM_THREADS": "2",  # what computes before it forks leaves its children waiting for the second thread
+    # What computes before it forks leaves its children waiting for the second thread.
+    "OMP_NUM_THREADS": "2",
     "TANDEM_MAX_MODEL_LEN": "4096",  # a request that runs long enough to be stopped
     "TANDEM_VLLM_STALL_SECONDS": "20",
     "TANDEM_KEEP_SERVED": "30",  # so that every step that survived a fault is verified
@@ -51,14 +53,24 @@ def stack(out: Path) -> Iterator[LocalStack]:
 
     @contextmanager
     def lasting(root: Path, environment: dict[str, str]) -> Iterator[object]:
-        variables = {name: value for name, value in environment.items() if name.startswith("TANDEM_")}
+        variables = {
+            name: value for name, value in environment.items() if name.startswith("TANDEM_")
+        }
         stack = LocalStack(root, **variables | SETTINGS)
         stack.process = running.enter_context(start(root, stack.environment))
         stacks.append(stack)
         yield stack.process
 
     controller, inference = map(str, free_ports(2))
-    command = ["demo.py", "--out", str(out), "--controller-port", controller, "--inference-port", inference]
+    command = [
+        "demo.py",
+        "--out",
+        str(out),
+        "--controller-port",
+        controller,
+        "--inference-port",
+        inference,
+    ]
     start = demo.stack
     with ExitStack() as running:
         with (
@@ -86,14 +98,17 @@ def test_the_demo_learns(stack: LocalStack, out: Path) -> None:
 
 
 def test_vllm_serves_the_demos_steps_exactly(stack: LocalStack) -> None:
-    """float32 on both sides: the error is far below the tolerance, though the adapters changed the log-probs a lot."""
+    """float32 on both sides: the error is far below the tolerance, though the adapters changed the
+    log-probs a lot."""
     moved = []
     for step in stack.spool.checkpoints.steps(demo.RUN)[1:]:
         manifest = stack.spool.checkpoints.manifest(demo.RUN, step)
         (event,) = (e for e in stack.spool.events.read(str(manifest.job)) if e.type == "served")
         assert event.data["model"] == f"{demo.RUN}@{step}"
         assert event.data["mean_abs_logprob_error"] < (1e-4 if CPU else 0.05)
-        now, base = (np.concatenate(rows) for rows in (manifest.probe.logprobs, manifest.probe.base))
+        now, base = (
+            np.concatenate(rows) for rows in (manifest.probe.logprobs, manifest.probe.base)
+        )
         moved.append(np.abs(now - base).mean())
     assert min(moved) > 0.5, "adapters that change little prove little"
 
@@ -103,7 +118,8 @@ def submit(stack: LocalStack, epochs: int = 25) -> str:
 
 
 def succeeds(stack: LocalStack, job: str) -> int:
-    """Wait for the job's success and check what holds after any end. Returns the number of attempts."""
+    """Wait for the job's success and check what holds after any end. Returns the number of
+    attempts."""
     status, events = succeeded(stack.client, job)
     steps = stack.spool.checkpoints.steps(RUN)
     assert steps == list(range(len(steps)))
@@ -120,20 +136,28 @@ def is_rank(pid: int) -> bool:
     """Whether `pid` is a living process of Tandem, not some later process with its number."""
     process = processes.read(pid)
     try:
-        return process is not None and not process.zombie and "tandem" in Path(f"/proc/{pid}/cmdline").read_text()
+        return (
+            process is not None
+            and not process.zombie
+            and "tandem" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
     except OSError:
         return False
 
 
 def serves_all_steps(stack: LocalStack) -> None:
-    """vLLM serves every step of the run, each one verified, and answers with the oldest and the newest."""
+    """vLLM serves every step of the run, each one verified, and answers with the oldest and the
+    newest."""
     steps = stack.spool.checkpoints.steps(RUN)
     stack.client.wait_served(RUN, steps[-1], timeout=SERVED_BOUND)
     models = {f"{RUN}@{step}" for step in steps}
     until("every step is loaded", lambda: models <= listed(stack))
     for step in steps[1:]:
         job = str(stack.spool.checkpoints.manifest(RUN, step).job)
-        until(f"step {step} is verified", lambda j=job: any(e.type == "served" for e in stack.spool.events.read(j)))
+        until(
+            f"step {step} is verified",
+            lambda j=job: any(e.type == "served" for e in stack.spool.events.read(j)),
+        )
     record = stack.spool.served.get(RUN)
     assert (record.step, record.refused_step) == (steps[-1], None)
     assert record.mean_abs_logprob_error <= (0.02 if CPU else 0.05)
@@ -143,7 +167,9 @@ def serves_all_steps(stack: LocalStack) -> None:
 
 def listed(stack: LocalStack) -> set[str]:
     headers = {"Authorization": f"Bearer {stack.api_key}"}
-    answer = httpx.get(f"{stack.inference_url}/v1/models", headers=headers, timeout=60).raise_for_status()
+    answer = httpx.get(
+        f"{stack.inference_url}/v1/models", headers=headers, timeout=60
+    ).raise_for_status()
     return {model["id"] for model in answer.json()["data"]}
 
 
@@ -151,7 +177,9 @@ def ask(stack: LocalStack, model: str = "base", tokens: int = 4) -> int | None:
     body = {"model": model, "prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {stack.api_key}"}
     try:
-        return httpx.post(f"{stack.inference_url}/v1/completions", json=body, headers=headers, timeout=300).status_code
+        return httpx.post(
+            f"{stack.inference_url}/v1/completions", json=body, headers=headers, timeout=300
+        ).status_code
     except httpx.HTTPError:
         return None
 
@@ -182,7 +210,8 @@ def kill(stack: LocalStack, program: str, job: str) -> None:
 
 
 def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: LocalStack) -> None:
-    """In the middle of a request. The next vLLM serves all steps. tests/soak kills at many more moments."""
+    """In the middle of a request. The next vLLM serves all steps. tests/soak kills at many more
+    moments."""
     (server,) = stack.pids("vllm")
     engine = engine_of(server)
     threading.Thread(target=ask, args=(stack, "base", 4000), daemon=True).start()
@@ -197,7 +226,10 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
         kill(stack, program, job)
         assert succeeds(stack, job) <= 2
     noticed = "has stalled: 1 requests wait, and no token came"
-    until("the stall is noticed", lambda: noticed in (stack.root / "up.log").read_text(errors="replace"))
+    until(
+        "the stall is noticed",
+        lambda: noticed in (stack.root / "up.log").read_text(errors="replace"),
+    )
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]))
     until("the engine ends with its server", lambda: processes.read(engine) is None)
     stack.wait_ready()

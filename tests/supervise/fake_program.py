@@ -18,9 +18,13 @@ def main(name: str) -> None:
 
     # Before it says that it runs, because a test may then stop it at once.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if order == "stubborn" else stop)
-    print(f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters", flush=True)
+    print(
+        f"{name} runs; admin token of {len(os.environ['TANDEM_ADMIN_TOKEN'])} characters",
+        flush=True,
+    )
     if order == "child":
-        # Like vLLM's engine: a child in the same process group that doesn't notice its parent's death.
+        # Like vLLM's engine: a child in the same process group that doesn't notice its parent's
+        # death.
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     if order == "orphans":
         for _ in range(3):
@@ -29,7 +33,9 @@ def main(name: str) -> None:
             print("orphaned", flush=True)
     if order == "daemon":
         # Of a session of its own and deaf to SIGTERM, so supervisord does not end it.
-        script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        script = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
+        )
         subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     if order == "json":
         logs.configure()

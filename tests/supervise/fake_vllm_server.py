@@ -1,4 +1,5 @@
-"""In vLLM's place: answers GET /<name> with the file FAKE_VLLM/<name>, 404 where there is none; has an "engine"."""
+"""In vLLM's place: answers GET /<name> with the file FAKE_VLLM/<name>, 404 where there is none; has
+an "engine"."""
 
 import os
 import subprocess
@@ -15,7 +16,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         print(f"asked for {self.path}", flush=True)
         file = ANSWERS / self.path.strip("/")
-        if self.path == "/is_paused" and self.headers["X-Tandem-Admin-Token"] != os.environ["TANDEM_ADMIN_TOKEN"]:
+        if (
+            self.path == "/is_paused"
+            and self.headers["X-Tandem-Admin-Token"] != os.environ["TANDEM_ADMIN_TOKEN"]
+        ):
             file = ANSWERS / "absent"
         self.send_response(200 if file.exists() else 404)
         self.end_headers()
@@ -25,4 +29,6 @@ class Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"vLLM runs with engine {engine.pid}", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", int(os.environ["TANDEM_INFERENCE_PORT"])), Handler).serve_forever()
+    ThreadingHTTPServer(
+        ("127.0.0.1", int(os.environ["TANDEM_INFERENCE_PORT"])), Handler
+    ).serve_forever()

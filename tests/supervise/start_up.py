@@ -1,4 +1,5 @@
-"""python -m start_up: `tandem up`, with short bounds, of the role and programs (as JSON) that the environment names."""
+"""python -m start_up: `tandem up`, with short bounds, of the role and programs (as JSON) that the
+environment names."""
 
 import json
 import os

@@ -14,32 +14,47 @@ from waiting import until
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-AB = ({"name": "a", "module": "fake_program a", "port": "controller"}, {"name": "b", "module": "fake_program b"})
+AB = (
+    {"name": "a", "module": "fake_program a", "port": "controller"},
+    {"name": "b", "module": "fake_program b"},
+)
 
 
 class Up:
     """`programs`: fields of `Program`. Waits for nothing; nothing of it is left after `close`."""
 
-    def __init__(self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str) -> None:
+    def __init__(
+        self, root: Path, role: str = "all", programs: tuple[dict, ...] = AB, **variables: str
+    ) -> None:
         self.root = root
         self.ports = free_ports(2)
         self.environment = os.environ | {
-            "TANDEM_ROOT": str(root), "TANDEM_BASE_MODEL": "none", "PYTHONPATH": PATH, "ROLE": role,
-            "TANDEM_CONTROLLER_PORT": str(self.ports[0]), "TANDEM_INFERENCE_PORT": str(self.ports[1]),
-            "PROGRAMS": json.dumps(programs), **variables,
-        }  # fmt: skip
+            "TANDEM_ROOT": str(root),
+            "TANDEM_BASE_MODEL": "none",
+            "PYTHONPATH": PATH,
+            "ROLE": role,
+            "TANDEM_CONTROLLER_PORT": str(self.ports[0]),
+            "TANDEM_INFERENCE_PORT": str(self.ports[1]),
+            "PROGRAMS": json.dumps(programs),
+            **variables,
+        }
         self.out = root / f"terminal of {role}"
         self.process = self.start(self.out)
 
     def start(self, out: Path) -> subprocess.Popen[bytes]:
         with out.open("ab") as file:
-            return subprocess.Popen([sys.executable, "-m", "start_up"], env=self.environment, stdout=file, stderr=file)
+            return subprocess.Popen(
+                [sys.executable, "-m", "start_up"], env=self.environment, stdout=file, stderr=file
+            )
 
     def text(self) -> str:
         return self.out.read_text()
 
     def until(self, wanted: str, count: int = 1) -> None:
-        until(repr(wanted), lambda: self.text().count(wanted) >= count or self.process.poll() is not None)
+        until(
+            repr(wanted),
+            lambda: self.text().count(wanted) >= count or self.process.poll() is not None,
+        )
         assert self.text().count(wanted) >= count, f"ended before {wanted!r}"
 
     def left(self) -> list[processes.Process]:

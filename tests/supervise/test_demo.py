@@ -39,7 +39,9 @@ def test_the_stack_ends_with_a_killed_demo(tmp_path):
 
 def test_a_taken_port_is_named_or_replaced(capsys):
     with ports.reserve(*free_ports(1)) as held:
-        with pytest.raises(SystemExit, match=f"--controller-port: another Tandem process uses port {held.port} "):
+        with pytest.raises(
+            SystemExit, match=f"--controller-port: another Tandem process uses port {held.port} "
+        ):
             demo.free_port(held.port, 8080, "--controller-port")
         other = demo.free_port(None, held.port, "--controller-port")
         assert other != held.port

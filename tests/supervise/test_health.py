@@ -1,4 +1,5 @@
-"""The images' health check, against programs under a real supervisord that stand in for the real ones."""
+"""The images' health check, against programs under a real supervisord that stand in for the real
+ones."""
 
 import json
 import os
@@ -27,8 +28,12 @@ def check(environment, role):
     """(exit status, the line)"""
     done = subprocess.run(
         [sys.executable, "-m", "tandem.supervise.health"],
-        check=False, env=environment | {"TANDEM_ROLE": role}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        check=False,
+        env=environment | {"TANDEM_ROLE": role},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
     return done.returncode, done.stdout.strip()
@@ -52,8 +57,8 @@ def test_a_trainer_is_healthy_while_its_runner_runs_and_holds_the_lock(up, tmp_p
 
 @contextmanager
 def server(port: int, answers: dict[str, tuple[int, Any]]) -> Iterator[set]:
-    """Answers each path with (status, body), but with the half of a body where that is None; the paths and keys that it
-    was asked for."""
+    """Answers each path with (status, body), but with the half of a body where that is None; the
+    paths and keys that it was asked for."""
     requests = set()
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,11 +103,17 @@ def test_inference_is_healthy_when_vllm_lists_the_base_model(up):
 
 def test_a_controller_is_healthy_when_it_is_ready():
     [port] = free_ports(1)
-    environment = os.environ | {"TANDEM_CONTROLLER_PORT": str(port), "TANDEM_CONTROLLER_HOST": "0.0.0.0"}
+    environment = os.environ | {
+        "TANDEM_CONTROLLER_PORT": str(port),
+        "TANDEM_CONTROLLER_HOST": "0.0.0.0",
+    }
     assert check(environment, "controller")[0] == 1
     answers: dict[str, tuple[int, Any]] = {"/readyz": (503, {})}
     with server(port, answers):
-        assert check(environment, "controller") == (1, f"http://127.0.0.1:{port}/readyz answers 503")
+        assert check(environment, "controller") == (
+            1,
+            f"http://127.0.0.1:{port}/readyz answers 503",
+        )
         answers["/readyz"] = (200, None)
         status, line = check(environment, "controller")
         assert (status, f"{port}/readyz does not answer: IncompleteRead" in line) == (1, True)
@@ -142,7 +153,8 @@ def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     for program in ("up", "runner", "publisher"):
         liveness.beat(program)
         os.utime(directory / f"{program}.alive", (0, time.time() - 100))
-    (message,) = stopped_loops(settings, "trainer")  # the runner's may take longer, the publisher is not the trainer's
+    # The runner's may take longer, the publisher is not the trainer's.
+    (message,) = stopped_loops(settings, "trainer")
     assert message.startswith("the loop of up has not turned for 100 s")
 
 

@@ -1,4 +1,5 @@
-"""`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left however it ends."""
+"""`tandem up` with small programs: output, order, restarts, crash loops, and that nothing is left
+however it ends."""
 
 import json
 import os
@@ -18,7 +19,8 @@ from tandem.system import ports, processes
 from tandem.system.environment import runtime_dir
 from waiting import alive, until
 
-# Even a busy machine starts Python within so many seconds, and a program that ends in them could not be started.
+# Even a busy machine starts Python within so many seconds, and a program that ends in them could
+# not be started.
 STARTS = {"start-fails": "30", "crash-loop": "1"}
 
 
@@ -32,7 +34,9 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
     stack = both_run(up(TANDEM_ADMIN_TOKEN="s3cret" + "x" * 37, FAKE_A="orphans"))
     stack.until("a | orphaned", count=3)
     of_stack = partial(processes.descendants, stack.process.pid)
-    until("orphans are reaped", lambda: not any(p.zombie or p.command == "sleep" for p in of_stack()))
+    until(
+        "orphans are reaped", lambda: not any(p.zombie or p.command == "sleep" for p in of_stack())
+    )
     os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
     stack.until("a runs", count=2)
     stack.until("ended: terminated by SIGKILL; crash 1 of 1")
@@ -52,7 +56,14 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
-        ("crash-loop", 71, ["ended: exit status 4; crash 1 of 1", "b crashes again and again; the end of its log:"]),
+        (
+            "crash-loop",
+            71,
+            [
+                "ended: exit status 4; crash 1 of 1",
+                "b crashes again and again; the end of its log:",
+            ],
+        ),
         ("start-fails", 70, ["b can't be started"]),
     ],
 )
@@ -64,13 +75,18 @@ def test_a_program_that_does_not_stay_up_ends_everything_and_is_named(up, how, c
 
 
 def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkeypatch):
-    """It has no process for a moment, and another one, which can't be started, ends nothing then."""
+    """It has no process for a moment, and another one, which can't be started, ends nothing
+    then."""
     monkeypatch.setattr(supervisord, "start_again", lambda *_: None)
     programs = [Program("a", "a", 1, costly=True), Program("b", "b", 1)]
     for name in "ab":
         supervisord.log_path(tmp_path, name).touch()
     stack = up_module.Stack(
-        Settings(root=tmp_path), "all", tmp_path, programs, supervisord.Console(tmp_path, "ab", as_json=False)
+        Settings(root=tmp_path),
+        "all",
+        tmp_path,
+        programs,
+        supervisord.Console(tmp_path, "ab", as_json=False),
     )
     stack._ready = True
     a, b = programs
@@ -80,10 +96,18 @@ def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkey
     assert stack._check(a, Status("FATAL", 0, 0.0)) == up_module.EXIT_FATAL
 
 
-@pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
+)
 def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(up, how, says):
     programs = (AB[0] | {"costly": True}, AB[1])
-    stack = up(programs=programs, FAKE_B=how, FAKE_RETRIES="4", FAKE_READY="1", FAKE_START_SECONDS=STARTS[how])
+    stack = up(
+        programs=programs,
+        FAKE_B=how,
+        FAKE_RETRIES="4",
+        FAKE_READY="1",
+        FAKE_START_SECONDS=STARTS[how],
+    )
     stack.until("ready after")
     stack.until(says)
     stack.until("b | b runs", count=stack.text().count("b | b runs") + 2)
@@ -93,7 +117,8 @@ def test_once_the_stack_was_ready_one_programs_trouble_costs_no_other_its_state(
     stack.until("a | a runs", count=2)
 
     def killed() -> bool:
-        """Of two ends between two looks of `tandem up` it counts one, so this may need more than two."""
+        """Of two ends between two looks of `tandem up` it counts one, so this may need more than
+        two."""
         with suppress(AssertionError, ProcessLookupError):
             os.kill(stack.pid("fake_program", "a"), signal.SIGKILL)
         return stack.process.poll() is not None
@@ -155,7 +180,9 @@ def test_a_second_one_on_the_same_spool_and_a_taken_port_are_refused(up):
     assert "controller_port: another Tandem process uses port" in (stack.root / "third").read_text()
 
 
-@pytest.mark.parametrize(("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
+)
 def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how, says):
     programs = (AB[0], AB[1] | {"essential": False})
     stack = up(programs=programs, FAKE_B=how, FAKE_RETRIES="0", FAKE_START_SECONDS=STARTS[how])

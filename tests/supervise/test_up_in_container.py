@@ -1,5 +1,7 @@
-"""`tandem up --role` as a pod's container runs it: the first process; a user without name, groups and capabilities; a
-root file system that is read-only but for /tmp, /run and the volume. tests/docker has it under an init."""
+"""`tandem up --role` as a pod's container runs it: the first process; a user without name, groups
+and capabilities; a root file system that is read-only but for /tmp, /run and the volume.
+tests/docker has it under an init.
+"""
 
 import json
 import os
@@ -16,7 +18,8 @@ from supervise.tandem_up import AB, HERE, PATH
 from tandem.system import processes
 from waiting import until
 
-# What the interpreter needs may lie where only root looks: it gets other parents, in this mount namespace only.
+# What the interpreter needs may lie where only root looks: it gets other parents, in this mount
+# namespace only.
 ROOT = r"""
 set -eu
 mount --make-rprivate /
@@ -37,12 +40,18 @@ mount -o remount,ro,bind /
 cd /
 eval "exec $COMMAND"
 """
-AS_USER = "setpriv --reuid 12345 --regid 0 --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all"
+AS_USER = (
+    "setpriv --reuid 12345 --regid 0 --clear-groups --no-new-privs --bounding-set=-all"
+    " --inh-caps=-all"
+)
 
 
 def can_unshare() -> bool:
     command = ["unshare", "-fpm", "--mount-proc", "true"]
-    return os.getuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return (
+        os.getuid() == 0
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not can_unshare(), reason="needs root and namespaces")
@@ -53,10 +62,18 @@ def test_first_process_without_name_on_a_read_only_root(tmp_path):
     python = shlex.join([sys.executable, "-m", "start_up"])
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     environment = kept | {
-        "VOLUME": str(volume), "COMMAND": f"{AS_USER} {python}", "PYTHONPATH": PATH, "HOME": "/tmp",
-        "TANDEM_ROOT": "/srv", "TANDEM_LOG_DIR": "/run/logs", "XDG_RUNTIME_DIR": "/run", "FAKE_A": "orphans",
-        "PYTHONDONTWRITEBYTECODE": "1", "ROLE": "trainer", "PROGRAMS": json.dumps(AB),
-    }  # fmt: skip
+        "VOLUME": str(volume),
+        "COMMAND": f"{AS_USER} {python}",
+        "PYTHONPATH": PATH,
+        "HOME": "/tmp",
+        "TANDEM_ROOT": "/srv",
+        "TANDEM_LOG_DIR": "/run/logs",
+        "XDG_RUNTIME_DIR": "/run",
+        "FAKE_A": "orphans",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "ROLE": "trainer",
+        "PROGRAMS": json.dumps(AB),
+    }
     needed = [sys.base_prefix, sys.prefix, str(HERE.parent.parent)]
     out = tmp_path / "out"
     with out.open("wb") as file:
@@ -65,8 +82,14 @@ def test_first_process_without_name_on_a_read_only_root(tmp_path):
     of_container = partial(processes.descendants, container.pid)
     try:
         until("b runs", lambda: "b | b runs" in out.read_text() or container.poll() is not None)
-        until("orphans", lambda: out.read_text().count("orphaned") == 3 or container.poll() is not None)
-        until("orphans are reaped", lambda: not any(p.zombie or p.command == "sleep" for p in of_container()))
+        until(
+            "orphans",
+            lambda: out.read_text().count("orphaned") == 3 or container.poll() is not None,
+        )
+        until(
+            "orphans are reaped",
+            lambda: not any(p.zombie or p.command == "sleep" for p in of_container()),
+        )
         inside = of_container()
         status = Path(f"/proc/{inside[-1].pid}/status").read_text()
         assert "Uid:\t12345\t12345\t12345\t12345" in status

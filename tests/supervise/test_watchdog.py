@@ -1,4 +1,5 @@
-"""A vLLM that hangs is ended and started again; one that loads, sleeps, is paused or has nothing to do is not."""
+"""A vLLM that hangs is ended and started again; one that loads, sleeps, is paused or has nothing to
+do is not."""
 
 import os
 import re
@@ -32,11 +33,15 @@ vllm:generation_tokens_total{engine="0",model_name="base"} 60.0
 
 def test_what_metrics_say():
     assert parse(BUSY) == Sample(requests=3, tokens=600)
-    asleep = BUSY.replace('"discard_all"} 0.0', '"discard_all"} 1.0').replace('"awake"} 1.0', '"awake"} 0.0')
+    asleep = BUSY.replace('"discard_all"} 0.0', '"discard_all"} 1.0').replace(
+        '"awake"} 1.0', '"awake"} 0.0'
+    )
     assert parse(asleep).asleep
     # A vLLM that counts no tokens can't be judged by them.
     assert parse("vllm:num_requests_running 2.0\n") == Sample(requests=0, tokens=0)
-    assert parse("vllm:num_requests_running nan\nvllm:prompt_tokens_total 1.5e+06\n") == Sample(0, 1.5e6)
+    assert parse("vllm:num_requests_running nan\nvllm:prompt_tokens_total 1.5e+06\n") == Sample(
+        0, 1.5e6
+    )
 
 
 class Watched:
@@ -46,11 +51,15 @@ class Watched:
         self.progress = Progress(300, 10)
         self.now = 1000.0
 
-    def see(self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True) -> str | None:
+    def see(
+        self, seconds: float, *samples: Sample | None, process=VLLM, paused=False, may_sleep=True
+    ) -> str | None:
         """The first verdict within so many seconds of these samples, over and over."""
         for i in range(int(seconds / 10)):
             self.now += 10
-            why = self.progress.observe(self.now, process, samples[i % len(samples)], lambda: paused, lambda: may_sleep)
+            why = self.progress.observe(
+                self.now, process, samples[i % len(samples)], lambda: paused, lambda: may_sleep
+            )
             if why:
                 return why
         return None
@@ -65,7 +74,8 @@ def test_no_token_while_requests_run_is_a_stall():
 
 
 @pytest.mark.parametrize(
-    ("sample", "paused"), [(Sample(0, 5), False), (Sample(2, 5, asleep=True), False), (Sample(2, 5), True)]
+    ("sample", "paused"),
+    [(Sample(0, 5), False), (Sample(2, 5, asleep=True), False), (Sample(2, 5), True)],
 )
 def test_idle_asleep_or_paused_is_no_stall(sample, paused):
     watched = Watched()
@@ -90,11 +100,13 @@ def test_loading_is_no_stall_however_long_and_not_answering_any_more_is():
     assert watched.see(10, Sample(0, 0)) is None
     assert watched.see(300, None) is None
     assert watched.see(20, None) == "it has not answered for 310 s"
-    assert watched.see(5000, None, process=replace(VLLM, started=2)) is None  # started again, here with its pid
+    # Started again, here with its pid.
+    assert watched.see(5000, None, process=replace(VLLM, started=2)) is None
 
 
 def test_who_may_let_vllm_sleep(tmp_path):
-    """On shared GPUs only a trainer whose hold's deadline has not passed; without the volume nobody knows."""
+    """On shared GPUs only a trainer whose hold's deadline has not passed; without the volume nobody
+    knows."""
     spool, now = Spool.create(tmp_path / "spool"), time.time()
 
     def may_sleep(root=spool.root, **settings) -> bool:
@@ -103,8 +115,18 @@ def test_who_may_let_vllm_sleep(tmp_path):
     assert may_sleep()  # of its own users
     assert not may_sleep(gpu_mode="shared")
     for seconds in (60, -60):
-        spool.hold.put(Hold(runner="r", job="j", attempt=1, phase="training", since=now, beat=now, lease=1.0,
-                            deadline=now + seconds))  # fmt: skip
+        spool.hold.put(
+            Hold(
+                runner="r",
+                job="j",
+                attempt=1,
+                phase="training",
+                since=now,
+                beat=now,
+                lease=1.0,
+                deadline=now + seconds,
+            )
+        )
         assert may_sleep(gpu_mode="shared") is (seconds > 0)
     assert may_sleep(tmp_path / "gone", gpu_mode="shared")
 

@@ -41,7 +41,9 @@ def test_devices_are_known_by_uuid(three, monkeypatch):
 
 def test_a_mig_device_is_known_by_its_own_uuid_and_measured_by_itself(nvml):
     migs = [gpu("MIG-1", 5 * MIB), gpu("MIG-2", USED)]
-    nvml.set(gpu(A, nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs), gpu(B))
+    nvml.set(
+        gpu(A, nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=7, migs=migs), gpu(B)
+    )
     assert devices().uuids == ("MIG-1", "MIG-2", B)
     assert devices("MIG-2", "1").used() == {"MIG-2": USED, B: 0}
     with pytest.raises(InvalidInput, match="MIG-1"):
@@ -57,8 +59,9 @@ def test_in_use_and_not_answering_are_both_not_free(three, caplog):
     three.set(gpu(A), gpu(B), nvmlInit=TIMEOUT)
     assert ours.busy({}) == ours.busy({}) == {A: None, B: None}
     assert [record.fields["error"] for record in caplog.records if record.name == "gpus"] == [
-        f"{B}: nvmlDeviceGetMemoryInfo: GPU is lost", "NVML does not start: Timeout; check the driver with `nvidia-smi`"
-    ]  # fmt: skip
+        f"{B}: nvmlDeviceGetMemoryInfo: GPU is lost",
+        "NVML does not start: Timeout; check the driver with `nvidia-smi`",
+    ]
 
 
 def test_a_gpu_for_both_is_refused_unless_it_is_shared(three):
@@ -96,7 +99,9 @@ def test_a_gpu_that_shows_a_desktop_is_free_up_to_what_the_setting_says(nvml):
     assert desktop.busy({}) == {A: 1000 * MIB}
 
 
-@pytest.mark.parametrize("raises", [{}, {"nvmlInit": LIBRARY_NOT_FOUND}, {"nvmlInit": DRIVER_NOT_LOADED}])
+@pytest.mark.parametrize(
+    "raises", [{}, {"nvmlInit": LIBRARY_NOT_FOUND}, {"nvmlInit": DRIVER_NOT_LOADED}]
+)
 def test_a_machine_without_gpus_is_refused_only_where_one_is_asked_for(nvml, raises):
     nvml.set(**raises)
     with pytest.raises(InvalidInput, match="TANDEM_DEVICE"):
@@ -117,7 +122,9 @@ def test_a_driver_in_trouble_is_never_a_machine_without_gpus(three):
 
 
 def describe(trainer: str, inference: str, side: str = "trainer") -> str | None:
-    return nccl_path(Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side)
+    return nccl_path(
+        Settings(device="auto", trainer_devices=trainer, inference_devices=inference), side
+    )
 
 
 def test_the_path_of_nccl(nvml, monkeypatch):
@@ -131,6 +138,8 @@ def test_the_path_of_nccl(nvml, monkeypatch):
     assert describe("0,1", "2").startswith("NCCL to inference goes by PCIe, ")
     for inference in ("", "7", "GPU-7777"):
         path = describe("0", inference)
-        assert path.startswith("NCCL to inference would go over TCP: the GPUs of inference are not visible here; ")
+        assert path.startswith(
+            "NCCL to inference would go over TCP: the GPUs of inference are not visible here; "
+        )
     monkeypatch.delenv("NCCL_HOSTID")
     assert describe("0", "1").startswith("NCCL to inference would go over TCP: NCCL_HOSTID is not")

@@ -25,6 +25,11 @@ def test_a_line_has_time_level_program_message_and_fields(monkeypatch, capsys, a
         entry = json.loads(line)
         assert re.fullmatch(stamp, entry.pop("time"))
         fields = {"job": "a b", "seconds": 1.23456}
-        assert entry == {"level": "warning", "logger": "runner", "message": "100% done", "fields": fields}
+        assert entry == {
+            "level": "warning",
+            "logger": "runner",
+            "message": "100% done",
+            "fields": fields,
+        }
     else:
         assert re.fullmatch(rf"{stamp} WARNING runner: 100% done job='a b' seconds=1\.235\n", line)

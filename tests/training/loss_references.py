@@ -1,7 +1,9 @@
-"""The losses again, from their papers, in float64 NumPy: value and analytic gradient, token by token in plain loops.
+"""The losses again, from their papers, in float64 NumPy: value and analytic gradient, token by
+token in plain loops.
 
-Nothing here is shared with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`, `entropy` are float64 [n],
-`sequences`, `trajectories`, `groups` are lists of index arrays that partition the items.
+Nothing here is shared with `tandem.training.losses`. `lp`, `old`, `sampler`, `ref`, `adv`,
+`entropy` are float64 [n], `sequences`, `trajectories`, `groups` are lists of index arrays that
+partition the items.
 """
 
 import math
@@ -14,13 +16,24 @@ Parts = list[NDArray[np.int64]]
 
 
 def policy(
-    name: str, lp: Array, old: Array, adv: Array, low: float, high: float, sequences: Parts, weights: Array, *,
-    level: str, dual: float, mask: bool,
-) -> tuple[float, Array]:  # fmt: skip
+    name: str,
+    lp: Array,
+    old: Array,
+    adv: Array,
+    low: float,
+    high: float,
+    sequences: Parts,
+    weights: Array,
+    *,
+    level: str,
+    dual: float,
+    mask: bool,
+) -> tuple[float, Array]:
     """sum_i w_i value_i, and its gradient by lp.
 
     - cispo: MiniMax-M1 eq. 4-5, negated; the clipped ratio is a constant.
-    - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the clipped one; with
+    - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the
+    clipped one; with
       Ye et al.'s second clip at `dual` for negative advantages.
     - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y.
     """
@@ -52,8 +65,8 @@ def policy(
 def importance(
     old: Array, sampler: Array, sequences: Parts, *, level: str, low: float, high: float, cap: float
 ) -> Array:
-    """pi_old / pi_sampler of each token (IcePop, TIS) or of its whole sequence (MIS): truncated, 0 outside the mask.
-    No ratio is above e^20 or below e^-20."""
+    """pi_old / pi_sampler of each token (IcePop, TIS) or of its whole sequence (MIS): truncated, 0
+    outside the mask. No ratio is above e^20 or below e^-20."""
     weight = np.zeros_like(old)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(old))]:
         nats = sum(old[t] - sampler[t] for t in members)
@@ -64,7 +77,8 @@ def importance(
 
 
 def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: float) -> Array:
-    """DeepSeek-V3.2 eq. 9: M = 0 where A < 0 and the sequence's mean of log(pi_old / pi) is above the threshold."""
+    """DeepSeek-V3.2 eq. 9: M = 0 where A < 0 and the sequence's mean of log(pi_old / pi) is above
+    the threshold."""
     kept = np.ones_like(lp)
     for members in sequences:
         mean = sum(sampler[t] - lp[t] for t in members) / len(members)
@@ -74,7 +88,8 @@ def keeps(lp: Array, sampler: Array, adv: Array, sequences: Parts, threshold: fl
 
 
 def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
-    """Schulman's k1, k2, k3 of KL(policy || ref), and the gradient that minimises it (k1: the score function's)."""
+    """Schulman's k1, k2, k3 of KL(policy || ref), and the gradient that minimises it (k1: the score
+    function's)."""
     value, grad = np.zeros_like(lp), np.zeros_like(lp)
     for t in range(len(lp)):
         r = math.exp(ref[t] - lp[t])
@@ -88,12 +103,15 @@ def kl(lp: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
 
 
 def corrected_kl(lp: Array, old: Array, ref: Array, estimator: str) -> tuple[Array, Array]:
-    """DeepSeek-V3.2 eq. 7: r times the estimate; the KL's gradient from old's tokens is r log(pi / pi_ref) grad lp."""
+    """DeepSeek-V3.2 eq. 7: r times the estimate; the KL's gradient from old's tokens is r log(pi /
+    pi_ref) grad lp."""
     ratio = np.exp(lp - old)
     return ratio * kl(lp, ref, estimator)[0], ratio * (lp - ref)
 
 
-def normalised(values: Array, kind: str, trajectories: Parts, groups: Parts, constant: float) -> float:
+def normalised(
+    values: Array, kind: str, trajectories: Parts, groups: Parts, constant: float
+) -> float:
     """The mean that each paper writes down, over whole trajectories and groups."""
     if kind == "token":
         return float(values.sum() / len(values))

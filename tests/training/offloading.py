@@ -1,4 +1,5 @@
-"""A tiny policy in training, to be interrupted by offloading; on the CPU, or on a GPU if a test says so."""
+"""A tiny policy in training, to be interrupted by offloading; on the CPU, or on a GPU if a test
+says so."""
 
 from pathlib import Path
 
@@ -20,12 +21,16 @@ class Training:
         if not adapter.exists():
             write_random_adapter(adapter, model)
         self.policy = make_policy(model, adapter=adapter)
-        self.optimizer = AdapterOptimizer(self.policy, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1))
+        self.optimizer = AdapterOptimizer(
+            self.policy, OptimizerSettings(learning_rate=1e-2, weight_decay=0.1)
+        )
 
     def step(self, number: int, length: int = 24) -> float:
         """Optimizer step `number`, always on the same tokens; its loss."""
         generator = torch.Generator().manual_seed(number)
-        row = linear_row(torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy())
+        row = linear_row(
+            torch.randint(0, self.policy.arch.vocab_size, (length,), generator=generator).numpy()
+        )
         tensors = {name: value for name, value in vars(row).items() if value is not None}
         here = type(row)(**{name: value.to(device.device()) for name, value in tensors.items()})
         self.optimizer.zero_grad()
@@ -41,17 +46,25 @@ class Training:
         return [value.detach().cpu().clone() for value in values]
 
     def _moments(self) -> list[Tensor]:
-        return [tensor for of_moment in self.optimizer.moments().values() for tensor in of_moment.values()]
+        return [
+            tensor
+            for of_moment in self.optimizer.moments().values()
+            for tensor in of_moment.values()
+        ]
 
     def base(self) -> list[Tensor]:
         """The frozen parameters."""
-        return [parameter for parameter in self.policy.gpt.parameters() if not parameter.requires_grad]
+        return [
+            parameter for parameter in self.policy.gpt.parameters() if not parameter.requires_grad
+        ]
 
     def device_tensors(self, part: str) -> list[Tensor]:
         """All that `offload` of the part gives back."""
         parameters = [*self.policy.lora_parameters().values(), *self.base(), self.policy._inv_freq]
         optimizer = [*self._moments(), *(memory for memory, _ in self.optimizer._gradients)]
-        return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[part]
+        return {"parameters": parameters, "optimizer": optimizer, "both": parameters + optimizer}[
+            part
+        ]
 
     def offload(self, part: str) -> int:
         """`part`: parameters, optimizer, or both; the bytes given back."""
@@ -73,4 +86,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def total(tensors: list[Tensor]) -> int:
     """Bytes of their storages."""
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum(
+        {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+        }.values()
+    )

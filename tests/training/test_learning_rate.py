@@ -1,4 +1,5 @@
-"""The learning rate over a chain of jobs: transformers' own curves after warm-up, wherever the chain is cut."""
+"""The learning rate over a chain of jobs: transformers' own curves after warm-up, wherever the
+chain is cut."""
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ TOTAL, WARMUP = 23, 5
 
 
 @pytest.mark.parametrize(
-    ("shape", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
+    ("shape", "theirs"),
+    [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)],
 )
 def test_the_curve_is_transformers_after_warm_up(shape, theirs) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-3)
     scheduler = theirs(optimizer, WARMUP, TOTAL)
-    settings = OptimizerSettings(learning_rate=3e-3, schedule=Schedule(shape=shape, warmup=WARMUP, total=TOTAL))
+    settings = OptimizerSettings(
+        learning_rate=3e-3, schedule=Schedule(shape=shape, warmup=WARMUP, total=TOTAL)
+    )
     for step in range(TOTAL):
         # transformers' first step has the rate 0, and so teaches nothing.
         expected = 3e-3 * (step + 1) / (WARMUP + 1) if step < WARMUP else scheduler.get_last_lr()[0]
@@ -31,7 +35,9 @@ def test_jobs_of_a_chain_continue_the_curve(shape) -> None:
     whole = Schedule(shape=shape, warmup=WARMUP, total=TOTAL, floor=0.1)
     for start in range(0, TOTAL, 4):
         part = whole.model_copy(update={"start": start})
-        assert [part.factor(step) for step in range(4)] == [whole.factor(start + step) for step in range(4)]
+        assert [part.factor(step) for step in range(4)] == [
+            whole.factor(start + step) for step in range(4)
+        ]
     assert whole.factor(WARMUP) == 1
     assert whole.factor(TOTAL) == (1 if shape == "constant" else pytest.approx(0.1))
 

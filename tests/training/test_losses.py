@@ -31,9 +31,13 @@ class Case:
         group = owners(rng.integers(1, 4), 3)  # of each trajectory
         trajectory = owners(len(group), 2)  # of each sequence
         self.sequence = owners(len(trajectory), 6)  # of each item
-        of_item = {"trajectory": trajectory[self.sequence], "group": group[trajectory[self.sequence]]}
+        of_item = {
+            "trajectory": trajectory[self.sequence],
+            "group": group[trajectory[self.sequence]],
+        }
         self.sequences, self.trajectories, self.groups = (
-            [np.flatnonzero(owner == i) for i in range(owner[-1] + 1)] for owner in (self.sequence, *of_item.values())
+            [np.flatnonzero(owner == i) for i in range(owner[-1] + 1)]
+            for owner in (self.sequence, *of_item.values())
         )
         self.sizes = [np.bincount(owner)[owner] for owner in of_item.values()]
         self.n = n = len(self.sequence)
@@ -84,28 +88,42 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
     policy = draw(st.sampled_from(["cispo", "ppo", "gspo"]))
     kind = draw(st.sampled_from(["token", "trajectory", "group", "constant"]))
     bounds = draw(st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]))
-    tis = {"tis_cap": either(0.7, 2.0), "tis_mask_low": either(0.0, 0.5), "tis_mask_high": either(0.9, 5.0)}
+    tis = {
+        "tis_cap": either(0.7, 2.0),
+        "tis_mask_low": either(0.0, 0.5),
+        "tis_mask_high": either(0.9, 5.0),
+    }
     if any(value is not None for value in tis.values()):
         tis["tis_level"] = draw(st.sampled_from(["token", "sequence"]))
     kl_coef = draw(st.sampled_from([0.0, 0.3]))
     chosen = {
-        "clip_low": bounds[0], "clip_high": bounds[1], **tis,
+        "clip_low": bounds[0],
+        "clip_high": bounds[1],
+        **tis,
         "ratio_level": None if policy == "gspo" else either("token", "sequence"),
         "dual_clip": None if policy == "cispo" else either(5.01, 20.0),
         "off_policy_threshold": either(1e-5, 0.5),
         "normalisation_constant": CONSTANT if kind == "constant" else None,
         "kl_in": (either("loss", "advantage") or "loss") if kl_coef else "loss",
-    }  # fmt: skip
+    }
     return RLLoss(
-        policy=policy, normalisation=kind, old_logprobs="trainer", kl_coef=kl_coef,
-        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])), entropy_coef=draw(st.sampled_from([0.0, 0.05])),
+        policy=policy,
+        normalisation=kind,
+        old_logprobs="trainer",
+        kl_coef=kl_coef,
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
+        entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_correction=bool(kl_coef and chosen["kl_in"] == "loss" and draw(st.booleans())),
-        beyond_bounds=draw(st.sampled_from(["clip", "mask"])), **chosen,
-    )  # fmt: skip
+        beyond_bounds=draw(st.sampled_from(["clip", "mask"])),
+        **chosen,
+    )
 
 
-def in_float64(case: Case, spec: RLLoss, w: np.ndarray) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
-    """The loss with normalised weights `w`, its gradient by the log-probs, and per-item statistics."""
+def in_float64(
+    case: Case, spec: RLLoss, w: np.ndarray
+) -> tuple[float, np.ndarray, dict[str, np.ndarray]]:
+    """The loss with normalised weights `w`, its gradient by the log-probs, and per-item
+    statistics."""
     low, high = BOUNDS[spec.policy]
     if spec.clip_low is not None and spec.clip_high is not None:
         low, high = 1 - spec.clip_low, 1 + spec.clip_high
@@ -113,16 +131,35 @@ def in_float64(case: Case, spec: RLLoss, w: np.ndarray) -> tuple[float, np.ndarr
     if spec.kl_in == "advantage":
         reward = case.old - case.ref
         adv = adv + spec.kl_coef * (reward.mean() - reward)
-    c = reference.importance(
-        case.old, case.sampler, case.sequences, level=spec.tis_level, low=spec.tis_mask_low or 0.0,
-        high=spec.tis_mask_high or np.inf, cap=spec.tis_cap or np.inf,
-    ) if spec.tis_cap or spec.tis_mask_high or spec.tis_mask_low is not None else np.ones(case.n)  # fmt: skip
-    c = c * reference.keeps(case.lp, case.sampler, adv, case.sequences, spec.off_policy_threshold or np.inf)
+    c = (
+        reference.importance(
+            case.old,
+            case.sampler,
+            case.sequences,
+            level=spec.tis_level,
+            low=spec.tis_mask_low or 0.0,
+            high=spec.tis_mask_high or np.inf,
+            cap=spec.tis_cap or np.inf,
+        )
+        if spec.tis_cap or spec.tis_mask_high or spec.tis_mask_low is not None
+        else np.ones(case.n)
+    )
+    c = c * reference.keeps(
+        case.lp, case.sampler, adv, case.sequences, spec.off_policy_threshold or np.inf
+    )
     value, grad = reference.policy(
-        spec.policy, case.lp, case.old, adv, low, high, case.sequences, w * c,
+        spec.policy,
+        case.lp,
+        case.old,
+        adv,
+        low,
+        high,
+        case.sequences,
+        w * c,
         level=spec.ratio_level or ("sequence" if spec.policy == "gspo" else "token"),
-        dual=spec.dual_clip or np.inf, mask=spec.beyond_bounds == "mask",
-    )  # fmt: skip
+        dual=spec.dual_clip or np.inf,
+        mask=spec.beyond_bounds == "mask",
+    )
     estimate = plain = reference.kl(case.lp, case.ref, spec.kl_estimator)
     if spec.kl_correction:
         estimate = reference.corrected_kl(case.lp, case.old, case.ref, spec.kl_estimator)
@@ -130,7 +167,11 @@ def in_float64(case: Case, spec: RLLoss, w: np.ndarray) -> tuple[float, np.ndarr
         value += spec.kl_coef * float((w * estimate[0]).sum())
         grad = grad + w * spec.kl_coef * estimate[1]
     value -= spec.entropy_coef * float((w * case.entropy).sum())
-    return value, grad, {"kl_reference": plain[0], "advantage": adv, "importance": c, "masked": c == 0}
+    return (
+        value,
+        grad,
+        {"kl_reference": plain[0], "advantage": adv, "importance": c, "masked": c == 0},
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -187,7 +228,10 @@ def gradient(case: Case, spec: RLLoss, dtype: torch.dtype = torch.float64) -> np
     """d loss / d log-probs with all weights 1."""
     items = case.items(np.ones(case.n))
     for field in dataclasses.fields(items):
-        if isinstance(value := getattr(items, field.name), torch.Tensor) and value.is_floating_point():
+        if (
+            isinstance(value := getattr(items, field.name), torch.Tensor)
+            and value.is_floating_point()
+        ):
             setattr(items, field.name, value.detach().to(dtype).requires_grad_(value.requires_grad))
     out = losses.rl_loss(items, spec)
     assert torch.isfinite(out.loss)
@@ -205,15 +249,21 @@ def test_the_gradient_of_a_token_that_is_far_off_does_not_vanish(nats, dtype) ->
     case.adv = -np.abs(case.adv)
     case.old = case.lp - nats  # the policy has moved towards what should become rarer
     for policy in ("ppo", "gspo"):
-        np.testing.assert_allclose(gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2)
+        np.testing.assert_allclose(
+            gradient(case, RLLoss(policy=policy), dtype), -case.adv * most, rtol=1e-2
+        )
     case = Case(3, 0.1)
     case.adv[:] = 0.0
     for sign in (1, -1):
         case.ref = case.lp - sign * nats
         for estimator in ("k1", "k2", "k3"):
             spec = RLLoss(policy="ppo", kl_coef=1.0, kl_estimator=estimator)
-            want = sign * nats if estimator != "k3" else (1 - np.exp(-nats) if sign > 0 else 1 - most)
-            np.testing.assert_allclose(gradient(case, spec, dtype), np.full(case.n, want), rtol=1e-2)
+            want = (
+                sign * nats if estimator != "k3" else (1 - np.exp(-nats) if sign > 0 else 1 - most)
+            )
+            np.testing.assert_allclose(
+                gradient(case, spec, dtype), np.full(case.n, want), rtol=1e-2
+            )
             items = case.items(np.ones(case.n))
             if estimator == "k1":
                 close(losses.rl_loss(items, spec).sums["kl_reference"], sign * nats * case.n)
@@ -238,25 +288,37 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
     adv = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
     zeros, ones = torch.zeros(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
     items = losses.Items(
-        logprobs=lp, entropy=ones, weights=ones, advantages=adv, sequence=torch.arange(8), num_sequences=8,
-        old_logprobs=zeros, sampler_logprobs=zeros,
-    )  # fmt: skip
+        logprobs=lp,
+        entropy=ones,
+        weights=ones,
+        advantages=adv,
+        sequence=torch.arange(8),
+        num_sequences=8,
+        old_logprobs=zeros,
+        sampler_logprobs=zeros,
+    )
     out = losses.rl_loss(items, RLLoss(policy="ppo"))
-    assert out.sums["clipped"] == 2  # the ratio 2 with a positive, the ratio 0.5 with a negative advantage
+    # The ratio 2 with a positive, the ratio 0.5 with a negative advantage.
+    assert out.sums["clipped"] == 2
     (gradient,) = torch.autograd.grad(out.loss, lp)
     assert (gradient == 0).tolist() == [False, False, False, True, True, False, False, False]
     assert out.maxima["ratio"].item() == pytest.approx(2.0)
-    assert losses.rl_loss(items, RLLoss(policy="ppo", beyond_bounds="mask")).sums["clipped"] == 4  # all beyond
+    # All beyond.
+    assert losses.rl_loss(items, RLLoss(policy="ppo", beyond_bounds="mask")).sums["clipped"] == 4
 
 
 def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
     """The chosen answer has two tokens, the rejected one has one."""
     lp, ones = torch.tensor([-1.0, -2.0, -4.0]), torch.ones(3)
     pair, adv = torch.zeros(3, dtype=torch.int64), torch.tensor([1.0, 1.0, -1.0])
-    items = losses.Items(lp, ones, ones / 3, adv, torch.tensor([0, 0, 1]), 2, reference_logprobs=0 * lp, pair=pair)
+    items = losses.Items(
+        lp, ones, ones / 3, adv, torch.tensor([0, 0, 1]), 2, reference_logprobs=0 * lp, pair=pair
+    )
     for kind, chosen in (("dpo", -0.3), ("ipo", -0.3), ("simpo", -0.15)):
         sums = losses.preference_loss(items, PreferenceLoss(kind=kind, beta=0.1)).sums
-        assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx((chosen, -0.4))
+        assert (sums["chosen_reward"].item(), sums["rejected_reward"].item()) == pytest.approx(
+            (chosen, -0.4)
+        )
     start = dataclasses.replace(items, logprobs=0 * lp)  # where no answer has the larger reward
     assert losses.preference_loss(start, PreferenceLoss()).sums["accuracy"] == 0
     for margin, want in ((None, 0.25 - 0.5), (0.0, 0.25)):
@@ -265,8 +327,9 @@ def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
 
 
 def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_policy() -> None:
-    """An exact expectation over 5 tokens drawn from `old`, for each estimator; without correction it is another, but
-    where the policy itself has drawn the tokens: then k1 and k2 have the KL's own gradient."""
+    """An exact expectation over 5 tokens drawn from `old`, for each estimator; without correction
+    it is another, but where the policy itself has drawn the tokens: then k1 and k2 have the KL's
+    own gradient."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, ref = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
@@ -277,7 +340,9 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
         for correction in (True, False):
             policy = logits.log_softmax(0)
             items = losses.Items(policy, ones, old.exp(), 0 * ones, index, 5, old, old, ref)
-            spec = RLLoss(policy="ppo", kl_coef=1.0, kl_estimator=estimator, kl_correction=correction)
+            spec = RLLoss(
+                policy="ppo", kl_coef=1.0, kl_estimator=estimator, kl_correction=correction
+            )
             (got,) = torch.autograd.grad(losses.rl_loss(items, spec).loss, logits)
             assert torch.allclose(got, want) is correction
         policy = logits.log_softmax(0)
@@ -288,15 +353,23 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"policy": "ppo", "dual_clip": 3.0, "beyond_bounds": "mask"}, 'goes with beyond_bounds="clip"'),
+        (
+            {"policy": "ppo", "dual_clip": 3.0, "beyond_bounds": "mask"},
+            'goes with beyond_bounds="clip"',
+        ),
         ({"kl_reference": 3}, "goes with kl_coef > 0 or kl_metric"),
     ],
 )
-def test_settings_that_do_nothing_are_refused_in_new_jobs_only(settings: dict[str, object], says: str) -> None:
+def test_settings_that_do_nothing_are_refused_in_new_jobs_only(
+    settings: dict[str, object], says: str
+) -> None:
     RLLoss.model_validate(settings)  # a job that waits on the volume
     turn = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.1]}
     groups = [{"trajectories": [{"turns": [turn], "reward": 1.0}]}]
-    for kind, content in ((RLRequest, {"groups": groups}), (RLSection, {"steps": 1, "environment": [{"use": "a:b"}]})):
+    for kind, content in (
+        (RLRequest, {"groups": groups}),
+        (RLSection, {"steps": 1, "environment": [{"use": "a:b"}]}),
+    ):
         kind.model_validate(content)
         with pytest.raises(ValidationError, match=says):
             kind.model_validate({**content, "loss": settings})
@@ -308,7 +381,10 @@ def test_settings_that_do_nothing_are_refused_in_new_jobs_only(settings: dict[st
         ({"tis_cap": 2.0}, "old_logprobs"),
         ({"tis_mask_high": 2.0}, "old_logprobs"),
         ({"tis_level": "sequence", "old_logprobs": "trainer"}, "goes with tis_cap"),
-        ({"tis_mask_low": 2.0, "tis_mask_high": 1.0, "old_logprobs": "trainer"}, "below tis_mask_high"),
+        (
+            {"tis_mask_low": 2.0, "tis_mask_high": 1.0, "old_logprobs": "trainer"},
+            "below tis_mask_high",
+        ),
         ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
         ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),

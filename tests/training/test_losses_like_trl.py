@@ -1,4 +1,5 @@
-"""The losses equal TRL's own: `GRPOTrainer._compute_loss`, called on padded completions, in value and gradient."""
+"""The losses equal TRL's own: `GRPOTrainer._compute_loss`, called on padded completions, in value
+and gradient."""
 
 import functools
 from collections import defaultdict
@@ -30,7 +31,8 @@ def trainer_class() -> Any:
 
 
 class Batch:
-    """Random completions, one sequence per trajectory: padded [B, T] for TRL, flat [items] for Tandem."""
+    """Random completions, one sequence per trajectory: padded [B, T] for TRL, flat [items] for
+    Tandem."""
 
     def __init__(self, seed: int, spread: float, advantages: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -48,28 +50,50 @@ class Batch:
         """TRL's loss and its gradient by the log-probs, from one micro-batch on one process."""
         args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
         trainer = {
-            "loss_type": loss_type, "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28,
-            "beta": 0.0, "off_policy_mask_threshold": None, "aux_loss_enabled": False, "top_entropy_quantile": 1.0,
-            "use_vllm": False, "vllm_importance_sampling_correction": False, "_entropy_bonus_enabled": False,
-            "use_adaptive_entropy": False, "max_completion_length": LONGEST, "current_gradient_accumulation_steps": 1,
-        }  # fmt: skip
+            "loss_type": loss_type,
+            "importance_sampling_level": "token",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "beta": 0.0,
+            "off_policy_mask_threshold": None,
+            "aux_loss_enabled": False,
+            "top_entropy_quantile": 1.0,
+            "use_vllm": False,
+            "vllm_importance_sampling_correction": False,
+            "_entropy_bonus_enabled": False,
+            "use_adaptive_entropy": False,
+            "max_completion_length": LONGEST,
+            "current_gradient_accumulation_steps": 1,
+        }
         for key, value in settings.items():
             (args if key in args else trainer)[key] = value
         one = SimpleNamespace(
-            num_processes=1, sync_gradients=True, reduce=lambda x, reduction: x, gather=lambda x: x,
+            num_processes=1,
+            sync_gradients=True,
+            reduce=lambda x, reduction: x,
+            gather=lambda x: x,
             gather_for_metrics=lambda x: x,
-        )  # fmt: skip
+        )
         this = SimpleNamespace(
-            **trainer, args=SimpleNamespace(**args), accelerator=one, model=SimpleNamespace(training=True),
-            _metrics={"train": defaultdict(list)}, get_off_policy_mask=trainer_class().get_off_policy_mask,
+            **trainer,
+            args=SimpleNamespace(**args),
+            accelerator=one,
+            model=SimpleNamespace(training=True),
+            _metrics={"train": defaultdict(list)},
+            get_off_policy_mask=trainer_class().get_off_policy_mask,
             _get_per_token_logps_and_entropies=lambda *_, **__: (self.lp, self.entropy, None),
-        )  # fmt: skip
+        )
         ids = torch.zeros(SEQUENCES, LONGEST, dtype=torch.int64)
         inputs = {
-            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids,
-            "completion_mask": self.mask.double(), "advantages": self.adv, "old_per_token_logps": self.old,
-            "ref_per_token_logps": self.ref, "num_items_in_batch": self.mask.sum(),
-        }  # fmt: skip
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": ids[:, :1] + 1,
+            "completion_ids": ids,
+            "completion_mask": self.mask.double(),
+            "advantages": self.adv,
+            "old_per_token_logps": self.old,
+            "ref_per_token_logps": self.ref,
+            "num_items_in_batch": self.mask.sum(),
+        }
         loss = trainer_class()._compute_loss(this, None, inputs)
         (gradient,) = torch.autograd.grad(loss, self.lp)
         return loss.item(), gradient[self.mask]
@@ -80,10 +104,16 @@ class Batch:
         row = torch.arange(SEQUENCES)[:, None].expand(SEQUENCES, LONGEST)[self.mask]
         lp = self.lp.detach()[self.mask].requires_grad_()
         items = losses.Items(
-            logprobs=lp, entropy=self.entropy[self.mask], weights=torch.tensor(weights / parts.sum()),
-            advantages=self.adv[row], sequence=row, num_sequences=SEQUENCES, old_logprobs=self.old[self.mask],
-            sampler_logprobs=self.old[self.mask], reference_logprobs=self.ref[self.mask],
-        )  # fmt: skip
+            logprobs=lp,
+            entropy=self.entropy[self.mask],
+            weights=torch.tensor(weights / parts.sum()),
+            advantages=self.adv[row],
+            sequence=row,
+            num_sequences=SEQUENCES,
+            old_logprobs=self.old[self.mask],
+            sampler_logprobs=self.old[self.mask],
+            reference_logprobs=self.ref[self.mask],
+        )
         loss = losses.rl_loss(items, spec).loss
         (gradient,) = torch.autograd.grad(loss, lp)
         return loss.item(), gradient
@@ -104,23 +134,32 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "CISPO": ({"policy": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "GSPO by its defaults": ({"policy": "gspo"}, {"loss_type": "grpo", **SEQUENCE, **NARROW}),
-    "PPO, sequences' ratios": ({"policy": "ppo", "ratio_level": "sequence"}, {"loss_type": "dapo", **SEQUENCE}),
+    "PPO, sequences' ratios": (
+        {"policy": "ppo", "ratio_level": "sequence"},
+        {"loss_type": "dapo", **SEQUENCE},
+    ),
     "CISPO, sequences' ratios": (
-        {"policy": "cispo", "ratio_level": "sequence"}, {"loss_type": "cispo", "epsilon_high": 5.0, **SEQUENCE}
+        {"policy": "cispo", "ratio_level": "sequence"},
+        {"loss_type": "cispo", "epsilon_high": 5.0, **SEQUENCE},
     ),
     "dual clip": ({"policy": "ppo", "dual_clip": 3.0}, {"loss_type": "dapo", "delta": 3.0}),
     "dual clip of GSPO": (
-        {"policy": "gspo", "dual_clip": 2.0}, {"loss_type": "grpo", "delta": 2.0, **SEQUENCE, **NARROW}
+        {"policy": "gspo", "dual_clip": 2.0},
+        {"loss_type": "grpo", "delta": 2.0, **SEQUENCE, **NARROW},
     ),
     "off-policy mask": (
-        {"policy": "ppo", "off_policy_threshold": 0.1}, {"loss_type": "dapo", "off_policy_mask_threshold": 0.1}
+        {"policy": "ppo", "off_policy_threshold": 0.1},
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.1},
     ),
     "off-policy mask of GSPO": (
         {"policy": "gspo", "off_policy_threshold": 0.1},
         {"loss_type": "grpo", "off_policy_mask_threshold": 0.1, **SEQUENCE, **NARROW},
     ),
     "KL": ({"policy": "ppo", **KL}, {"loss_type": "dapo", "beta": 0.3}),
-    "KL per trajectory": ({"policy": "gspo", **KL}, {"loss_type": "grpo", "beta": 0.3, **SEQUENCE, **NARROW}),
+    "KL per trajectory": (
+        {"policy": "gspo", **KL},
+        {"loss_type": "grpo", "beta": 0.3, **SEQUENCE, **NARROW},
+    ),
     "corrected KL": (
         {"policy": "ppo", "kl_correction": True, **KL},
         {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True},
@@ -129,7 +168,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"policy": "cispo", "kl_correction": True, **KL},
         {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.3, "use_bias_correction_kl": True},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -54,7 +54,8 @@ def test_the_host_buffer_is_used_again_and_grows_only_for_more() -> None:
 
 
 def test_tensors_may_lie_in_several_host_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch rounds pinned memory up to a power of two, so that one buffer could take twice the memory."""
+    """torch rounds pinned memory up to a power of two, so that one buffer could take twice the
+    memory."""
     monkeypatch.setattr(offload, "CHUNK", 1024)
     parked = Offload(contents=True)
     for sizes in ((100, 700, 3, 256, 0, 1000), (2000, 5)):
@@ -66,7 +67,8 @@ def test_tensors_may_lie_in_several_host_buffers(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("part", "family"), [("parameters", "qwen3"), ("optimizer", "qwen3"), ("both", "qwen3"), ("both", "qwen3_moe")]
+    ("part", "family"),
+    [("parameters", "qwen3"), ("optimizer", "qwen3"), ("both", "qwen3"), ("both", "qwen3_moe")],
 )
 def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, alone) -> None:
     model, adapter = write_random_model(tmp_path / "model", family=family), tmp_path / "adapter"
@@ -85,7 +87,9 @@ def test_training_continues_bit_for_bit(tmp_path: Path, part: str, family: str, 
     if part != "parameters":
         buffers = [memory for memory, _ in interrupted.optimizer._gradients]
         assert not any(buffer.any() for buffer in buffers)
-        trained = sum(parameter.numel() for parameter in interrupted.policy.lora_parameters().values())
+        trained = sum(
+            parameter.numel() for parameter in interrupted.policy.lora_parameters().values()
+        )
         assert sum(buffer.numel() for buffer in buffers) >= trained
     for number in range(2, 4):
         assert straight.step(number) == interrupted.step(number)

@@ -1,4 +1,5 @@
-"""Offloading in bytes, on a GPU: what is given back, what comes again, and that nothing else stays."""
+"""Offloading in bytes, on a GPU: what is given back, what comes again, and that nothing else
+stays."""
 
 import gc
 from collections.abc import Iterator
@@ -16,9 +17,15 @@ from training.offloading import Training, same, total
 pytestmark = pytest.mark.gpu
 
 SHAPE = {
-    "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 LENGTH = 512
 SMALL = 1024  # bytes of the optimizer's scalars
@@ -53,7 +60,9 @@ def allocated() -> int:
 
 
 @pytest.mark.parametrize("part", ["parameters", "optimizer", "both"])
-def test_each_part_gives_back_its_bytes_and_training_continues_bit_for_bit(training, model, tmp_path, part) -> None:
+def test_each_part_gives_back_its_bytes_and_training_continues_bit_for_bit(
+    training, model, tmp_path, part
+) -> None:
     straight = Training(model, tmp_path / "adapter")
     for number in range(2):
         assert straight.step(number, LENGTH) == training.step(number, LENGTH)

@@ -1,4 +1,5 @@
-"""Each phase has its own memory peak, the attempt has the largest, and nothing is measured before the device starts."""
+"""Each phase has its own memory peak, the attempt has the largest, and nothing is measured before
+the device starts."""
 
 import pytest
 import torch
@@ -24,7 +25,12 @@ class Allocator:
         self.peak = max(self.peak, self.now)
 
     def stats(self) -> dict[str, int]:
-        return {"allocated": self.now, "allocated_peak": self.peak, "reserved": self.now + 1, "host_pinned": 7}
+        return {
+            "allocated": self.now,
+            "allocated_peak": self.peak,
+            "reserved": self.now + 1,
+            "host_pinned": 7,
+        }
 
     def reset(self) -> None:
         self.peak = self.now
@@ -58,7 +64,9 @@ def test_each_phase_has_its_own_peak_and_the_attempt_the_largest(allocator: Allo
     assert (beat["device_used"], beat["device_used_peak"]) == (100, 100)
 
 
-def test_a_phase_that_comes_again_is_reported_as_it_ended_last_and_at_its_highest(allocator: Allocator) -> None:
+def test_a_phase_that_comes_again_is_reported_as_it_ended_last_and_at_its_highest(
+    allocator: Allocator,
+) -> None:
     watch = MemoryWatch()
     for most, stays in ((30, 5), (90, 1), (60, 3)):
         watch.begin_phase()
@@ -67,15 +75,26 @@ def test_a_phase_that_comes_again_is_reported_as_it_ended_last_and_at_its_highes
         watch.end_phase("step")
         allocator.allocate(-stays)
     report = watch.report()
-    assert report.phases == {"step": {"allocated": 3, "reserved": 4, "device_used": 6, "host_pinned": 7, "peak": 60}}
-    assert report.highest == {"step": {"allocated": 5, "reserved": 6, "device_used": 10, "host_pinned": 7, "peak": 90}}
+    assert report.phases == {
+        "step": {"allocated": 3, "reserved": 4, "device_used": 6, "host_pinned": 7, "peak": 60}
+    }
+    assert report.highest == {
+        "step": {"allocated": 5, "reserved": 6, "device_used": 10, "host_pinned": 7, "peak": 90}
+    }
 
 
-def test_a_phase_that_ends_before_the_device_has_started_has_no_memory(allocator: Allocator, monkeypatch) -> None:
+def test_a_phase_that_ends_before_the_device_has_started_has_no_memory(
+    allocator: Allocator, monkeypatch
+) -> None:
     watch = MemoryWatch()
     with monkeypatch.context() as early:
         early.setattr(device, "started", lambda: False)
-        for module, name in ((device, "uuid"), (memory, "stats"), (memory, "reset_peaks"), (memory, "used")):
+        for module, name in (
+            (device, "uuid"),
+            (memory, "stats"),
+            (memory, "reset_peaks"),
+            (memory, "used"),
+        ):
             early.delattr(module, name)
         watch.begin_phase()
         assert watch.beat() == watch.end_phase("rendezvous") == {}
@@ -92,7 +111,10 @@ def test_a_rank_that_stays_counts_from_0_in_each_job(allocator: Allocator, monke
     for failures in (1, 3):  # the second job begins with the 1 of the first
         watch = MemoryWatch()
         counts["ooms"] += failures
-        assert {name: watch.beat()["memory"][name] for name in counts} == {"ooms": failures, "alloc_retries": 0}
+        assert {name: watch.beat()["memory"][name] for name in counts} == {
+            "ooms": failures,
+            "alloc_retries": 0,
+        }
 
 
 def test_a_phase_that_fails_is_reported_as_well(allocator: Allocator, monkeypatch) -> None:

@@ -19,7 +19,8 @@ LONGEST, PAIRS = 9, 5
 
 
 class Batch:
-    """Random answers: padded [2 PAIRS, T] for TRL, first the chosen ones; flat and shuffled by pairs for Tandem."""
+    """Random answers: padded [2 PAIRS, T] for TRL, first the chosen ones; flat and shuffled by
+    pairs for Tandem."""
 
     def __init__(self, seed: int, scale: float) -> None:
         rng = np.random.default_rng(seed)
@@ -37,7 +38,12 @@ class Batch:
 
         def model(values: torch.Tensor) -> Any:
             zeros = torch.zeros(self.mask.shape)
-            outputs = {"log_probs": values * self.mask, "entropy": zeros, "mean_logits": zeros, "is_top1": self.mask}
+            outputs = {
+                "log_probs": values * self.mask,
+                "entropy": zeros,
+                "mean_logits": zeros,
+                "is_top1": self.mask,
+            }
             return lambda **_: SimpleNamespace(**outputs)
 
         one = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x)
@@ -45,16 +51,30 @@ class Batch:
         module.is_gradient_checkpointing = False
         args = SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None)
         this = SimpleNamespace(
-            loss_types=[kind], loss_weights=[1.0], beta=beta, label_smoothing=0.0, accelerator=one, args=args,
-            model=module, ref_model=model(self.ref), aux_loss_enabled=False, ld_alpha=None,
-            precompute_ref_logps=False, f_divergence_type="reverse_kl", use_weighting=False, rpo_alpha=None,
-            _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
-        )  # fmt: skip
+            loss_types=[kind],
+            loss_weights=[1.0],
+            beta=beta,
+            label_smoothing=0.0,
+            accelerator=one,
+            args=args,
+            model=module,
+            ref_model=model(self.ref),
+            aux_loss_enabled=False,
+            ld_alpha=None,
+            precompute_ref_logps=False,
+            f_divergence_type="reverse_kl",
+            use_weighting=False,
+            rpo_alpha=None,
+            _metrics={"train": defaultdict(list)},
+            _total_train_tokens=0,
+            _tp_size=1,
+        )
         prompt = torch.ones(2 * PAIRS, 1, dtype=torch.int64)
         inputs = {
-            "input_ids": torch.cat([prompt, self.mask.long()], 1), "attention_mask": torch.cat([prompt, self.mask], 1),
+            "input_ids": torch.cat([prompt, self.mask.long()], 1),
+            "attention_mask": torch.cat([prompt, self.mask], 1),
             "completion_mask": torch.cat([0 * prompt, self.mask.long()], 1),
-        }  # fmt: skip
+        }
         return DPOTrainer._compute_loss(this, model(self.lp), inputs, return_outputs=False)
 
     def trl_cpo(self, kind: str, beta: float, smoothing: float, margin: float) -> torch.Tensor:
@@ -62,8 +82,14 @@ class Batch:
 
         values = (self.lp if kind == "simpo" else self.lp - self.ref) * self.mask
         of_answer = values.sum(1) / (torch.tensor(self.lengths) if kind == "simpo" else 1)
-        this = SimpleNamespace(alpha=0.0, loss_type=kind, beta=beta, simpo_gamma=margin, label_smoothing=smoothing,
-                               accelerator=SimpleNamespace(device="cpu"))  # fmt: skip
+        this = SimpleNamespace(
+            alpha=0.0,
+            loss_type=kind,
+            beta=beta,
+            simpo_gamma=margin,
+            label_smoothing=smoothing,
+            accelerator=SimpleNamespace(device="cpu"),
+        )
         return CPOTrainer.cpo_loss(this, *of_answer.chunk(2))[0].mean()
 
     def tandem(self, loss: PreferenceLoss) -> tuple[float, torch.Tensor]:
@@ -76,10 +102,15 @@ class Batch:
         weights, parts = item_weights(loss.mean_over, of_pair, of_pair)
         lp = self.lp.detach().clone().requires_grad_()
         items = Items(
-            lp[rows, columns], torch.zeros(len(rows)), torch.tensor(weights / parts.sum()),
-            torch.tensor(np.where(rows < PAIRS, 1.0, -1.0)), torch.tensor(pair), num_sequences=2 * PAIRS,
-            reference_logprobs=self.ref[rows, columns], pair=torch.tensor(pair),
-        )  # fmt: skip
+            lp[rows, columns],
+            torch.zeros(len(rows)),
+            torch.tensor(weights / parts.sum()),
+            torch.tensor(np.where(rows < PAIRS, 1.0, -1.0)),
+            torch.tensor(pair),
+            num_sequences=2 * PAIRS,
+            reference_logprobs=self.ref[rows, columns],
+            pair=torch.tensor(pair),
+        )
         output = preference_loss(items, loss)
         output.loss.backward()
         assert output.sums["pairs"] == PAIRS
@@ -96,9 +127,13 @@ def test_same_loss_and_gradient_as_trl(kind: str, beta: float, scale: float) -> 
         if kind == "dpo" or kind == "ipo":
             theirs = batch.trl_dpo({"dpo": "sigmoid"}.get(kind, kind), beta)
         else:
-            theirs = batch.trl_cpo({"dpo": "sigmoid"}.get(kind_of, kind_of), beta, smoothing, margin=0.7)
+            theirs = batch.trl_cpo(
+                {"dpo": "sigmoid"}.get(kind_of, kind_of), beta, smoothing, margin=0.7
+            )
         (gradient,) = torch.autograd.grad(theirs, batch.lp)
         settings = {"margin": 0.7} if kind_of == "simpo" else {}
-        loss, own = batch.tandem(PreferenceLoss(kind=kind_of, beta=beta, label_smoothing=smoothing, **settings))
+        loss, own = batch.tandem(
+            PreferenceLoss(kind=kind_of, beta=beta, label_smoothing=smoothing, **settings)
+        )
         assert loss == pytest.approx(theirs.item(), rel=1e-12)
         torch.testing.assert_close(own * batch.mask, gradient * batch.mask, rtol=1e-10, atol=1e-14)

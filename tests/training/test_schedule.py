@@ -1,4 +1,5 @@
-"""Every row is visited once per epoch, ranks have equally many micro steps, and denominators count all ranks."""
+"""Every row is visited once per epoch, ranks have equally many micro steps, and denominators count
+all ranks."""
 
 import numpy as np
 import pytest
@@ -19,23 +20,42 @@ PACKING = PackingSettings(sequence_length=32)
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory: pytest.TempPathFactory) -> PackedBatch:
     out = tmp_path_factory.mktemp("packed") / "data"
-    prepare_rl(random_groups(1, 9), vocab_size=VOCAB, advantage=AdvantageSettings(), packing=PACKING, out=out)
+    prepare_rl(
+        random_groups(1, 9),
+        vocab_size=VOCAB,
+        advantage=AdvantageSettings(),
+        packing=PACKING,
+        out=out,
+    )
     return PackedBatch.open(out)
 
 
-def plan_of(batch: PackedBatch, rows: int | None, *, epochs=1, seed=0, base_step=0, ranks=1) -> Plan:
-    optimizer = OptimizerSettings(learning_rate=1.0, epochs=epochs, grad_accumulation_sequences=rows)
+def plan_of(
+    batch: PackedBatch, rows: int | None, *, epochs=1, seed=0, base_step=0, ranks=1
+) -> Plan:
+    optimizer = OptimizerSettings(
+        learning_rate=1.0, epochs=epochs, grad_accumulation_sequences=rows
+    )
     return plan_steps(batch, optimizer, seed, base_step, ranks)
 
 
 @settings(max_examples=100, deadline=None)
-@given(ranks=st.integers(1, 5), per_rank=st.integers(1, 4), epochs=st.integers(1, 3), seed=st.integers(0, 2**62))
-def test_rows_are_dealt_once_and_evenly(batch: PackedBatch, ranks: int, per_rank: int, epochs: int, seed: int) -> None:
+@given(
+    ranks=st.integers(1, 5),
+    per_rank=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**62),
+)
+def test_rows_are_dealt_once_and_evenly(
+    batch: PackedBatch, ranks: int, per_rank: int, epochs: int, seed: int
+) -> None:
     plan = plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
     assert plan == plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
     rows = [row for step in plan.steps for row in step]
     for epoch in range(epochs):
-        assert sorted(rows[epoch * len(batch) : (epoch + 1) * len(batch)]) == list(range(len(batch)))
+        assert sorted(rows[epoch * len(batch) : (epoch + 1) * len(batch)]) == list(
+            range(len(batch))
+        )
     for step, expected in enumerate(plan.steps):
         dealt = [plan.micro_steps(step, rank) for rank in range(ranks)]
         assert len({len(micro) for micro in dealt}) == 1
@@ -69,33 +89,55 @@ def test_denominators_count_the_items_of_all_ranks(batch: PackedBatch, ranks: in
     trajectories, groups = len(batch.trajectory_group), len(batch.group_num_items)
     totals = {"token": batch.item_offsets[-1], "trajectory": trajectories, "group": groups}
     for kind, total in (totals | {"constant": 5.0 * trajectories}).items():
-        loss = RLLoss(normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None)
+        loss = RLLoss(
+            normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None
+        )
         np.testing.assert_allclose(denominators(batch, plan.steps, loss), [total], rtol=1e-12)
 
 
 def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
     examples = random_examples(0)
-    prepare_sft(examples, tokenizer_path="", vocab_size=VOCAB, packing=PACKING, out=tmp_path / "data")
+    prepare_sft(
+        examples, tokenizer_path="", vocab_size=VOCAB, packing=PACKING, out=tmp_path / "data"
+    )
     batch = PackedBatch.open(tmp_path / "data")
     for kind, total in {
         "token": sum(example.weight * sum(example.trainable) for example in examples),
         "trajectory": sum(example.weight for example in examples),
     }.items():
-        assert denominators(batch, plan_of(batch, 64).steps, SFTLoss(normalisation=kind)) == pytest.approx([total])
+        assert denominators(
+            batch, plan_of(batch, 64).steps, SFTLoss(normalisation=kind)
+        ) == pytest.approx([total])
 
 
 def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) -> None:
-    """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has none."""
+    """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has
+    none."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
-    advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(np.float64)
+    advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(
+        np.float64
+    )
     of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(len(batch.trajectory_group))]
-    for kind, want in {"token": np.abs(advantage).mean(), "trajectory": np.mean(of_trajectory)}.items():
-        assert advantage_divisor(batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")) == pytest.approx(want)
+    for kind, want in {
+        "token": np.abs(advantage).mean(),
+        "trajectory": np.mean(of_trajectory),
+    }.items():
+        assert advantage_divisor(
+            batch, RLLoss(normalisation=kind, advantage_scale="mean_abs")
+        ) == pytest.approx(want)
     assert advantage_divisor(batch, RLLoss()) == advantage_divisor(batch, SFTLoss()) == 1.0
 
 
 def test_advantages_of_0_are_divided_by_1(tmp_path) -> None:
-    groups = [group.model_copy(update={"trajectories": group.trajectories[:1]}) for group in random_groups(1, 2)]
+    groups = [
+        group.model_copy(update={"trajectories": group.trajectories[:1]})
+        for group in random_groups(1, 2)
+    ]
     advantage = AdvantageSettings(keep_zero_variance=True)
-    prepare_rl(groups, vocab_size=VOCAB, advantage=advantage, packing=PACKING, out=tmp_path / "data")
-    assert advantage_divisor(PackedBatch.open(tmp_path / "data"), RLLoss(advantage_scale="mean_abs")) == 1.0
+    prepare_rl(
+        groups, vocab_size=VOCAB, advantage=advantage, packing=PACKING, out=tmp_path / "data"
+    )
+    assert (
+        advantage_divisor(PackedBatch.open(tmp_path / "data"), RLLoss(advantage_scale="mean_abs"))
+        == 1.0
+    )

@@ -1,7 +1,9 @@
-"""Python imports this at its start where the soak's programs find it: their clocks go wrong, their volume gets slow.
+"""Python imports this at its start where the soak's programs find it: their clocks go wrong, their
+volume gets slow.
 
-The file that SOAK_CONDITIONS names says how, as JSON: `clock` maps a program's module to seconds by which its
-`time.time` is wrong, `slow` is the most seconds that an fsync or a rename takes. It may change at any time.
+The file that SOAK_CONDITIONS names says how, as JSON: `clock` maps a program's module to seconds by
+which its `time.time` is wrong, `slow` is the most seconds that an fsync or a rename takes. It may
+change at any time.
 """
 
 import json
@@ -31,7 +33,10 @@ class _Conditions:
             found = json.loads(self._path.read_text())
         except (OSError, ValueError):
             found = {}
-        self._clock, self._slow = found.get("clock", {}).get(self._program, 0.0), found.get("slow", 0.0)
+        self._clock, self._slow = (
+            found.get("clock", {}).get(self._program, 0.0),
+            found.get("slow", 0.0),
+        )
 
     def clock(self) -> float:
         self._refresh()

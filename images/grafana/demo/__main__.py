@@ -2,8 +2,9 @@
 
     python -m images.grafana.demo DIRECTORY [--gpus 8]
 
-serves the four pages that Prometheus scrapes of a deployment, each on a free port, until Ctrl-C. DIRECTORY gets the
-shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY && prometheus`.
+serves the four pages that Prometheus scrapes of a deployment, each on a free port, until Ctrl-C.
+DIRECTORY gets the shipped configuration of Prometheus with these ports as targets: `cd DIRECTORY &&
+prometheus`.
 """
 
 import argparse
@@ -23,7 +24,8 @@ PROMETHEUS = Path(__file__).parents[2] / "prometheus"
 
 
 def write_configuration(directory: Path, ports: dict[str, int], interval: str | None) -> None:
-    """Copies the rules and `prometheus.yml`, with `ports` (Prometheus job -> port on this machine) as the targets.
+    """Copies the rules and `prometheus.yml`, with `ports` (Prometheus job -> port on this machine)
+    as the targets.
 
     `interval`: between two scrapes, and two evaluations of the rules; None keeps the shipped ones.
     """
@@ -31,7 +33,9 @@ def write_configuration(directory: Path, ports: dict[str, int], interval: str | 
     shutil.copytree(PROMETHEUS / "rules", directory / "rules", dirs_exist_ok=True)
     config: dict[str, Any] = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     if interval is not None:
-        config["global"] = dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
+        config["global"] = dict.fromkeys(
+            ("scrape_interval", "scrape_timeout", "evaluation_interval"), interval
+        )
     for job in config["scrape_configs"]:
         job["static_configs"][0]["targets"] = [f"127.0.0.1:{ports[job['job_name']]}"]
         if interval is not None:
@@ -42,7 +46,9 @@ def write_configuration(directory: Path, ports: dict[str, int], interval: str | 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serves made-up metrics until Ctrl-C.")
     parser.add_argument("directory", type=Path, help="where the configuration of Prometheus goes")
-    parser.add_argument("--interval", help="between two scrapes, instead of the shipped intervals; for example 1s")
+    parser.add_argument(
+        "--interval", help="between two scrapes, instead of the shipped intervals; for example 1s"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="that train; as many more serve")
     arguments = parser.parse_args()
     world = World(arguments.gpus)

@@ -81,20 +81,43 @@ def gauges(world: World, exporter: Exporter) -> Samples:
 
 def _set_container(samples: Samples, world: World, exporter: Exporter) -> None:
     installed = {"torch": "2.13.0", "cuda": "13.0.96", "vllm": "0.32.0", "megatron": "0.19.2"}
-    wanted = {"trainer": ("torch", "cuda", "megatron"), "inference": ("torch", "cuda", "vllm"), "controller": ()}
-    versions = {name: value if name in wanted[exporter] else "" for name, value in installed.items()}
-    samples.set("tandem_build_info", 1, version=tandem.__version__, revision="demo", python="3.12.1", **versions)
+    wanted = {
+        "trainer": ("torch", "cuda", "megatron"),
+        "inference": ("torch", "cuda", "vllm"),
+        "controller": (),
+    }
+    versions = {
+        name: value if name in wanted[exporter] else "" for name, value in installed.items()
+    }
+    samples.set(
+        "tandem_build_info",
+        1,
+        version=tandem.__version__,
+        revision="demo",
+        python="3.12.1",
+        **versions,
+    )
     for collector in _COLLECTORS[exporter]:
         samples.set("tandem_collector_success", 1, collector=collector)
-        samples.set("tandem_collector_duration_seconds", world.random.uniform(0.001, 0.02), collector=collector)
-        samples.set("tandem_collector_last_success_timestamp_seconds", world.began + world.now, collector=collector)
+        samples.set(
+            "tandem_collector_duration_seconds",
+            world.random.uniform(0.001, 0.02),
+            collector=collector,
+        )
+        samples.set(
+            "tandem_collector_last_success_timestamp_seconds",
+            world.began + world.now,
+            collector=collector,
+        )
     volumes = {"shared": (2000, 1400 - 0.02 * world.newest), "downloads": (500, 312)}
     if exporter != "controller":
         volumes |= {"shm": (64, 61), "cache": (100, 88), "tmp": (8, 7.8)}
     for volume, (total, free) in volumes.items():
         samples.set("tandem_volume_total_bytes", total * GIB, volume=volume)
         samples.set("tandem_volume_free_bytes", free * GIB, volume=volume)
-    samples.set("tandem_volume_write_probe_seconds", world.random.uniform(0.004, 0.02), volume="shared")
+    samples.set(
+        "tandem_volume_write_probe_seconds", world.random.uniform(0.004, 0.02), volume="shared"
+    )
     for program in _PROGRAMS.get(exporter, ()):
         samples.set("tandem_supervisor_process_up", 1, program=program)
         world.counts[exporter].inc("tandem_supervisor_process_restarts_total", 0, program=program)
@@ -111,14 +134,29 @@ def _set_devices(samples: Samples, world: World, exporter: Exporter) -> None:
     for index, uuid in enumerate(world.uuids[exporter]):
         bus = f"00000000:{0x19 + 0x20 * index + (0 if training else 0x10):02X}:00.0"
         samples.set(
-            "tandem_gpu_info", 1, uuid=uuid, index=str(index), name="NVIDIA H200", driver_version="580.95.05",
-            cuda_version="13.0", pci_bus_id=bus, mig_profile="",
-        )  # fmt: skip
+            "tandem_gpu_info",
+            1,
+            uuid=uuid,
+            index=str(index),
+            name="NVIDIA H200",
+            driver_version="580.95.05",
+            cuda_version="13.0",
+            pci_bus_id=bus,
+            mig_profile="",
+        )
         for part, value in memory.items():
             samples.set(f"tandem_gpu_memory_{part}_bytes", value, uuid=uuid)
         samples.set("tandem_gpu_compute_processes", float(busy) if training else 1, uuid=uuid)
-        samples.set("tandem_gpu_utilization_ratio", world.random.uniform(0.75, 1) if busy else 0.0, uuid=uuid)
-        samples.set("tandem_gpu_temperature_celsius", world.random.randint(58, 66) if busy else 34, uuid=uuid)
+        samples.set(
+            "tandem_gpu_utilization_ratio",
+            world.random.uniform(0.75, 1) if busy else 0.0,
+            uuid=uuid,
+        )
+        samples.set(
+            "tandem_gpu_temperature_celsius",
+            world.random.randint(58, 66) if busy else 34,
+            uuid=uuid,
+        )
         samples.set("tandem_gpu_power_limit_watts", 700, uuid=uuid)
         world.counts[exporter].inc("tandem_gpu_ecc_uncorrected_errors_total", 0, uuid=uuid)
         for reason in ("hw_thermal", "sw_thermal", "hw_power_brake", "sw_power_cap"):
@@ -129,7 +167,9 @@ def _set_devices(samples: Samples, world: World, exporter: Exporter) -> None:
 def _set_training(samples: Samples, world: World) -> None:
     samples.set("tandem_train_active", float(world.job is not None))
     samples.set("tandem_checkpoint_duration_seconds", 2.8)
-    samples.set("tandem_checkpoint_last_success_timestamp_seconds", world.began + world.checkpoint_made)
+    samples.set(
+        "tandem_checkpoint_last_success_timestamp_seconds", world.began + world.checkpoint_made
+    )
     samples.set("tandem_checkpoint_size_bytes", 0.52 * GIB)
     for uuid in world.uuids["trainer"]:
         samples.set("tandem_job_gpu_released_bytes", world.released, uuid=uuid)
@@ -156,13 +196,24 @@ def _set_rank(samples: Samples, world: World, rank: dict[str, str]) -> None:
     samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank=rank["rank"])
     samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **rank)
     peak = max(world.phase_peaks.values(), default=0.0)
-    shares = {"allocated": 0.88, "active": 0.9, "requested": 0.87, "inactive_split": 0.05, "reserved": 1.0}
+    shares = {
+        "allocated": 0.88,
+        "active": 0.9,
+        "requested": 0.87,
+        "inactive_split": 0.05,
+        "reserved": 1.0,
+    }
     for name, share in shares.items():
         samples.set(f"tandem_torch_memory_{name}_bytes", world.held * share, **rank)
         samples.set(f"tandem_torch_memory_{name}_peak_bytes", peak * share, **rank)
     for phase, peak in world.phase_peaks.items():
         held = 0.92 * peak
-        memory = {"allocated": held, "reserved": 1.1 * held, "device_used": 1.1 * held + 2 * GIB,
-                  "host_pinned": 0.5 * GIB * (phase == "base_weights"), "peak": peak}  # fmt: skip
+        memory = {
+            "allocated": held,
+            "reserved": 1.1 * held,
+            "device_used": 1.1 * held + 2 * GIB,
+            "host_pinned": 0.5 * GIB * (phase == "base_weights"),
+            "peak": peak,
+        }
         for name, value in memory.items():
             samples.set(f"tandem_torch_memory_phase_{name}_bytes", value, **rank, phase=phase)

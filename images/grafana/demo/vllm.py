@@ -7,13 +7,78 @@ from images.grafana.vllm_metrics import VLLM_METRICS
 
 from tandem.metrics.metric import Samples
 
-_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_LATENCY = (
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
-                640, 2560)  # fmt: skip
-_BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_FIRST_TOKEN = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_BETWEEN_TOKENS = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 _BATCH = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Histogram -> its buckets in vLLM 0.32, and median and spread of the log-normal distribution to draw from.
+# Histogram -> its buckets in vLLM 0.32, and median and spread of the log-normal distribution to
+# draw from.
 _PER_REQUEST = {
     "vllm:request_prompt_tokens": (_LENGTH, 180, 0.4),
     "vllm:request_generation_tokens": (_LENGTH, 420, 0.7),
@@ -32,21 +97,30 @@ _ENGINE = {"model_name": "Qwen/Qwen3-8B", "engine": "0"}
 
 
 def new_samples() -> Samples:
-    return Samples(replace(metric, buckets=_BUCKETS.get(metric.name, ())) for metric in VLLM_METRICS)
+    return Samples(
+        replace(metric, buckets=_BUCKETS.get(metric.name, ())) for metric in VLLM_METRICS
+    )
 
 
 def count_second(samples: Samples, draw: random.Random, *, busy: bool) -> None:
     """Counts what happens in a second; `busy`: clients sample."""
     requests, iterations = (draw.randint(6, 14), 60) if busy else (draw.randint(0, 1), 4)
     prompt, generated = requests * 180, iterations * (110 if busy else 4)
-    totals = {"prompt_tokens": prompt, "prompt_tokens_cached": prompt * 0.7, "generation_tokens": generated,
-              "prefix_cache_queries": prompt, "prefix_cache_hits": prompt * 0.7,
-              "num_preemptions": float(busy and draw.random() < 0.01)}  # fmt: skip
+    totals = {
+        "prompt_tokens": prompt,
+        "prompt_tokens_cached": prompt * 0.7,
+        "generation_tokens": generated,
+        "prefix_cache_queries": prompt,
+        "prefix_cache_hits": prompt * 0.7,
+        "num_preemptions": float(busy and draw.random() < 0.01),
+    }
     for name, value in totals.items():
         samples.inc(f"vllm:{name}_total", value, **_ENGINE)
     for reason in ("stop", "length", "abort", "error", "repetition"):
         samples.inc("vllm:request_success_total", 0, **_ENGINE, finished_reason=reason)
-    samples.inc("http_requests_total", requests, handler="/v1/chat/completions", method="POST", status="2xx")
+    samples.inc(
+        "http_requests_total", requests, handler="/v1/chat/completions", method="POST", status="2xx"
+    )
     for _ in range(requests):
         reason = draw.choices(("stop", "length", "abort"), (88, 11, 1))[0]
         samples.inc("vllm:request_success_total", **_ENGINE, finished_reason=reason)
@@ -54,22 +128,38 @@ def count_second(samples: Samples, draw: random.Random, *, busy: bool) -> None:
             samples.observe(name, median * draw.lognormvariate(0, spread), **_ENGINE)
     for _ in range(iterations):
         samples.observe("vllm:iteration_tokens_total", generated / iterations, **_ENGINE)
-        samples.observe("vllm:inter_token_latency_seconds", 0.016 * draw.lognormvariate(0, 0.25), **_ENGINE)
+        samples.observe(
+            "vllm:inter_token_latency_seconds", 0.016 * draw.lognormvariate(0, 0.25), **_ENGINE
+        )
 
 
 def set_gauges(samples: Samples, draw: random.Random, *, busy: bool, now: float) -> None:
-    running, waiting = (draw.randint(90, 128), draw.randint(0, 24)) if busy else (draw.randint(0, 4), 0)
+    running, waiting = (
+        (draw.randint(90, 128), draw.randint(0, 24)) if busy else (draw.randint(0, 4), 0)
+    )
     samples.set("vllm:num_requests_running", running, **_ENGINE)
     samples.set("vllm:num_requests_waiting", waiting, **_ENGINE)
     samples.set("vllm:num_requests_waiting_by_reason", waiting, **_ENGINE, reason="capacity")
     samples.set("vllm:num_requests_waiting_by_reason", 0, **_ENGINE, reason="deferred")
     samples.set("vllm:kv_cache_usage_perc", running / 150 + draw.uniform(0, 0.05), **_ENGINE)
     for state in ("awake", "weights_offloaded", "discard_all"):
-        samples.set("vllm:engine_sleep_state", float(state == "awake"), **_ENGINE, sleep_state=state)
+        samples.set(
+            "vllm:engine_sleep_state", float(state == "awake"), **_ENGINE, sleep_state=state
+        )
     samples.set(
-        "vllm:cache_config_info", 1, engine="0", block_size="16", cache_dtype="auto", gpu_memory_utilization="0.85",
-        num_gpu_blocks="48211", enable_prefix_caching="True",
-    )  # fmt: skip
+        "vllm:cache_config_info",
+        1,
+        engine="0",
+        block_size="16",
+        cache_dtype="auto",
+        gpu_memory_utilization="0.85",
+        num_gpu_blocks="48211",
+        enable_prefix_caching="True",
+    )
     samples.set(
-        "vllm:lora_requests_info", now, max_lora="4", waiting_lora_adapters="", running_lora_adapters="countdown@7"
+        "vllm:lora_requests_info",
+        now,
+        max_lora="4",
+        waiting_lora_adapters="",
+        running_lora_adapters="countdown@7",
     )

@@ -1,7 +1,9 @@
-"""A made-up deployment on H200s: half of them train, the others serve. Every metric of every exporter has a series.
+"""A made-up deployment on H200s: half of them train, the others serve. Every metric of every
+exporter has a series.
 
-Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second of this world is a
-second of the clock. It begins in the middle of a job, after some minutes of history.
+Jobs come and go, some attempts fail, and the trainer's memory rises and falls with them. A second
+of this world is a second of the clock. It begins in the middle of a job, after some minutes of
+history.
 """
 
 import math
@@ -20,17 +22,39 @@ GIB = 2**30
 HISTORY_SECONDS = 300
 STEPS = 12  # optimizer steps of a job
 _SETUP_SECONDS = {
-    "rendezvous": 2, "data": 1, "build": 3, "rehearsal": 2, "base_weights": 4, "state": 1, "probe": 1
-}  # fmt: skip
+    "rendezvous": 2,
+    "data": 1,
+    "build": 3,
+    "rehearsal": 2,
+    "base_weights": 4,
+    "state": 1,
+    "probe": 1,
+}
 _PUBLICATION = {
-    "copy": 0.1, "stage": 0.15, "drain": 0.0, "swap": 0.02, "load": 0.3, "verify": 0.1, "since_checkpoint": 0.7
-}  # fmt: skip
-_ROUTES = {"/v1/runs/{run}/train": "POST", "/v1/jobs/{job}": "GET", "/v1/jobs/{job}/events": "GET", "/healthz": "GET"}
+    "copy": 0.1,
+    "stage": 0.15,
+    "drain": 0.0,
+    "swap": 0.02,
+    "load": 0.3,
+    "verify": 0.1,
+    "since_checkpoint": 0.7,
+}
+_ROUTES = {
+    "/v1/runs/{run}/train": "POST",
+    "/v1/jobs/{job}": "GET",
+    "/v1/jobs/{job}/events": "GET",
+    "/healthz": "GET",
+}
 
 
 def new_samples(exporter: Exporter, *, gauges: bool) -> Samples:
-    return Samples(m for m in CATALOGUE if exporter in m.exporters and (m.kind == "gauge") == gauges
-                   and not m.name.startswith("process_"))  # fmt: skip
+    return Samples(
+        m
+        for m in CATALOGUE
+        if exporter in m.exporters
+        and (m.kind == "gauge") == gauges
+        and not m.name.startswith("process_")
+    )
 
 
 class World:
@@ -38,10 +62,14 @@ class World:
 
     def __init__(self, gpus: int = 1) -> None:
         self.uuids: dict[Exporter, list[str]] = {
-            exporter: [f"GPU-{first:x}{rank:07x}-0a1b-4c3d-8e9f-5d8f1c2e0000" for rank in range(gpus)]
+            exporter: [
+                f"GPU-{first:x}{rank:07x}-0a1b-4c3d-8e9f-5d8f1c2e0000" for rank in range(gpus)
+            ]
             for exporter, first in (("trainer", 0xA), ("inference", 0xB))
         }
-        self.ranks = [{"uuid": uuid, "rank": str(rank)} for rank, uuid in enumerate(self.uuids["trainer"])]
+        self.ranks = [
+            {"uuid": uuid, "rank": str(rank)} for rank, uuid in enumerate(self.uuids["trainer"])
+        ]
         self.lock = threading.Lock()  # four servers read and advance it
         self.now = 0.0  # seconds since it began
         self.random = random.Random(3)
@@ -75,12 +103,18 @@ class World:
         vllm.count_second(self.vllm, self.random, busy=self.sampling)
         for exporter, uuids in self.uuids.items():
             for uuid in uuids:
-                watts = self.random.uniform(520, 690) if self.busy(exporter) else self.random.uniform(75, 120)
+                watts = (
+                    self.random.uniform(520, 690)
+                    if self.busy(exporter)
+                    else self.random.uniform(75, 120)
+                )
                 self.counts[exporter].inc("tandem_gpu_energy_joules_total", watts, uuid=uuid)
         http = self.counts["controller"]
         for route, method in _ROUTES.items():
             if self.random.random() < 0.4:
-                http.inc("tandem_http_requests_total", route=route, method=method, status_class="2xx")
+                http.inc(
+                    "tandem_http_requests_total", route=route, method=method, status_class="2xx"
+                )
                 seconds = self.random.lognormvariate(-4, 1)
                 http.observe("tandem_http_request_duration_seconds", seconds, route=route)
 
@@ -88,7 +122,8 @@ class World:
         """Whether the exporter's GPUs compute."""
         return self._phase != "" if exporter == "trainer" else self.sampling
 
-    # ---------------------------------------------------------------- what happens; each yield is a second
+    # ---------------------------------------------------------------- what happens; each yield is a
+    # second
 
     def _live(self) -> Iterator[None]:
         while True:
@@ -105,7 +140,9 @@ class World:
             begin = self.now
             yield from self._run_job(kind)
             self.job = None
-            self.counts["trainer"].observe("tandem_job_duration_seconds", self.now - begin, kind=kind)
+            self.counts["trainer"].observe(
+                "tandem_job_duration_seconds", self.now - begin, kind=kind
+            )
 
     def _run_job(self, kind: str) -> Iterator[None]:
         trainer = self.counts["trainer"]
@@ -124,7 +161,9 @@ class World:
         trainer = self.counts["trainer"]
         self.phase_peaks, self.step = {}, 0
         for phase, seconds in _SETUP_SECONDS.items():
-            yield from self._run_phase(phase, seconds, 34 * GIB if phase in ("state", "probe") else 18 * GIB)
+            yield from self._run_phase(
+                phase, seconds, 34 * GIB if phase in ("state", "probe") else 18 * GIB
+            )
         for rank in self.ranks:
             trainer.inc("tandem_torch_memory_ooms_total", float(error == "oom"), **rank)
         for step in range(STEPS):
@@ -134,7 +173,9 @@ class World:
                 yield from self._run_phase("old_logprobs", 2, 60 * GIB)
                 yield from self._run_phase("reference", 2, 58 * GIB)
             seconds = self.random.randint(3, 6)
-            yield from self._run_phase("forward_backward", seconds, self.random.uniform(88, 104) * GIB)
+            yield from self._run_phase(
+                "forward_backward", seconds, self.random.uniform(88, 104) * GIB
+            )
             yield from self._run_phase("optimizer", 1, 40 * GIB)
             self.step = step + 1
             self._end_step(seconds + 1)
@@ -153,14 +194,22 @@ class World:
         self.phase_peaks[phase] = held * self.random.uniform(0.9, 0.96)
         spent = seconds * self.random.uniform(0.9, 1.1)
         trainer.observe("tandem_train_phase_duration_seconds", spent, phase=phase)
-        for name, chance in (("memory_alloc_retries", 0.005), ("device_allocs", 0.5), ("device_frees", 0.1)):
+        for name, chance in (
+            ("memory_alloc_retries", 0.005),
+            ("device_allocs", 0.5),
+            ("device_frees", 0.1),
+        ):
             for rank in self.ranks:
-                trainer.inc(f"tandem_torch_{name}_total", float(self.random.random() < chance), **rank)
+                trainer.inc(
+                    f"tandem_torch_{name}_total", float(self.random.random() < chance), **rank
+                )
         yield from self._wait(seconds, seconds)
 
     def _end_step(self, seconds: float) -> None:
         trainer, draw = self.counts["trainer"], self.random.gauss
-        trainer.observe("tandem_train_step_duration_seconds", seconds * self.random.uniform(0.9, 1.1))
+        trainer.observe(
+            "tandem_train_step_duration_seconds", seconds * self.random.uniform(0.9, 1.1)
+        )
         trainer.inc("tandem_train_tokens_total", 32768)
         trainer.inc("tandem_train_trainable_tokens_total", 21000)
         trainer.inc("tandem_train_samples_total", 64)
@@ -168,22 +217,33 @@ class World:
         reward = 1 - math.exp(-done / 12)
         self.step_ended = self.now
         self.last_step = {
-            "loss": draw(0.02, 0.01), "grad_norm": abs(draw(0.4, 0.1)), "learning_rate": 1e-4,
-            "entropy": 0.3 + 0.9 * math.exp(-done / 20) + draw(0, 0.02), "kl": 0.002 * done + abs(draw(0, 0.001)),
-            "kl_sampler": abs(draw(0.002, 0.0005)), "logprob_mismatch": abs(draw(0.012, 0.002)),
-            "clip_ratio": abs(draw(0.03, 0.01)), "importance_ratio_max": abs(draw(3, 0.6)),
-            "reward_mean": reward + draw(0, 0.02), "off_policy_steps": 1.0, "held_out_loss": draw(0.05, 0.004),
+            "loss": draw(0.02, 0.01),
+            "grad_norm": abs(draw(0.4, 0.1)),
+            "learning_rate": 1e-4,
+            "entropy": 0.3 + 0.9 * math.exp(-done / 20) + draw(0, 0.02),
+            "kl": 0.002 * done + abs(draw(0, 0.001)),
+            "kl_sampler": abs(draw(0.002, 0.0005)),
+            "logprob_mismatch": abs(draw(0.012, 0.002)),
+            "clip_ratio": abs(draw(0.03, 0.01)),
+            "importance_ratio_max": abs(draw(3, 0.6)),
+            "reward_mean": reward + draw(0, 0.02),
+            "off_policy_steps": 1.0,
+            "held_out_loss": draw(0.05, 0.004),
             "reward_std": 0.5 * math.sqrt(max(reward * (1 - reward), 0.01)),
-        }  # fmt: skip
+        }
 
     def _publish(self) -> Iterator[None]:
         yield from self._wait(2, 4)
         inference = self.counts["inference"]
         self.served = self.newest
         inference.inc("tandem_publish_total", outcome="served")
-        self.publication = {part: seconds * self.random.uniform(0.7, 1.5) for part, seconds in _PUBLICATION.items()}
+        self.publication = {
+            part: seconds * self.random.uniform(0.7, 1.5) for part, seconds in _PUBLICATION.items()
+        }
         for stage in STAGES:
-            inference.observe("tandem_publish_duration_seconds", self.publication[stage], stage=stage)
+            inference.observe(
+                "tandem_publish_duration_seconds", self.publication[stage], stage=stage
+            )
 
     def _wait(self, least: int, most: int) -> Iterator[None]:
         for _ in range(self.random.randint(least, most)):

@@ -15,7 +15,13 @@ import inference
 import training
 
 DASHBOARDS = Path(__file__).parent.parent / "dashboards"
-SOURCES = {"overview": overview, "gpu-memory": gpu_memory, "training": training, "inference": inference, "jobs": jobs}
+SOURCES = {
+    "overview": overview,
+    "gpu-memory": gpu_memory,
+    "training": training,
+    "inference": inference,
+    "jobs": jobs,
+}
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DASHBOARDS

@@ -18,25 +18,38 @@ __all__ = ["app", "main"]
 # Command -> its module and its help.
 _PROGRAMS = {
     "controller": ("tandem.controller", "Run the HTTP API."),
-    "runner": ("tandem.trainer.runner", "Run the trainer's runner: it claims jobs and starts the ranks that train."),
+    "runner": (
+        "tandem.trainer.runner",
+        "Run the trainer's runner: it claims jobs and starts the ranks that train.",
+    ),
     "serve": ("tandem.inference.server.serve", "Run vLLM with the deployment's settings."),
-    "publisher": ("tandem.inference.publisher", "Run the publisher: it loads new steps into vLLM and verifies them."),
-    "exporter": ("tandem.metrics.exporter",
-                 "Run the exporter: it serves the metrics of the trainer or of inference to Prometheus."),
-}  # fmt: skip
+    "publisher": (
+        "tandem.inference.publisher",
+        "Run the publisher: it loads new steps into vLLM and verifies them.",
+    ),
+    "exporter": (
+        "tandem.metrics.exporter",
+        "Run the exporter: it serves the metrics of the trainer or of inference to Prometheus.",
+    ),
+}
 app = typer.Typer(
     name="tandem",
-    help="""Post-train language models by RL and SFT: Megatron-core trains, vLLM serves, one volume connects them.
+    help="""Post-train language models by RL and SFT: Megatron-core trains, vLLM serves, one volume
+    connects them.
 
     Start everything on this machine with [bold]tandem up[/bold], then, in another terminal:
 
-    [bold]tandem train sft my-run examples.jsonl[/bold], and ask vLLM for the model [bold]my-run@1[/bold].
+    [bold]tandem train sft my-run examples.jsonl[/bold], and ask vLLM for the model
+    [bold]my-run@1[/bold].
 
-    TANDEM_URL is the controller's address (http://127.0.0.1:8080), TANDEM_API_KEY the key sent to it.
+    TANDEM_URL is the controller's address (http://127.0.0.1:8080), TANDEM_API_KEY the key sent to
+    it.
     [bold]tandem doctor[/bold] checks everything and says what to do.
     """,
-    epilog="Exit status: 0 done; 1 refused or broken; 2 wrong usage; 3 the job failed or was cancelled; 4 the step is "
-    "not served; 5 the controller can't be reached.",
+    epilog=(
+        "Exit status: 0 done; 1 refused or broken; 2 wrong usage; 3 the job failed or was"
+        " cancelled; 4 the step is not served; 5 the controller can't be reached."
+    ),
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -46,12 +59,16 @@ app = typer.Typer(
 
 @app.command(rich_help_panel="Programs")
 def up(
-    role: Annotated[str, typer.Option(help="all; trainer (the runner); inference (vLLM, the publisher)")] = "all",
+    role: Annotated[
+        str, typer.Option(help="all; trainer (the runner); inference (vLLM, the publisher)")
+    ] = "all",
 ) -> None:
-    """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C stops everything.
+    """Start controller, trainer, vLLM and publisher on this machine, in the foreground; Ctrl-C
+    stops everything.
 
-    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 1 it can't start; 2
-    wrong settings; 70 a program can't be started; 71 it crashes again and again; 72 supervisord ended.
+    TANDEM_BASE_MODEL names the model, TANDEM_ROOT the spool's directory. Exit status: 0 stopped; 1
+    it can't start; 2 wrong settings; 70 a program can't be started; 71 it crashes again and again;
+    72 supervisord ended.
     """
     from tandem.supervise.up import up as start  # late: only this command needs supervisord
     from tandem.system.environment import Role
@@ -59,7 +76,9 @@ def up(
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
     try:
         if chosen is None:
-            raise InvalidInput(f"{role!r} is not a role; use one of {', '.join(get_args(Role))}", field="--role")
+            raise InvalidInput(
+                f"{role!r} is not a role; use one of {', '.join(get_args(Role))}", field="--role"
+            )
         status = start(load_settings(), chosen)
     except InvalidInput as error:
         print_error(error, json=False)
@@ -68,7 +87,8 @@ def up(
 
 
 def _become(module: str) -> Callable[[], None]:
-    """A command that replaces this process by a program, which then gets the signals and sets the exit status."""
+    """A command that replaces this process by a program, which then gets the signals and sets the
+    exit status."""
     return lambda: os.execv(sys.executable, [sys.executable, "-m", module])
 
 

@@ -1,4 +1,5 @@
-"""What commands share: the client, arguments, files of settings, tables, JSON, errors on stderr, exit statuses."""
+"""What commands share: the client, arguments, files of settings, tables, JSON, errors on stderr,
+exit statuses."""
 
 import json as jsonlib
 import os
@@ -19,9 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.client import Tandem
-from tandem.errors import InvalidInput, JobFailed, NotServed, TandemError, Unreachable, from_validation_error
+from tandem.errors import (
+    InvalidInput,
+    JobFailed,
+    NotServed,
+    TandemError,
+    Unreachable,
+    from_validation_error,
+)
 
-# Seconds for which requests are repeated: long enough for a restart of the controller, short for a wrong URL.
+# Seconds for which requests are repeated: long enough for a restart of the controller, short for a
+# wrong URL.
 PATIENCE = 10.0
 
 
@@ -37,7 +46,12 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 Targets = Annotated[
     list[str] | None,
-    typer.Option(help="A layer to adapt (q_proj, ...); repeatable.  \\[default: all; of a mixture attention's]"),
+    typer.Option(
+        help=(
+            "A layer to adapt (q_proj, ...); repeatable.  \\[default: all; of a mixture"
+            " attention's]"
+        )
+    ),
 ]
 
 
@@ -69,10 +83,15 @@ def show_line(data: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose name ends with `#` are aligned to the right. The first is whole: what it has is typed."""
+    """A table; columns whose name ends with `#` are aligned to the right. The first is whole: what
+    it has is typed."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
-        made.add_column(column.removesuffix("#"), justify="right" if column.endswith("#") else "left", no_wrap=not i)
+        made.add_column(
+            column.removesuffix("#"),
+            justify="right" if column.endswith("#") else "left",
+            no_wrap=not i,
+        )
     for row in rows:
         made.add_row(*("" if cell is None else escape(str(cell)) for cell in row))
     return made
@@ -107,11 +126,18 @@ def data_extra(what: str, field: str | None = None) -> Iterator[None]:
 
 def print_error(error: Exception, *, json: bool) -> None:
     """Print an error on stderr, with the offending field first."""
-    code, message, field = "timeout" if isinstance(error, TimeoutError) else "os_error", str(error), None
+    code, message, field = (
+        "timeout" if isinstance(error, TimeoutError) else "os_error",
+        str(error),
+        None,
+    )
     if isinstance(error, TandemError):
         code, message, field = error.code, error.message, error.field
     if json:
-        print(jsonlib.dumps({"error": {"type": code, "message": message, "field": field}}), file=sys.stderr)
+        print(
+            jsonlib.dumps({"error": {"type": code, "message": message, "field": field}}),
+            file=sys.stderr,
+        )
         return
     where = f"[bold]{escape(field)}[/bold]: " if field else ""
     err.print(f"[bold red]error[/bold red] ({code}): {where}{escape(message)}", soft_wrap=True)
@@ -119,7 +145,12 @@ def print_error(error: Exception, *, json: bool) -> None:
 
 def exit_code(error: Exception) -> int:
     """The exit status for an error; `tandem --help` lists them."""
-    codes: list[tuple[type[Exception], int]] = [(JobFailed, 3), (NotServed, 4), (TimeoutError, 4), (Unreachable, 5)]
+    codes: list[tuple[type[Exception], int]] = [
+        (JobFailed, 3),
+        (NotServed, 4),
+        (TimeoutError, 4),
+        (Unreachable, 5),
+    ]
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
@@ -127,14 +158,16 @@ def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
     """The values in `data` with these names, as `name=value`, floats with four digits."""
     values = {name: data[name] for name in names if data.get(name) is not None}
     return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in values.items()
     )
 
 
 def read_toml[M: BaseModel](
     path: Path | None, model: type[M], change: Callable[[dict[str, Any]], object] = lambda _: None
 ) -> M:
-    """The file's content, or without a file nothing, after `change`, as `model`. Raises InvalidInput."""
+    """The file's content, or without a file nothing, after `change`, as `model`. Raises
+    InvalidInput."""
     try:
         text = path.read_text() if path else ""
         content = tomllib.loads(text)
@@ -179,7 +212,10 @@ def _line(text: str, loc: tuple[int | str, ...]) -> int:
             table, names = (), header[2].split(".")
             counts[header[2]] = counts.get(header[2], -1) + (header[1] == "[[")
             for name in (".".join(names[: i + 1]) for i in range(len(names))):
-                table += (name.rpartition(".")[2], *([counts[name]] if counts.get(name, -1) >= 0 else []))
+                table += (
+                    name.rpartition(".")[2],
+                    *([counts[name]] if counts.get(name, -1) >= 0 else []),
+                )
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault((*table, *key[1].split(".")), number)

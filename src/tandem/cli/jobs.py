@@ -11,7 +11,19 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.cli.common import JobArgument, Json, connect, details, err, fields, show, show_line, size, table, when
+from tandem.cli.common import (
+    JobArgument,
+    Json,
+    connect,
+    details,
+    err,
+    fields,
+    show,
+    show_line,
+    size,
+    table,
+    when,
+)
 from tandem.client import AttemptMemory, Event, JobStatus, Tandem
 from tandem.client.http import raise_if_failed
 from tandem.client.memory import KINDS
@@ -33,20 +45,30 @@ _FIELDS = {
     "released": ["bytes", "processes"],
     "succeeded": ["step"],
 }
-_GPU_COLUMNS = dict(zip(KINDS, ("allocated#", "reserved#", "device used#", "host pinned#", "peak#"), strict=True))
+_GPU_COLUMNS = dict(
+    zip(KINDS, ("allocated#", "reserved#", "device used#", "host pinned#", "peak#"), strict=True)
+)
 _CPU_COLUMNS = {"allocated": "resident set#", "peak": "peak#"}
 
 
 @app.command("list")
 def list_jobs(
     run: Annotated[str | None, typer.Option(help="Only this run's.")] = None,
-    state: Annotated[list[str] | None, typer.Option(help=f"Only in this state ({_STATES}); repeatable.")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help=f"Only in this state ({_STATES}); repeatable.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="At most this many, the newest.")] = 50,
-    before: Annotated[str | None, typer.Option(help="Only jobs older than this one: the page before it.")] = None,
+    before: Annotated[
+        str | None, typer.Option(help="Only jobs older than this one: the page before it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """List jobs, oldest first."""
-    show(connect().list_jobs(run, cast(list[JobState], state or []), limit, before), json, _jobs_table)
+    show(
+        connect().list_jobs(run, cast(list[JobState], state or []), limit, before),
+        json,
+        _jobs_table,
+    )
 
 
 @app.command("show")
@@ -57,17 +79,23 @@ def show_job(job: JobArgument, json: Json = False) -> None:
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
-    """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest step."""
+    """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest
+    step."""
     show(connect().cancel(job), json, job_details)
 
 
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends; also its events.")] = False,
-    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only this many lines, the last.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job ends; also its events.")
+    ] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=1, help="Only this many lines, the last.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is 3 if it fails."""
+    """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is
+    3 if it fails."""
     tandem = connect()
     if follow:
         _follow(tandem, job, json)
@@ -86,13 +114,18 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
     offset, last_seq = 0, -1
     decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
     while True:
-        status = tandem.get_job(job)  # read first: all of the log and the events of an ended job are written
+        # Read first: all of the log and the events of an ended job are written.
+        status = tandem.get_job(job)
         for event in tandem.job_events(job, last_seq):
             last_seq = event.seq
             if json:
                 show_line({"event": event})
             else:
-                err.print(f"[dim]{when(event.time)}[/dim] {describe(event)}", highlight=False, soft_wrap=True)
+                err.print(
+                    f"[dim]{when(event.time)}[/dim] {describe(event)}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
         while (part := tandem.log_part(job, offset)).data:
             offset, text = part.next_offset, decode(part.data)
             show_line({"log": text}) if json else print(text, end="", flush=True)
@@ -112,18 +145,31 @@ def describe(event: Event) -> str:
         return f"loaded {fields(data.get('seconds', {}), list(data.get('seconds', {})))}"
     if error := data.get("error"):
         color = "yellow" if event.type == "requeued" else "red"
-        return f"[{color}]{event.type}[/{color}] {error.get('type')}: {escape(error.get('message', ''))}"
+        return (
+            f"[{color}]{event.type}[/{color}] {error.get('type')}:"
+            f" {escape(error.get('message', ''))}"
+        )
     color = "green" if event.type in ("succeeded", "served") else "bold"
     return f"[{color}]{event.type}[/{color}] {escape(fields(data, _FIELDS.get(event.type, [])))}"
 
 
 def _jobs_table(jobs: list[JobStatus]) -> object:
     rows = [
-        (job.id, job.run, job.kind, _state(job), f"{job.spec.base_step} → {job.spec.base_step + 1}",
-         f"{job.attempt}/{job.spec.max_attempts}", when(job.spec.created), job.error.type if job.error else None)
+        (
+            job.id,
+            job.run,
+            job.kind,
+            _state(job),
+            f"{job.spec.base_step} → {job.spec.base_step + 1}",
+            f"{job.attempt}/{job.spec.max_attempts}",
+            when(job.spec.created),
+            job.error.type if job.error else None,
+        )
         for job in jobs
-    ]  # fmt: skip
-    return table("Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows)
+    ]
+    return table(
+        "Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows
+    )
 
 
 def _state(job: JobStatus) -> str:
@@ -132,7 +178,9 @@ def _state(job: JobStatus) -> str:
 
 def job_details(job: JobStatus) -> object:
     data, error = job.spec.data, job.error
-    rewards = None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
+    rewards = (
+        None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
+    )
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
     last = job.last_error if job.state not in TERMINAL else None
     return details(
@@ -147,8 +195,14 @@ def job_details(job: JobStatus) -> object:
             ("attempt", f"{job.attempt} of {job.spec.max_attempts}"),
             ("created", when(job.spec.created)),
             ("finished", when(job.finished)),
-            ("data", f"{data.num_groups} groups, {data.num_trajectories} trajectories, {data.num_tokens} tokens "
-             f"({data.num_unshared_tokens} without sharing), {data.num_rows} rows of {data.sequence_length}"),
+            (
+                "data",
+                (
+                    f"{data.num_groups} groups, {data.num_trajectories} trajectories,"
+                    f" {data.num_tokens} tokens ({data.num_unshared_tokens} without sharing),"
+                    f" {data.num_rows} rows of {data.sequence_length}"
+                ),
+            ),
             ("left out", left_out if data.dropped_groups or data.dropped_trajectories else None),
             ("truncated", data.truncated_trajectories or None),
             ("rewards", rewards),
@@ -157,11 +211,12 @@ def job_details(job: JobStatus) -> object:
             ("error", f"{error.type}: {error.message}" if error else None),
             ("end of its log", error.log_tail if error and error.log_tail else None),
         ],
-    )  # fmt: skip
+    )
 
 
 def memory(job: JobArgument, json: Json = False) -> None:
-    """Show the memory of each rank of a job after each phase, and what was left on the GPUs after its end."""
+    """Show the memory of each rank of a job after each phase, and what was left on the GPUs after
+    its end."""
     show(connect().memory(job), json, lambda attempts: memory_report(job, attempts))
 
 
@@ -175,7 +230,10 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
     on_cpu = attempt.device == "cpu"
     columns = _CPU_COLUMNS if on_cpu else _GPU_COLUMNS
     so_far = "" if attempt.released else ", so far"
-    rows = [(phase, rank, *(size(kinds.get(kind)) for kind in columns)) for phase, rank, kinds in _memory_rows(attempt)]
+    rows = [
+        (phase, rank, *(size(kinds.get(kind)) for kind in columns))
+        for phase, rank, kinds in _memory_rows(attempt)
+    ]
     title = f"Memory of job {job}, attempt {attempt.attempt}{so_far}"
     phases = table(title, ["phase", "rank#", *columns.values()], rows)
     if on_cpu:
@@ -187,9 +245,20 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
     if not on_cpu:
         left = []
         for uuid in attempt.most | attempt.left:
-            ranks = ", ".join(str(rank) for rank, memory in attempt.ranks.items() if memory.uuid == uuid)
-            left.append((uuid, ranks, size(attempt.most.get(uuid)), size(attempt.left.get(uuid)) or "not measured"))
-        yield table("Left on the device after the end", ["GPU", "ranks", "most in use#", "left#"], left)
+            ranks = ", ".join(
+                str(rank) for rank, memory in attempt.ranks.items() if memory.uuid == uuid
+            )
+            left.append(
+                (
+                    uuid,
+                    ranks,
+                    size(attempt.most.get(uuid)),
+                    size(attempt.left.get(uuid)) or "not measured",
+                )
+            )
+        yield table(
+            "Left on the device after the end", ["GPU", "ranks", "most in use#", "left#"], left
+        )
     if attempt.processes:
         yield f"{attempt.processes} processes of the job survived SIGKILL."
 
@@ -197,10 +266,13 @@ def _attempt_memory(job: str, attempt: AttemptMemory) -> Iterator[Table | str]:
 def _memory_rows(attempt: AttemptMemory) -> Iterator[tuple[str, object, dict[str, int]]]:
     """(phase, rank, bytes), in the order of the phases and within them of the ranks.
 
-    A phase that each step repeats has two rows per rank: its last end, and the highest of all its ends.
+    A phase that each step repeats has two rows per rank: its last end, and the highest of all its
+    ends.
     """
     ranks = attempt.ranks.items()
-    for phase in dict.fromkeys(phase for memory in attempt.ranks.values() for phase in memory.phases):
+    for phase in dict.fromkeys(
+        phase for memory in attempt.ranks.values() for phase in memory.phases
+    ):
         repeated = any(phase in memory.highest for memory in attempt.ranks.values())
         for rank, memory in ranks:
             if phase in memory.phases:

@@ -1,4 +1,5 @@
-"""`tandem plan`: which topologies fit a model on so many GPUs, and how fast each is expected to be."""
+"""`tandem plan`: which topologies fit a model on so many GPUs, and how fast each is expected to
+be."""
 
 from typing import Annotated, Any
 
@@ -17,8 +18,9 @@ from tandem.families.registry import read_arch
 from tandem.spool.schema import LoraShape
 
 SOURCE = (
-    "Speed is an estimate from operations and from rates measured on one H200 (bench/results/train.json); ~: nobody "
-    "has measured this topology, and the time of exchanges is an assumption."
+    "Speed is an estimate from operations and from rates measured on one H200"
+    " (bench/results/train.json); ~: nobody has measured this topology, and the time of exchanges"
+    " is an assumption."
 )
 ALL_WEIGHTS = "What training all weights needs is computed, not measured."
 SHOWN = 10
@@ -26,40 +28,68 @@ SHOWN = 10
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub name; only config.json is read.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A Hugging Face directory or hub name; only config.json is read."
+        ),
     ],
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of the trainer.")],
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help=f"Slots of a packed row.  \\[default: {ROW}, or the model's positions]")
+        int | None,
+        typer.Option(
+            min=2, help=f"Slots of a packed row.  \\[default: {ROW}, or the model's positions]"
+        ),
     ] = None,
-    gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of each GPU that ranks may use.")] = 79.0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")] = 8,
-    rank: Annotated[int | None, typer.Option(min=1, max=1024, help="Rank of the LoRA.  \\[default: 16]")] = None,
+    gpu_memory: Annotated[
+        float, typer.Option(min=1, help="GiB of each GPU that ranks may use.")
+    ] = 79.0,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of one optimizer step, over all ranks.")
+    ] = 8,
+    rank: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Rank of the LoRA.  \\[default: 16]")
+    ] = None,
     target: Targets = None,
-    full: Annotated[bool, typer.Option("--full", help="All weights instead of a LoRA; not measured.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All weights instead of a LoRA; not measured.")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Show which topologies fit a model, with the memory of each GPU and the expected speed, and recommend one."""
+    """Show which topologies fit a model, with the memory of each GPU and the expected speed, and
+    recommend one."""
     with data_extra("a model of the hub"):
         arch = read_arch(model)
     if full and (target or rank is not None):
-        raise InvalidInput("--full trains all weights; leave --rank and --target out", field="--full")
+        raise InvalidInput(
+            "--full trains all weights; leave --rank and --target out", field="--full"
+        )
     slots = sequence_length or min(ROW, arch.max_positions)
     if slots > arch.max_positions:
         problem = f"{slots} is more than the model's {arch.max_positions} positions"
-        raise InvalidInput(f"{problem}, so no job may have such rows; lower it", field="--sequence-length")
+        raise InvalidInput(
+            f"{problem}, so no job may have such rows; lower it", field="--sequence-length"
+        )
     try:
-        lora = LoraShape.model_validate({"rank": rank or 16, "targets": target or default_targets(arch)})
+        lora = LoraShape.model_validate(
+            {"rank": rank or 16, "targets": target or default_targets(arch)}
+        )
     except ValidationError as error:
         raise InvalidInput(from_validation_error(error).message, field="--target") from error
     made = make_plan(Training(arch, None if full else lora, slots, rows), gpus, gpu_memory * GIB)
-    shown = made.candidates if every else [one for one in made.candidates if one.levels is not None][:SHOWN]
+    shown = (
+        made.candidates
+        if every
+        else [one for one in made.candidates if one.levels is not None][:SHOWN]
+    )
     data = {
-        "recommended": made.recommended.sizes.settings(), "why": made.why,
+        "recommended": made.recommended.sizes.settings(),
+        "why": made.why,
         "source": f"{SOURCE} {ALL_WEIGHTS}" if full else SOURCE,
         "topologies": [_row(one) for one in shown],
-    }  # fmt: skip
+    }
     show(data, json, lambda _: _rendered(data, made.recommended.memory))
 
 
@@ -67,29 +97,46 @@ def _row(one: Candidate) -> dict[str, Any]:
     """Bytes in GiB, of the rank that needs the most."""
     needs, levels = one.memory, one.levels or (0, 0)
     parts = {
-        "weights": needs.weights, "adapter": needs.adapter, "gradients": needs.gradients, "optimizer": needs.optimizer,
-        "activations": needs.activations(levels), "logits or a layer": needs.working(levels),
-        "CUDA and NCCL": needs.context, "total": one.total,
-    }  # fmt: skip
+        "weights": needs.weights,
+        "adapter": needs.adapter,
+        "gradients": needs.gradients,
+        "optimizer": needs.optimizer,
+        "activations": needs.activations(levels),
+        "logits or a layer": needs.working(levels),
+        "CUDA and NCCL": needs.context,
+        "total": one.total,
+    }
     return {
-        "topology": describe(one.sizes), "settings": one.sizes.settings(), "fits": one.levels is not None,
-        "tokens_per_second": round(one.tokens_per_second), "measured": one.measured,
-        "layers": needs.layers, "keep_all": levels[0], "keep_attention": levels[1],
+        "topology": describe(one.sizes),
+        "settings": one.sizes.settings(),
+        "fits": one.levels is not None,
+        "tokens_per_second": round(one.tokens_per_second),
+        "measured": one.measured,
+        "layers": needs.layers,
+        "keep_all": levels[0],
+        "keep_attention": levels[1],
         "gib": {name: round(size / GIB, 2) for name, size in parts.items()},
-    }  # fmt: skip
+    }
 
 
 def _rendered(data: dict[str, Any], best: Memory) -> object:
     rows = []
     for row in data["topologies"]:
-        speed = f"{'' if row['measured'] else '~'}{row['tokens_per_second']:,}" if row["fits"] else "does not fit"
+        speed = (
+            f"{'' if row['measured'] else '~'}{row['tokens_per_second']:,}"
+            if row["fits"]
+            else "does not fit"
+        )
         gib = row["gib"]
         sizes = [f"{gib[name]:.1f}" for name in ("weights", "activations", "total")]
         rows.append([row["topology"], speed, f"{row['keep_all']} of {row['layers']}", *sizes])
     columns = ["topology", "tokens/s#", "layers kept#", "weights#", "activations#", "total GiB#"]
     parts = [[name, f"{size:.2f}"] for name, size in data["topologies"][0]["gib"].items()]
     levels = (("everything", (best.layers, 0)), ("attention", (0, best.layers)), ("inputs", (0, 0)))
-    parts += [[f"activations, if layers keep {name}", f"{best.activations(kept) / GIB:.2f}"] for name, kept in levels]
+    parts += [
+        [f"activations, if layers keep {name}", f"{best.activations(kept) / GIB:.2f}"]
+        for name, kept in levels
+    ]
     return Group(
         table("GiB on each GPU", columns, rows),
         table("The recommended one", ["part", "GiB#"], parts),

@@ -1,4 +1,5 @@
-"""`tandem rl`: train a run by RL with an environment of one's own. A live panel on a terminal, else a line per step."""
+"""`tandem rl`: train a run by RL with an environment of one's own. A live panel on a terminal, else
+a line per step."""
 
 import asyncio
 import sys
@@ -25,25 +26,34 @@ from tandem.system.open_files import allow_many_open_files
 
 def rl(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML file (docs/rl.md).")],
-    state: Annotated[Path | None, typer.Option(help="The state file.  \\[default: <CONFIG>.state.json]")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="The state file.  \\[default: <CONFIG>.state.json]")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Train a run by RL: roll out an environment's groups, train on them, sample from the new step, and again.
+    """Train a run by RL: roll out an environment's groups, train on them, sample from the new step,
+    and again.
 
-    The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address (http://127.0.0.1:8000).
+    The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address
+    (http://127.0.0.1:8000).
     """
     allow_many_open_files()  # each rollout that samples holds a connection
     try:
         asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
     except KeyboardInterrupt:
-        err.print(f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}", soft_wrap=True)
+        err.print(
+            f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}",
+            soft_wrap=True,
+        )
         raise
 
 
 async def _run(config: Path, state: Path, json: bool) -> None:
     settings = read_toml(config, Config)
     sys.path.insert(0, str(config.parent.resolve()))
-    sections = [(section, f"rl.environment.{i}") for i, section in enumerate(settings.rl.environment)]
+    sections = [
+        (section, f"rl.environment.{i}") for i, section in enumerate(settings.rl.environment)
+    ]
     if settings.eval and settings.eval.environment:
         sections.append((settings.eval.environment, "eval.environment"))
     environments = [Environment(section, settings.run.seed, where) for section, where in sections]
@@ -58,26 +68,41 @@ async def _run(config: Path, state: Path, json: bool) -> None:
     async with AsyncTandem(patience=PATIENCE) as tandem, open_vllm() as vllm:
         record = Record(config.with_suffix(".metrics.jsonl"), tell)
         loop = Loop(settings, tandem, vllm, environments, state, record)
-        with Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2) if live else nullcontext():
+        with (
+            Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2)
+            if live
+            else nullcontext()
+        ):
             await loop.run()
     if not json:
-        out.print(f"vLLM serves {settings.run.name}@{loop.last}. A larger rl.steps goes on from there.")
+        out.print(
+            f"vLLM serves {settings.run.name}@{loop.last}. A larger rl.steps goes on from there."
+        )
 
 
 def sparkline(values: list[float], width: int = 50) -> str:
     """The last `width` values as bars between their least and greatest, and the last one."""
     shown = values[-width:]
     low, span = min(shown), (max(shown) - min(shown)) or 1.0
-    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in shown) + f" {values[-1]:.3f}"
+    return (
+        "".join("▁▂▃▄▅▆▇█"[round((value - low) / span * 7)] for value in shown)
+        + f" {values[-1]:.3f}"
+    )
 
 
 def text_line(line: dict[str, Any]) -> str:
     """A line of the record for people."""
     if "evaluated" in line:
         reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
-        return f"evaluated @{line['evaluated']}: reward {reward} of {line['samples']} samples, {line['failed']} failed"
+        return (
+            f"evaluated @{line['evaluated']}: reward {reward} of {line['samples']} samples,"
+            f" {line['failed']} failed"
+        )
     behind = line["off_policy_steps"]
-    parts = [f"reward {line['reward']:.3f}", f"off policy {behind['mean']:.2f}, at most {behind['max']} steps"]
+    parts = [
+        f"reward {line['reward']:.3f}",
+        f"off policy {behind['mean']:.2f}, at most {behind['max']} steps",
+    ]
     parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
     parts += [f"{line['too_long']} rollouts longer than a row"] if line.get("too_long") else []
@@ -88,20 +113,32 @@ def text_line(line: dict[str, Any]) -> str:
 def panel(loop: Loop) -> RenderableType:
     """The loop now."""
     steps = [line for line in loop.record.lines if "step" in line]
-    evaluated = [line["reward"] for line in loop.record.lines if "evaluated" in line and line["reward"] is not None]
+    evaluated = [
+        line["reward"]
+        for line in loop.record.lines
+        if "evaluated" in line and line["reward"] is not None
+    ]
     table = Table.grid(padding=(0, 2))
     if steps:
         table.add_row("reward", sparkline([line["reward"] for line in steps]))
-        table.add_row("off policy", f"{sparkline([line['off_policy_steps']['mean'] for line in steps])} steps")
+        table.add_row(
+            "off policy", f"{sparkline([line['off_policy_steps']['mean'] for line in steps])} steps"
+        )
         seconds = steps[-1]["seconds"].items()
         table.add_row("time", ", ".join(f"{name} {value:.1f} s" for name, value in seconds))
     if evaluated:
         table.add_row("evaluated", sparkline(evaluated))
-    table.add_row("workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready")
-    left_out = {why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT}
+    table.add_row(
+        "workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready"
+    )
+    left_out = {
+        why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT
+    }
     table.add_row("left out", ", ".join(f"{count} groups {why}" for why, count in left_out.items()))
     if too_long := sum(line.get("too_long", 0) for line in steps):
-        table.add_row("too long", f"{too_long} rollouts longer than a row ({loop.config.rl.packing.too_long})")
+        table.add_row(
+            "too long", f"{too_long} rollouts longer than a row ({loop.config.rl.packing.too_long})"
+        )
     if loop.awaited is not None:
         table.add_row("waits", f"until vLLM serves {loop.config.run.name}@{loop.awaited}")
     parts: list[RenderableType] = [table]
@@ -109,6 +146,11 @@ def panel(loop: Loop) -> RenderableType:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))
     if loop.sample:
         messages = loop.sample.messages or []
-        said = "\n".join(f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in messages)
+        said = "\n".join(
+            f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in messages
+        )
         parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample.reward:g}"))
-    return Panel(Group(*parts), title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}")
+    return Panel(
+        Group(*parts),
+        title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}",
+    )

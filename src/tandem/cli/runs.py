@@ -7,35 +7,62 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.common import Json, RunArgument, Targets, connect, data_extra, details, show, size, table, when
+from tandem.cli.common import (
+    Json,
+    RunArgument,
+    Targets,
+    connect,
+    data_extra,
+    details,
+    show,
+    size,
+    table,
+    when,
+)
 from tandem.client import CheckpointInfo, RunStatus, Tandem
 from tandem.client.download import staging
 from tandem.errors import InvalidInput
 from tandem.families.model_config import model_directory
 
 app = typer.Typer(
-    help="Create runs and look at them. A run is an adapter or a model, and all its steps.", no_args_is_help=True
+    help="Create runs and look at them. A run is an adapter or a model, and all its steps.",
+    no_args_is_help=True,
 )
-checkpoints = typer.Typer(help="List, download, fork and roll back the steps of a run.", no_args_is_help=True)
+checkpoints = typer.Typer(
+    help="List, download, fork and roll back the steps of a run.", no_args_is_help=True
+)
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", min=0, help="The checkpoint's step.")]
 
 
 @app.command()
 def create(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A new name: lower-case letters, digits, '.', '_' and '-'.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="A new name: lower-case letters, digits, '.', '_' and '-'."
+        ),
     ],
     rank: Annotated[int | None, typer.Option(help="Rank of the LoRA.  \\[default: 16]")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="Alpha of the LoRA.  \\[default: twice the rank]")
+    ] = None,
     target: Targets = None,
-    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of a LoRA.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of step 0's weights and of the order of training data.")] = 0,
-    base_model: Annotated[str | None, typer.Option(help="The deployment's base model; no other is accepted.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Train all weights instead of a LoRA.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="Seed of step 0's weights and of the order of training data.")
+    ] = 0,
+    base_model: Annotated[
+        str | None, typer.Option(help="The deployment's base model; no other is accepted.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full and (rank is not None or alpha is not None or target):
-        raise typer.BadParameter("--full trains all weights; leave --rank, --alpha and --target out")
+        raise typer.BadParameter(
+            "--full trains all weights; leave --rank, --alpha and --target out"
+        )
     lora = {"rank": 16 if rank is None else rank, "alpha": alpha, "targets": target or None}
     lora = {name: value for name, value in lora.items() if value is not None}
     trained: dict[str, Any] = {"trainable": "full"} if full else {"lora": lora}
@@ -57,7 +84,9 @@ def show_run(run: RunArgument, json: Json = False) -> None:
 @app.command()
 def delete(
     run: RunArgument,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel its queued and running jobs first.")] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel its queued and running jobs first.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Delete a run with its checkpoints and ended jobs. There is no way back.
@@ -70,18 +99,39 @@ def delete(
 
 def _runs_table(runs: list[RunStatus]) -> object:
     rows = [
-        (run.spec.name, run.newest_step, run.served.model if run.served else None, len(run.pending),
-         run.spec.lora.rank if run.spec.lora else "full", size(run.size), when(run.spec.created))
+        (
+            run.spec.name,
+            run.newest_step,
+            run.served.model if run.served else None,
+            len(run.pending),
+            run.spec.lora.rank if run.spec.lora else "full",
+            size(run.size),
+            when(run.spec.created),
+        )
         for run in runs
-    ]  # fmt: skip
-    return table("Runs", ["run", "newest step#", "served", "jobs#", "rank#", "size#", "created"], rows)
+    ]
+    return table(
+        "Runs", ["run", "newest step#", "served", "jobs#", "rank#", "size#", "created"], rows
+    )
 
 
 def run_details(run: RunStatus) -> object:
     spec, lora, fork, served = run.spec, run.spec.lora, run.spec.forked_from, run.served
-    shape = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {' '.join(lora.targets)}" if lora else "all weights"
-    took = ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items()) if served else ""
-    refused = f"step {served.refused_step}: {served.refused_reason}" if served and served.refused_step else None
+    shape = (
+        f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {' '.join(lora.targets)}"
+        if lora
+        else "all weights"
+    )
+    took = (
+        ", ".join(f"{part} {seconds:.2g} s" for part, seconds in served.seconds.items())
+        if served
+        else ""
+    )
+    refused = (
+        f"step {served.refused_step}: {served.refused_reason}"
+        if served and served.refused_step
+        else None
+    )
     return details(
         spec.name,
         [
@@ -91,7 +141,10 @@ def run_details(run: RunStatus) -> object:
             ("forked from", f"{fork.run}@{fork.step}" if fork else None),
             ("newest step", run.newest_step),
             ("on the volume", size(run.size)),
-            ("served", f"{served.model}, verified {when(served.verified)}" if served else "nothing yet"),
+            (
+                "served",
+                f"{served.model}, verified {when(served.verified)}" if served else "nothing yet",
+            ),
             ("weights", f"{served.weights}, by {served.transport}" if served else spec.weights),
             ("publication", took or None),
             ("log-prob error", f"{served.mean_abs_logprob_error:.2g} nats" if served else None),
@@ -114,11 +167,22 @@ def download(
     dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
     json: Json = False,
 ) -> None:
-    """Fetch a checkpoint: PEFT's adapter, the optimizer's state, the manifest. Checks each file's SHA-256."""
+    """Fetch a checkpoint: PEFT's adapter, the optimizer's state, the manifest. Checks each file's
+    SHA-256."""
     manifest = connect().download(run, step, dest)
     total = sum(entry.size for entry in manifest.files.values())
-    done = {"run": run, "step": step, "dest": str(dest), "bytes": total, "files": sorted(manifest.files)}
-    show(done, json, lambda _: f"{run}@{step} is in {dest} ({size(total)}, {len(manifest.files)} files)")
+    done = {
+        "run": run,
+        "step": step,
+        "dest": str(dest),
+        "bytes": total,
+        "files": sorted(manifest.files),
+    }
+    show(
+        done,
+        json,
+        lambda _: f"{run}@{step} is in {dest} ({size(total)}, {len(manifest.files)} files)",
+    )
 
 
 @checkpoints.command()
@@ -155,7 +219,8 @@ def unpin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
 
 @checkpoints.command()
 def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
-    """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or running jobs."""
+    """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or
+    running jobs."""
     done = connect().rollback(run, step)
     gone = ", ".join(map(str, done.discarded)) or "none"
     show(done, json, lambda _: f"{run} is at step {done.newest_step}; discarded: {gone}")
@@ -166,17 +231,22 @@ def export(
     step: StepArgument,
     dest: Annotated[Path, typer.Argument(metavar="DIR", help="The new directory.")],
     base_model: Annotated[
-        str | None, typer.Option(help="The base model on this machine: directory or hub name.  \\[default: the run's]")
+        str | None,
+        typer.Option(
+            help="The base model on this machine: directory or hub name.  \\[default: the run's]"
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into the weights; or the
-    step's own files, where the run trains all weights.
+    """Write a step as a Hugging Face model: the base model's files, with the adapter merged into
+    the weights; or the step's own files, where the run trains all weights.
 
-    transformers and vLLM load the directory as they load the base model. It appears only when it is complete.
+    transformers and vLLM load the directory as they load the base model. It appears only when it is
+    complete.
     """
     with data_extra("tandem export"):
-        from tandem.inference.merged_model import write_merged_model  # late: NumPy is for this command only
+        # Late: NumPy is for this command only.
+        from tandem.inference.merged_model import write_merged_model
 
     with staging(dest) as directory:
         tandem, staged = connect(), Path(directory)
@@ -189,7 +259,9 @@ def export(
         if spec.lora is not None:
             total = write_merged_model(staged / "model", Path(base), staged / "step", spec.lora)
         elif not manifest.files:
-            raise InvalidInput(f"step 0 of {run} is the base model, {spec.base_model}", field="step")
+            raise InvalidInput(
+                f"step 0 of {run} is the base model, {spec.base_model}", field="step"
+            )
         else:
             (staged / "step" / "manifest.json").unlink()
             (staged / "step").rename(staged / "model")
@@ -202,28 +274,46 @@ def export(
 
 def track(
     run: RunArgument,
-    to: Annotated[list[str], typer.Option(help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI; repeatable")],
+    to: Annotated[
+        list[str],
+        typer.Option(help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI; repeatable"),
+    ],
     follow: Annotated[bool, typer.Option(help="Go on with jobs to come, until Ctrl-C.")] = True,
     json: Json = False,
 ) -> None:
     """Write a run's metrics to experiment trackers, each optimizer step once.
 
-    Started again, also after a kill, it goes on where it stopped. Keys come from the environment (WANDB_API_KEY, ...).
+    Started again, also after a kill, it goes on where it stopped. Keys come from the environment
+    (WANDB_API_KEY, ...).
     """
     from tandem.client.track import track as start
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # W&B writes what it holds when it is closed
-    connect().get_run(run)  # a wrong address or name is told at once; later the controller may be away for long
+    # W&B writes what it holds when it is closed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A wrong address or name is told at once; later the controller may be away for long.
+    connect().get_run(run)
     with Tandem(patience=math.inf) as tandem:
         written = start(tandem, run, to, follow=follow)
-    show(written, json, lambda rows: "\n".join(f"{place}: {count} new rows" for place, count in rows.items()))
+    show(
+        written,
+        json,
+        lambda rows: "\n".join(f"{place}: {count} new rows" for place, count in rows.items()),
+    )
 
 
 def _checkpoints_table(run: str, infos: list[CheckpointInfo]) -> object:
     rows = []
     for info in infos:
         source = f"forked from {info.origin.run}@{info.origin.step}" if info.origin else info.job
-        loss, reward = (f"{info.metrics[m]:.4g}" if m in info.metrics else None for m in ("loss", "reward_mean"))
+        loss, reward = (
+            f"{info.metrics[m]:.4g}" if m in info.metrics else None for m in ("loss", "reward_mean")
+        )
         made = when(info.created), size(info.size), source or "the base model"
-        rows.append((info.step, *made, loss, reward, "pinned" if info.pinned else None, info.damage))
-    return table(f"Checkpoints of {run}", ["step#", "made", "size#", "by", "loss#", "reward#", "", "damage"], rows)
+        rows.append(
+            (info.step, *made, loss, reward, "pinned" if info.pinned else None, info.damage)
+        )
+    return table(
+        f"Checkpoints of {run}",
+        ["step#", "made", "size#", "by", "loss#", "reward#", "", "damage"],
+        rows,
+    )

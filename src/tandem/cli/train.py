@@ -1,4 +1,5 @@
-"""`tandem train`: a file of examples or pairs becomes a chain of jobs (`sft`, `dpo`), or a file becomes one (`job`)."""
+"""`tandem train`: a file of examples or pairs becomes a chain of jobs (`sft`, `dpo`), or a file
+becomes one (`job`)."""
 
 import json as jsonlib
 import sys
@@ -8,23 +9,58 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from tandem.cli.common import PATIENCE, Json, RunArgument, err, fields, out, read_toml, show, show_line
+from tandem.cli.common import (
+    PATIENCE,
+    Json,
+    RunArgument,
+    err,
+    fields,
+    out,
+    read_toml,
+    show,
+    show_line,
+)
 from tandem.cli.jobs import job_details
 from tandem.client import Event, JobStatus, Tandem
 from tandem.client.chain import Chain, DPOTraining, SFTTraining
 from tandem.errors import InvalidInput
 
-app = typer.Typer(help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True)
-_SHOWN = ["loss", "reward_mean", "pair_accuracy", "reward_margin", "learning_rate", "tokens_per_second"]
+app = typer.Typer(
+    help="Train a run: by a file of examples or pairs, or by one job.", no_args_is_help=True
+)
+_SHOWN = [
+    "loss",
+    "reward_mean",
+    "pair_accuracy",
+    "reward_margin",
+    "learning_rate",
+    "tokens_per_second",
+]
 _LINE_EVERY = 10  # optimizer steps, where the output is no terminal
 Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
-Run = Annotated[str | None, typer.Argument(metavar="RUN", help="The run; it is made if it does not exist.")]
-Data = Annotated[str | None, typer.Argument(metavar="DATA", help="A file or directory of examples (docs/data.md).")]
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="The run; it is made if it does not exist.")
+]
+Data = Annotated[
+    str | None,
+    typer.Argument(metavar="DATA", help="A file or directory of examples (docs/data.md)."),
+]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Another setting, such as optimizer.beta2=0.95; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another setting, such as optimizer.beta2=0.95; repeatable.",
+    ),
 ]
 
 
@@ -32,31 +68,68 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
     def command(
         run: Run = None,
         data: Data = None,
-        config: Annotated[Path | None, typer.Option(help="TOML with the same names; options override it.")] = None,
-        format: Annotated[str | None, typer.Option(help="Of DATA.  \\[default: found by its first record]")] = None,  # noqa: A002
-        held_out: Annotated[str | None, typer.Option(help="A file, or a share of DATA as 0.02, to evaluate.")] = None,
-        epochs: Annotated[int | None, typer.Option(help="Passes over DATA.  \\[default: 1]")] = None,
-        batch_size: Annotated[int | None, typer.Option(help="Examples per optimizer step.  \\[default: 32]")] = None,
-        learning_rate: Annotated[
-            float | None, typer.Option("--learning-rate", "--lr", help="\\[default: 2e-4; pairs: 2e-5]")
+        config: Annotated[
+            Path | None, typer.Option(help="TOML with the same names; options override it.")
         ] = None,
-        schedule: Annotated[str | None, typer.Option(help="constant, linear or cosine.  \\[default: cosine]")] = None,
-        warmup: Annotated[float | None, typer.Option(help="Steps, or a share of all.  \\[default: 0.03]")] = None,
-        checkpoint_every: Annotated[int | None, typer.Option(help="Optimizer steps per job.  \\[default: 100]")] = None,
-        sequence_length: Annotated[int | None, typer.Option(help="Tokens of a row.  \\[default: 2048]")] = None,
-        too_long: Annotated[str | None, typer.Option(help="refuse, drop or truncate.  \\[default: refuse]")] = None,
-        full: Annotated[bool, typer.Option("--full", help="A new run trains all weights instead of a LoRA.")] = False,
-        lora_rank: Annotated[int | None, typer.Option(help="Of a new run; alpha is twice that.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Of the order of the examples.  \\[default: 0]")] = None,
+        format: Annotated[  # noqa: A002
+            str | None, typer.Option(help="Of DATA.  \\[default: found by its first record]")
+        ] = None,
+        held_out: Annotated[
+            str | None, typer.Option(help="A file, or a share of DATA as 0.02, to evaluate.")
+        ] = None,
+        epochs: Annotated[
+            int | None, typer.Option(help="Passes over DATA.  \\[default: 1]")
+        ] = None,
+        batch_size: Annotated[
+            int | None, typer.Option(help="Examples per optimizer step.  \\[default: 32]")
+        ] = None,
+        learning_rate: Annotated[
+            float | None,
+            typer.Option("--learning-rate", "--lr", help="\\[default: 2e-4; pairs: 2e-5]"),
+        ] = None,
+        schedule: Annotated[
+            str | None, typer.Option(help="constant, linear or cosine.  \\[default: cosine]")
+        ] = None,
+        warmup: Annotated[
+            float | None, typer.Option(help="Steps, or a share of all.  \\[default: 0.03]")
+        ] = None,
+        checkpoint_every: Annotated[
+            int | None, typer.Option(help="Optimizer steps per job.  \\[default: 100]")
+        ] = None,
+        sequence_length: Annotated[
+            int | None, typer.Option(help="Tokens of a row.  \\[default: 2048]")
+        ] = None,
+        too_long: Annotated[
+            str | None, typer.Option(help="refuse, drop or truncate.  \\[default: refuse]")
+        ] = None,
+        full: Annotated[
+            bool, typer.Option("--full", help="A new run trains all weights instead of a LoRA.")
+        ] = False,
+        lora_rank: Annotated[
+            int | None, typer.Option(help="Of a new run; alpha is twice that.")
+        ] = None,
+        seed: Annotated[
+            int | None, typer.Option(help="Of the order of the examples.  \\[default: 0]")
+        ] = None,
         setting: Assignments = None,
         json: Json = False,
     ) -> None:
         given: dict[str, Any] = {
-            "run": run, "data": data, "format": format, "held_out": held_out, "epochs": epochs,
-            "batch_size": batch_size, "learning_rate": learning_rate, "schedule": schedule, "warmup": warmup,
-            "checkpoint_every": checkpoint_every, "sequence_length": sequence_length, "too_long": too_long,
-            "seed": seed, "trainable": "full" if full else None,
-        }  # fmt: skip
+            "run": run,
+            "data": data,
+            "format": format,
+            "held_out": held_out,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "schedule": schedule,
+            "warmup": warmup,
+            "checkpoint_every": checkpoint_every,
+            "sequence_length": sequence_length,
+            "too_long": too_long,
+            "seed": seed,
+            "trainable": "full" if full else None,
+        }
 
         def change(settings: dict[str, Any]) -> None:
             settings |= {name: value for name, value in given.items() if value is not None}
@@ -74,7 +147,9 @@ def _progress(json: bool) -> Progress:
     """A bar on stderr, where that is a terminal. Tasks have the field `shown`."""
     counted = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*counted, "{task.fields[shown]}", *times, console=err, disable=json or not err.is_terminal)
+    return Progress(
+        *counted, "{task.fields[shown]}", *times, console=err, disable=json or not err.is_terminal
+    )
 
 
 def _run_chain(chain: Chain, json: bool) -> None:
@@ -82,7 +157,10 @@ def _run_chain(chain: Chain, json: bool) -> None:
     with Tandem() as tandem, _progress(json) as progress:
         task = progress.add_task(config.run, total=chain.total, shown="waits")
         if not json:
-            err.print(f"{chain.examples} examples, {chain.total} optimizer steps in {len(chain.slices)} jobs")
+            err.print(
+                f"{chain.examples} examples, {chain.total} optimizer steps in {len(chain.slices)}"
+                " jobs"
+            )
         held_out = ""
 
         def on_step(step: int, event: Event) -> None:
@@ -97,7 +175,9 @@ def _run_chain(chain: Chain, json: bool) -> None:
                 progress.update(task, completed=step, shown=shown)
             if json:
                 show_line({"step": step, "job": event.job, **metrics})
-            elif not err.is_terminal and (event.type == "evaluated" or step % _LINE_EVERY == 0 or step == chain.total):
+            elif not err.is_terminal and (
+                event.type == "evaluated" or step % _LINE_EVERY == 0 or step == chain.total
+            ):
                 err.print(f"step {step}/{chain.total} {shown}", soft_wrap=True)
 
         try:
@@ -110,39 +190,60 @@ def _run_chain(chain: Chain, json: bool) -> None:
         out.print(f"vLLM serves {config.run}@{job.spec.base_step + 1}. {held_out}")
 
 
-app.command("sft", help="""Train on a file of examples: conversations, prompts with completions, texts or tokens.
-
-    The same command again goes on where it was, after Ctrl-C or anything else. `tandem data check DATA` shows what is
-    trained.
-    """)(_from_file(SFTTraining))  # fmt: skip
-app.command("dpo", help="""Train on pairs of a chosen and a rejected answer: DPO; IPO and SimPO by loss.kind.
+app.command(
+    "sft",
+    help="""Train on a file of examples: conversations, prompts with completions, texts or tokens.
 
     The same command again goes on where it was, after Ctrl-C or anything else.
-    """)(_from_file(DPOTraining))  # fmt: skip
+    `tandem data check DATA` shows what is trained.
+    """,
+)(_from_file(SFTTraining))
+app.command(
+    "dpo",
+    help="""Train on pairs of a chosen and a rejected answer: DPO; IPO and SimPO by loss.kind.
+
+    The same command again goes on where it was, after Ctrl-C or anything else.
+    """,
+)(_from_file(DPOTraining))
 
 
 @app.command()
 def job(
     run: RunArgument,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="JSON or JSON lines (see above); '-' is standard input.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="JSON or JSON lines (see above); '-' is standard input."
+        ),
+    ],
     setting: Assignments = None,
     id: Annotated[  # noqa: A002
-        str | None, typer.Option(help="Your own id for the job; sent twice with the same content it is one job.")
+        str | None,
+        typer.Option(
+            help="Your own id for the job; sent twice with the same content it is one job."
+        ),
     ] = None,
     base_step: Annotated[
-        int | None, typer.Option(help="Refuse unless the job would start from this step.  \\[default: the newest]")
+        int | None,
+        typer.Option(
+            help="Refuse unless the job would start from this step.  \\[default: the newest]"
+        ),
     ] = None,
     wait: Annotated[
-        Wait, typer.Option(help="Return when the job is queued (no), has succeeded, or its step is served.")
+        Wait,
+        typer.Option(
+            help="Return when the job is queued (no), has succeeded, or its step is served."
+        ),
     ] = Wait.SERVED,
     json: Json = False,
 ) -> None:
     """Train a run by one job of yours, which makes its next step.
 
     FILE is one of: [bold]JSON lines[/bold] (or a JSON array), where each line is an example for SFT
-    ({"messages": [...]}), a pair for DPO ({"prompt": ..., "chosen": ..., "rejected": ...}) or a group for RL
-    ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole [bold]request[/bold],
-    {"kind": "rl", "groups": [...], "loss": {...}, ...}, as the HTTP API takes it.
+    ({"messages": [...]}), a pair for DPO ({"prompt": ..., "chosen": ..., "rejected": ...}) or a
+    group for RL ({"trajectories": [{"turns": [...], "reward": 1.0}, ...]}); or a whole
+    [bold]request[/bold], {"kind": "rl", "groups": [...], "loss": {...}, ...}, as the HTTP API takes
+    it.
     """
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
@@ -174,17 +275,27 @@ def read_request(text: str) -> dict[str, Any]:
             kind = next((kind for name, kind in whole.items() if name in content), "sft")
             return {"kind": kind, **content}
         is_list = isinstance(content, list)
-        items = [(f"[{i}]", item) for i, item in enumerate(content)] if is_list else [("line 1", content)]
+        items = (
+            [(f"[{i}]", item) for i, item in enumerate(content)]
+            if is_list
+            else [("line 1", content)]
+        )
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
     # What only items of this kind have: a pair may have a prompt or messages, too.
-    marks = {"groups": {"trajectories"}, "pairs": {"chosen"}, "examples": {"messages", "prompt", "text", "token_ids"}}
+    marks = {
+        "groups": {"trajectories"},
+        "pairs": {"chosen"},
+        "examples": {"messages", "prompt", "text", "token_ids"},
+    }
     kinds: dict[str, str] = {}  # kind -> place of the first item of this kind
     for place, item in items:
         keys = item.keys() if isinstance(item, dict) else set[str]()
         if not (kind := next((kind for kind, names in marks.items() if names & keys), "")):
             examples = '("messages", "prompt", "text" or "token_ids")'
-            problem = f'neither a group ("trajectories") nor a pair ("chosen") nor an example {examples}'
+            problem = (
+                f'neither a group ("trajectories") nor a pair ("chosen") nor an example {examples}'
+            )
             raise InvalidInput(problem, field=f"FILE {place}")
         kinds.setdefault(kind, place)
     if len(kinds) > 1:
@@ -231,7 +342,12 @@ def _wait(tandem: Tandem, job: JobStatus, *, served: bool, json: bool) -> JobSta
                 progress.update(task, description=f"{name} {event.type}")
                 if event.type == "step":
                     done, total = event.data["step"], event.data["steps"]
-                    progress.update(task, completed=done, total=total, shown=fields(event.data["metrics"], _SHOWN))
+                    progress.update(
+                        task,
+                        completed=done,
+                        total=total,
+                        shown=fields(event.data["metrics"], _SHOWN),
+                    )
 
             job = tandem.wait_job(job.id, on_event=show_event)
             if served:

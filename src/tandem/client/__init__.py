@@ -1,4 +1,5 @@
-"""The Python client (docs/training.md). Imports httpx and pydantic; no torch, vLLM, transformers or numpy."""
+"""The Python client (docs/training.md). Imports httpx and pydantic; no torch, vLLM, transformers or
+numpy."""
 
 from typing import Any
 
@@ -25,19 +26,46 @@ from tandem.spool.schema import (
 from tandem.vllm_client.sampling import distorting
 
 __all__ = [
-    "AsyncTandem", "AttemptMemory", "CheckpointInfo", "DPOOptions", "Event", "Group", "JobError", "JobStatus",
-    "LogPart", "LoraShape", "Manifest", "OptimizerSettings", "PreferenceLoss", "PreferencePair", "RLLoss",
-    "RLOptions", "RankMemory", "RolledBack", "RunSpec", "RunStatus", "SFTExample", "SFTLoss", "SFTOptions",
-    "Served", "Tandem", "Trajectory", "TrajectoryBuilder", "Turn", "sampling_options", "turn_from_openai"
-]  # fmt: skip
+    "AsyncTandem",
+    "AttemptMemory",
+    "CheckpointInfo",
+    "DPOOptions",
+    "Event",
+    "Group",
+    "JobError",
+    "JobStatus",
+    "LogPart",
+    "LoraShape",
+    "Manifest",
+    "OptimizerSettings",
+    "PreferenceLoss",
+    "PreferencePair",
+    "RLLoss",
+    "RLOptions",
+    "RankMemory",
+    "RolledBack",
+    "RunSpec",
+    "RunStatus",
+    "SFTExample",
+    "SFTLoss",
+    "SFTOptions",
+    "Served",
+    "Tandem",
+    "Trajectory",
+    "TrajectoryBuilder",
+    "Turn",
+    "sampling_options",
+    "turn_from_openai",
+]
 
 
 def sampling_options(**extra_body: Any) -> dict[str, Any]:
     """Arguments with which a chat completion of the openai package returns what training needs.
 
-    These are the token ids of the prompt and of the answer, and the answer's log-probs. `extra_body` is passed on.
-    Raises InvalidInput for what changes the distribution that is sampled from, since the trainer computes the model's
-    own (`top_k`, `top_p`, `min_p`, penalties, ...): the log-probs of the two would never agree.
+    These are the token ids of the prompt and of the answer, and the answer's log-probs.
+    `extra_body` is passed on. Raises InvalidInput for what changes the distribution that is sampled
+    from, since the trainer computes the model's own (`top_k`, `top_p`, `min_p`, penalties, ...):
+    the log-probs of the two would never agree.
     """
     if refused := distorting(extra_body):
         raise InvalidInput(refused[1], field=refused[0])

@@ -1,4 +1,5 @@
-"""Every method of the client, written once: `AsyncTandem` inherits them, `Tandem` runs the same coroutines blocking."""
+"""Every method of the client, written once: `AsyncTandem` inherits them, `Tandem` runs the same
+coroutines blocking."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -8,10 +9,23 @@ from typing import Any, Literal, Unpack
 import httpx
 
 from tandem.client.download import staging, unpack
-from tandem.client.http import CONNECT_SECONDS, Backoff, Requests, events_of, raise_if_failed, whole_lines
+from tandem.client.http import (
+    CONNECT_SECONDS,
+    Backoff,
+    Requests,
+    events_of,
+    raise_if_failed,
+    whole_lines,
+)
 from tandem.client.memory import AttemptMemory, by_attempt
 from tandem.client.types import DPOOptions, LogPart, OnEvent, RLOptions, SFTOptions, Wait
-from tandem.controller.schemas import LOG_OFFSET_HEADER, CheckpointInfo, JobStatus, RolledBack, RunStatus
+from tandem.controller.schemas import (
+    LOG_OFFSET_HEADER,
+    CheckpointInfo,
+    JobStatus,
+    RolledBack,
+    RunStatus,
+)
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.inputs import Group
 from tandem.errors import Conflict, NotServed, TandemError
@@ -28,7 +42,8 @@ _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
 # The controller sends a keep-alive every 10 s; after 35 s without one the connection is dead.
 _SILENCE = httpx.Timeout(35.0, connect=CONNECT_SECONDS)
-# Pause before a stream that the controller ended (because it restarts, for example) is opened again.
+# Pause before a stream that the controller ended (because it restarts, for example) is opened
+# again.
 _REOPEN_SECONDS = 0.5
 _PAGE = 500
 
@@ -36,8 +51,8 @@ _PAGE = 500
 class Api(Requests):
     """The controller's API.
 
-    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable when the controller
-    has not answered for `patience` seconds.
+    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable
+    when the controller has not answered for `patience` seconds.
     """
 
     async def create_run(
@@ -50,14 +65,22 @@ class Api(Requests):
         weights: Literal["adapter", "merged"] | None = None,
         seed: int | None = None,
     ) -> RunStatus:
-        """Create a run, whose step 0 equals the base model. Creating the same run again changes nothing."""
+        """Create a run, whose step 0 equals the base model. Creating the same run again changes
+        nothing."""
         if isinstance(lora, LoraShape):
             lora = lora.model_dump(exclude_unset=True)  # the controller chooses the default targets
-        body = {"name": name, "base_model": base_model, "trainable": trainable, "weights": weights, "seed": seed}
+        body = {
+            "name": name,
+            "base_model": base_model,
+            "trainable": trainable,
+            "weights": weights,
+            "seed": seed,
+        }
         return await self._call(RunStatus, "POST", "runs", body={**body, "lora": lora})
 
     async def get_run(self, run: str) -> RunStatus:
-        """A run's specification, its newest step, what vLLM serves, and its queued and running jobs."""
+        """A run's specification, its newest step, what vLLM serves, and its queued and running
+        jobs."""
         return await self._call(RunStatus, "GET", "runs", run)
 
     async def list_runs(self) -> list[RunStatus]:
@@ -72,13 +95,19 @@ class Api(Requests):
     async def fork(self, run: str, step: int, name: str) -> RunStatus:
         """Create a run whose step 0 is a checkpoint of `run`, optimizer state included."""
         body = {"step": step, "name": name}
-        return await self._call(RunStatus, "POST", "runs", run, "fork", body=body, seconds=_FORK_SECONDS)
+        return await self._call(
+            RunStatus, "POST", "runs", run, "fork", body=body, seconds=_FORK_SECONDS
+        )
 
-    async def delete_run(self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS) -> None:
-        """Delete a run with its checkpoints and ended jobs; vLLM unloads what it serves of it. There is no way back.
+    async def delete_run(
+        self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS
+    ) -> None:
+        """Delete a run with its checkpoints and ended jobs; vLLM unloads what it serves of it.
+        There is no way back.
 
-        Conflict while the run has queued or running jobs. `cancel_jobs`: cancels them, and waits up to `timeout`
-        seconds until they have ended. The request is not repeated: after Unreachable, look at the list of runs first.
+        Conflict while the run has queued or running jobs. `cancel_jobs`: cancels them, and waits up
+        to `timeout` seconds until they have ended. The request is not repeated: after Unreachable,
+        look at the list of runs first.
         """
         until = time.monotonic() + timeout
         params = {"cancel_jobs": cancel_jobs}
@@ -100,16 +129,20 @@ class Api(Requests):
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint; Conflict for step 0, the newest, and one that is pinned, served or needed by a job. The
-        request is not repeated, like that of `delete_run`."""
+        """Delete a checkpoint; Conflict for step 0, the newest, and one that is pinned, served or
+        needed by a job. The request is not repeated, like that of `delete_run`."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
-        """Make `step` the newest again. The request is not repeated: after Unreachable, look at the run first."""
-        return await self._call(RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False)
+        """Make `step` the newest again. The request is not repeated: after Unreachable, look at the
+        run first."""
+        return await self._call(
+            RolledBack, "POST", "runs", run, "rollback", body={"step": step}, idempotent=False
+        )
 
     async def wait_served(self, run: str, step: int, timeout: float = SERVED_SECONDS) -> Served:
-        """Wait until vLLM serves step `step` of `run`, or a later one, and the publisher has verified it.
+        """Wait until vLLM serves step `step` of `run`, or a later one, and the publisher has
+        verified it.
 
         Raises NotServed when the publisher refused it, or after `timeout` seconds.
         """
@@ -123,7 +156,11 @@ class Api(Requests):
             if served is not None and served.refused_step == step:
                 raise NotServed(f"the publisher refused {run}@{step}: {served.refused_reason}")
             if time.monotonic() >= until:
-                now = f"vLLM serves {run}@{served.step}" if served else "vLLM serves no step of this run"
+                now = (
+                    f"vLLM serves {run}@{served.step}"
+                    if served
+                    else "vLLM serves no step of this run"
+                )
                 raise NotServed(
                     f"{run}@{step} was not served within {timeout:g} s ({now}; the newest step is "
                     f"{status.newest_step}); check that vLLM and the publisher run"
@@ -131,35 +168,59 @@ class Api(Requests):
             await self._http.sleep(_SERVED_POLL_SECONDS)
 
     async def train_rl(
-        self, run: str, groups: Sequence[Group | Mapping[str, Any]], *, wait: Wait | None = None,
-        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[RLOptions],
-    ) -> JobStatus:  # fmt: skip
-        """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is served ("served").
+        self,
+        run: str,
+        groups: Sequence[Group | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RLOptions],
+    ) -> JobStatus:
+        """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is
+        served ("served").
 
-        Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed, TimeoutError after
-        `timeout` seconds of waiting for the job.
+        Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed,
+        TimeoutError after `timeout` seconds of waiting for the job.
         """
         request = {"kind": "rl", "groups": groups, **options}
         return await self._train(run, request, wait, timeout, on_event)
 
     async def train_sft(
-        self, run: str, examples: Sequence[SFTExample | Mapping[str, Any]], *, wait: Wait | None = None,
-        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[SFTOptions],
-    ) -> JobStatus:  # fmt: skip
+        self,
+        run: str,
+        examples: Sequence[SFTExample | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[SFTOptions],
+    ) -> JobStatus:
         """Queue an SFT job; otherwise like `train_rl`."""
         request = {"kind": "sft", "examples": examples, **options}
         return await self._train(run, request, wait, timeout, on_event)
 
     async def train_dpo(
-        self, run: str, pairs: Sequence[PreferencePair | Mapping[str, Any]], *, wait: Wait | None = None,
-        timeout: float = JOB_SECONDS, on_event: OnEvent | None = None, **options: Unpack[DPOOptions],
-    ) -> JobStatus:  # fmt: skip
+        self,
+        run: str,
+        pairs: Sequence[PreferencePair | Mapping[str, Any]],
+        *,
+        wait: Wait | None = None,
+        timeout: float = JOB_SECONDS,
+        on_event: OnEvent | None = None,
+        **options: Unpack[DPOOptions],
+    ) -> JobStatus:
         """Queue a job of preference pairs; otherwise like `train_rl`."""
         request = {"kind": "dpo", "pairs": pairs, **options}
         return await self._train(run, request, wait, timeout, on_event)
 
     async def _train(
-        self, run: str, request: Mapping[str, Any], wait: Wait | None, timeout: float, on_event: OnEvent | None
+        self,
+        run: str,
+        request: Mapping[str, Any],
+        wait: Wait | None,
+        timeout: float,
+        on_event: OnEvent | None,
     ) -> JobStatus:
         job = await self.train(run, request)
         if wait is not None:
@@ -169,28 +230,39 @@ class Api(Requests):
         return job
 
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
-        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or "dpo")."""
+        """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or
+        "dpo")."""
         # With an id from here, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
-        return await self._call(JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS)
+        return await self._call(
+            JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS
+        )
 
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
         """How examples, and then pairs, would be trained: at most 1000 of each."""
-        body = {name: [one.model_dump(exclude_none=True) for one in ones]
-                for name, ones in (("examples", examples), ("pairs", pairs))}  # fmt: skip
-        return await self._call(list[Rendering], "POST", "data", "render", body=body, seconds=_PACKING_SECONDS)
+        body = {
+            name: [one.model_dump(exclude_none=True) for one in ones]
+            for name, ones in (("examples", examples), ("pairs", pairs))
+        }
+        return await self._call(
+            list[Rendering], "POST", "data", "render", body=body, seconds=_PACKING_SECONDS
+        )
 
     async def get_job(self, job: str) -> JobStatus:
         """A job's present state."""
         return await self._call(JobStatus, "GET", "jobs", job)
 
     async def list_jobs(
-        self, run: str | None = None, states: Sequence[JobState] = (), limit: int = 200, before: str | None = None
+        self,
+        run: str | None = None,
+        states: Sequence[JobState] = (),
+        limit: int = 200,
+        before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, at most 1000, oldest first; only of this run, in these states and older than the job
-        `before` where these are given."""
+        """The newest `limit` jobs, at most 1000, oldest first; only of this run, in these states
+        and older than the job `before` where these are given."""
         params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
@@ -198,8 +270,11 @@ class Api(Requests):
         """Request that a job stops; a job that has ended stays as it is."""
         return await self._call(JobStatus, "POST", "jobs", job, "cancel")
 
-    async def wait_job(self, job: str, timeout: float = JOB_SECONDS, on_event: OnEvent | None = None) -> JobStatus:
-        """Wait until a job has succeeded; raises JobFailed with the reason and the end of its log, or TimeoutError."""
+    async def wait_job(
+        self, job: str, timeout: float = JOB_SECONDS, on_event: OnEvent | None = None
+    ) -> JobStatus:
+        """Wait until a job has succeeded; raises JobFailed with the reason and the end of its log,
+        or TimeoutError."""
         until = time.monotonic() + timeout
         async for event in self.events(job, timeout=timeout):
             if on_event is not None:
@@ -207,13 +282,18 @@ class Api(Requests):
         # The terminal event comes a moment before the terminal state.
         while (status := await self.get_job(job)).state not in TERMINAL:
             if time.monotonic() > until:
-                raise TimeoutError(f"job {job} is still {status.state} after {timeout:g} s; it goes on")
+                raise TimeoutError(
+                    f"job {job} is still {status.state} after {timeout:g} s; it goes on"
+                )
             await self._http.sleep(_ENDED_POLL_SECONDS)
         raise_if_failed(status)
         return status
 
-    async def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> AsyncGenerator[Event, None]:
-        """A job's events as they happen, from the beginning or after seq `after`, to the terminal event.
+    async def events(
+        self, job: str, after: int = -1, timeout: float = JOB_SECONDS
+    ) -> AsyncGenerator[Event, None]:
+        """A job's events as they happen, from the beginning or after seq `after`, to the terminal
+        event.
 
         Reconnects where a connection breaks. Raises TimeoutError after `timeout` seconds.
         """
@@ -221,7 +301,9 @@ class Api(Requests):
         while not ended:
             pause = _REOPEN_SECONDS
             try:
-                async with self._stream("jobs", job, "events", params={"after": after}, timeout=_SILENCE) as chunks:
+                async with self._stream(
+                    "jobs", job, "events", params={"after": after}, timeout=_SILENCE
+                ) as chunks:
                     async for content in whole_lines(chunks):
                         backoff.reset()
                         for event in events_of(content):
@@ -229,7 +311,8 @@ class Api(Requests):
                             yield event
                         if not ended and time.monotonic() > until:
                             break  # keep-alives count too
-                if not ended and (await self.get_job(job)).state in TERMINAL:  # its writer was killed
+                # Its writer was killed.
+                if not ended and (await self.get_job(job)).state in TERMINAL:
                     ended = True
                     for event in await self.job_events(job, after):
                         yield event
@@ -244,11 +327,14 @@ class Api(Requests):
 
     async def job_events(self, job: str, after: int = -1) -> list[Event]:
         """The events written so far, `served` included."""
-        response = await self._request("GET", "jobs", job, "events", params={"wait": False, "after": after})
+        response = await self._request(
+            "GET", "jobs", job, "events", params={"wait": False, "after": after}
+        )
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """For each attempt: the memory of each rank after each phase, and what was left on the devices."""
+        """For each attempt: the memory of each rank after each phase, and what was left on the
+        devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:
@@ -260,14 +346,18 @@ class Api(Requests):
 
     async def log_part(self, job: str, offset: int = 0, tail: int | None = None) -> LogPart:
         """The log from byte `offset` on, or its last `tail` bytes; at most 1 MiB."""
-        response = await self._request("GET", "jobs", job, "log", params={"offset": offset, "tail": tail})
+        response = await self._request(
+            "GET", "jobs", job, "log", params={"offset": offset, "tail": tail}
+        )
         return LogPart(response.content, int(response.headers[LOG_OFFSET_HEADER]))
 
     async def checkpoints(self, run: str) -> list[CheckpointInfo]:
         """The run's checkpoints, oldest first."""
         found: list[CheckpointInfo] = []
         params = {"limit": _PAGE}
-        while page := await self._call(list[CheckpointInfo], "GET", "runs", run, "checkpoints", params=params):
+        while page := await self._call(
+            list[CheckpointInfo], "GET", "runs", run, "checkpoints", params=params
+        ):
             found = page + found
             params["before"] = found[0].step
         return found
@@ -276,11 +366,17 @@ class Api(Requests):
         """A checkpoint's manifest."""
         return await self._call(Manifest, "GET", "runs", run, "checkpoints", str(step))
 
-    async def download(self, run: str, step: int, dest: Path | str, *, weights_only: bool = False) -> Manifest:
-        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers where the run trains
-        all weights. Checks each file's SHA-256. `weights_only`: without the optimizer's state."""
+    async def download(
+        self, run: str, step: int, dest: Path | str, *, weights_only: bool = False
+    ) -> Manifest:
+        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers
+        where the run trains all weights. Checks each file's SHA-256. `weights_only`: without the
+        optimizer's state."""
         backoff, target, most = Backoff(self._patience), Path(dest), 0
-        parts, params = ("runs", run, "checkpoints", str(step), "download"), {"weights_only": weights_only}
+        parts, params = (
+            ("runs", run, "checkpoints", str(step), "download"),
+            {"weights_only": weights_only},
+        )
         with staging(target) as directory:
             archive = Path(directory, "archive.tar")
             while True:

@@ -3,8 +3,8 @@
 model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
 await model.register(TandemBackend())
 
-Rollouts go through the rollout door, so that each `Choice` of a trajectory has the token ids and log-probs that it was
-sampled with. Nothing is tokenised again.
+Rollouts go through the rollout door, so that each `Choice` of a trajectory has the token ids and
+log-probs that it was sampled with. Nothing is tokenised again.
 """
 
 import re
@@ -29,49 +29,87 @@ except ImportError as error:
 
 # Options of ART that Tandem does not have, and the values with which they do nothing.
 _NEUTRAL: dict[str, object] = {
-    "advantage_balance": 0.0, "mask_prob_ratio": False, "kimi_k2_tau": None, "kl_ref_adapter_path": None,
-    "max_negative_advantage_importance_sampling_weight": None, "allow_training_without_logprobs": False,
-    "plot_tensors": False, "scale_learning_rate_by_reward_std_dev": False, "logprob_calculation_chunk_size": 1024,
+    "advantage_balance": 0.0,
+    "mask_prob_ratio": False,
+    "kimi_k2_tau": None,
+    "kl_ref_adapter_path": None,
+    "max_negative_advantage_importance_sampling_weight": None,
+    "allow_training_without_logprobs": False,
+    "plot_tensors": False,
+    "scale_learning_rate_by_reward_std_dev": False,
+    "logprob_calculation_chunk_size": 1024,
     "num_trajectories_learning_rate_multiplier_power": 0.0,
-}  # fmt: skip
+}
 _PEFT_NEUTRAL: list[tuple[str, object]] = [
-    ("lora_dropout", 0), ("bias", "none"), ("use_rslora", False), ("init_lora_weights", True), ("loftq_config", None),
-    ("loftq_config", {}), ("layers_to_transform", None), ("layers_pattern", None), ("modules_to_save", None),
-]  # fmt: skip
-_PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")  # train the same
+    ("lora_dropout", 0),
+    ("bias", "none"),
+    ("use_rslora", False),
+    ("init_lora_weights", True),
+    ("loftq_config", None),
+    ("loftq_config", {}),
+    ("layers_to_transform", None),
+    ("layers_pattern", None),
+    ("modules_to_save", None),
+]
+# Train the same.
+_PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
 # Of a model's `_internal_config`: what the deployment chooses here.
 _DEPLOYMENTS = (
-    "peft_args", "engine_args", "init_args", "trainer_gpu_ids", "inference_gpu_ids", "rollout_weights_mode",
-    "allow_unvalidated_arch", "tinker_args", "tinker_native_args",
-)  # fmt: skip
+    "peft_args",
+    "engine_args",
+    "init_args",
+    "trainer_gpu_ids",
+    "inference_gpu_ids",
+    "rollout_weights_mode",
+    "allow_unvalidated_arch",
+    "tinker_args",
+    "tinker_native_args",
+)
 _ROLLOUTS = "chat_template_kwargs"  # ART's own client sends it
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
-    "loss": "loss/train", "grad_norm": "loss/grad_norm", "learning_rate": "loss/learning_rate",
-    "entropy": "loss/entropy", "kl_reference": "loss/kl_policy_ref", "kl_sampler": "loss/kl_sampler",
-    "clip_fraction": "loss/clip_fraction", "off_policy_steps_max": "offpolicy/steps_max",
-    "off_policy_steps_mean": "offpolicy/steps_mean", "trainable_tokens": "data/step_trainer_tokens",
-}  # fmt: skip
+    "loss": "loss/train",
+    "grad_norm": "loss/grad_norm",
+    "learning_rate": "loss/learning_rate",
+    "entropy": "loss/entropy",
+    "kl_reference": "loss/kl_policy_ref",
+    "kl_sampler": "loss/kl_sampler",
+    "clip_fraction": "loss/clip_fraction",
+    "off_policy_steps_max": "offpolicy/steps_max",
+    "off_policy_steps_mean": "offpolicy/steps_mean",
+    "trainable_tokens": "data/step_trainer_tokens",
+}
 _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`: vLLM's, default
-    TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: where ART keeps its own files; `sequence_length`: of a packed
-    row, at least the longest conversation; `options`: more settings of each job (`stall_seconds`, `labels`, ...).
+    """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`:
+    vLLM's, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: where ART keeps its own
+    files; `sequence_length`: of a packed row, at least the longest conversation; `options`: more
+    settings of each job (`stall_seconds`, `labels`, ...).
 
     A model is the run of its name; its newest served step is what `get_inference_name()` says.
     """
 
     def __init__(
-        self, url: str | None = None, api_key: str | None = None, *, inference_url: str | None = None,
-        path: str = ".art", sequence_length: int = 2048, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        url: str | None = None,
+        api_key: str | None = None,
+        *,
+        inference_url: str | None = None,
+        path: str = ".art",
+        sequence_length: int = 2048,
+        **options: Any,
+    ) -> None:
         self._tandem = AsyncTandem(url, api_key)
-        self._key = connection(url, api_key)["headers"].get("Authorization", "Bearer none").removeprefix("Bearer ")
+        self._key = (
+            connection(url, api_key)["headers"]
+            .get("Authorization", "Bearer none")
+            .removeprefix("Bearer ")
+        )
         self._door = vllm_url(inference_url)
         self._path, self._sequence_length, self._options = path, sequence_length, options
         self._served: dict[str, int] = {}
@@ -87,7 +125,9 @@ class TandemBackend:
         given = _lora(model._internal_config or {})
         lora = _PEFT_DEFAULTS | given if given else None
         try:
-            status = await self._tandem.create_run(_run(model), base_model=model.base_model, lora=lora)
+            status = await self._tandem.create_run(
+                _run(model), base_model=model.base_model, lora=lora
+            )
         except Conflict:  # it has another shape, for example because it is a fork
             status = await self._tandem.get_run(_run(model))
             asked = LoraShape.model_validate(given).model_dump(include=set(given))
@@ -99,7 +139,9 @@ class TandemBackend:
 
     async def _prepare_backend_for_training(self, _model: Any, config: Any) -> tuple[str, str]:
         if config:
-            raise InvalidInput("Tandem's vLLM runs already; its settings are the deployment's", field="config")
+            raise InvalidInput(
+                "Tandem's vLLM runs already; its settings are the deployment's", field="config"
+            )
         return f"{self._door}/rollout/v1", self._key
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
@@ -112,52 +154,81 @@ class TandemBackend:
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         """Delete the other checkpoints that ART knows, except those that Tandem still needs."""
         for info in await self._tandem.checkpoints(_run(model)):
-            # ART lists what to keep of those with a directory; others may be of another program or machine.
+            # ART lists what to keep of those with a directory; others may be of another program or
+            # machine.
             if info.step not in steps_to_keep and _marker(model, info.step).is_dir():
                 with suppress(Conflict, NotFound):
                     await self._tandem.delete_checkpoint(_run(model), info.step)
                     shutil.rmtree(_marker(model, info.step), ignore_errors=True)
 
     async def train(
-        self, model: Any, trajectory_groups: Iterable[Any], *, learning_rate: float = 1e-5, **options: Any
+        self,
+        model: Any,
+        trajectory_groups: Iterable[Any],
+        *,
+        learning_rate: float = 1e-5,
+        **options: Any,
     ) -> TrainResult:
         """One job, and one optimizer step over all groups; returns when vLLM serves the new step.
 
-        InvalidInput names an option that Tandem can't follow (docs/art.md), and a choice that did not come through the
-        rollout door. Without any variance in the rewards nothing is trained.
+        InvalidInput names an option that Tandem can't follow (docs/art.md), and a choice that did
+        not come through the rollout door. Without any variance in the rewards nothing is trained.
         """
         groups = [
-            {"trajectories": [_trajectory(t, f"groups.{g}.trajectories.{i}") for i, t in enumerate(group.trajectories)]}
+            {
+                "trajectories": [
+                    _trajectory(t, f"groups.{g}.trajectories.{i}")
+                    for i, t in enumerate(group.trajectories)
+                ]
+            }
             for g, group in enumerate(group for group in trajectory_groups if group.trajectories)
         ]
         settings = _job_settings(learning_rate, len(groups), self._sequence_length, options)
         try:
-            job = await self._tandem.train_rl(_run(model), groups, wait="served", **self._with_options(settings))
+            job = await self._tandem.train_rl(
+                _run(model), groups, wait="served", **self._with_options(settings)
+            )
         except NothingToLearn:
             return TrainResult(step=await self._get_step(model))
         events = await self._tandem.job_events(job.id)
-        metrics = average_metric_samples(_metrics(event.data) for event in events if event.type == "step")
+        metrics = average_metric_samples(
+            _metrics(event.data) for event in events if event.type == "step"
+        )
         return TrainResult(step=await self._arrived(model, job.spec.base_step + 1), metrics=metrics)
 
     async def _train_sft(
-        self, model: Any, trajectories: Iterable[Any], config: Any, _dev_config: Any, _verbose: bool = False
+        self,
+        model: Any,
+        trajectories: Iterable[Any],
+        config: Any,
+        _dev_config: Any,
+        _verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
-        """One job for consecutive batches of one learning rate; yields the metrics of each optimizer step."""
+        """One job for consecutive batches of one learning rate; yields the metrics of each
+        optimizer step."""
         if (model._internal_config or {}).get(_ROLLOUTS):
-            raise InvalidInput("Tandem renders conversations without it; leave it out", field=_ROLLOUTS)
+            raise InvalidInput(
+                "Tandem renders conversations without it; leave it out", field=_ROLLOUTS
+            )
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched(map(_example, trajectories), size))
         rate = config.learning_rate
         rates = rate if isinstance(rate, list) else [rate] * len(batches)
         if len(rates) < len(batches):
-            raise InvalidInput(f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate")
+            raise InvalidInput(
+                f"{len(rates)} learning rates for {len(batches)} batches", field="learning_rate"
+            )
         step = None
         for rate, part in groupby(zip(rates, batches, strict=False), key=lambda pair: pair[0]):
             own = {"packing": {"sequence_length": self._sequence_length}}
             own |= {"optimizer": {"learning_rate": rate, "batch_size": size}}
             of_rl = ("loss", "advantage", "max_off_policy_steps")
-            options: Any = {name: value for name, value in self._with_options(own).items() if name not in of_rl}
-            job = await self._tandem.train_sft(_run(model), list(chain(*(batch for _, batch in part))), **options)
+            options: Any = {
+                name: value for name, value in self._with_options(own).items() if name not in of_rl
+            }
+            job = await self._tandem.train_sft(
+                _run(model), list(chain(*(batch for _, batch in part))), **options
+            )
             async for event in self._tandem.events(job.id):
                 if event.type == "step":
                     yield _metrics(event.data)
@@ -168,13 +239,16 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. Where both have a value, the call's counts, also ART's
-        default."""
-        merged = {name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()}
+        """The backend's options, joined with a call's own. Where both have a value, the call's
+        counts, also ART's default."""
+        merged = {
+            name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
+        }
         return self._options | merged
 
     async def _arrived(self, model: Any, step: int) -> int:
-        """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it may delete."""
+        """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it
+        may delete."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
@@ -185,11 +259,19 @@ def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's `_internal_config` asks for of the LoRA's shape."""
     for name, value in config.items():
         if value and name not in (*_DEPLOYMENTS, _ROLLOUTS):
-            raise InvalidInput(f"Tandem does not have this option ({value!r}); leave it out", field=name)
+            raise InvalidInput(
+                f"Tandem does not have this option ({value!r}); leave it out", field=name
+            )
     peft = config.get("peft_args") or {}
     for name, value in peft.items():
-        if name not in _PEFT_NAMES and name not in _PEFT_SPEED and (name, value) not in _PEFT_NEUTRAL:
-            raise InvalidInput(f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}")
+        if (
+            name not in _PEFT_NAMES
+            and name not in _PEFT_SPEED
+            and (name, value) not in _PEFT_NEUTRAL
+        ):
+            raise InvalidInput(
+                f"Tandem does not have this option ({value!r})", field=f"peft_args.{name}"
+            )
     return {_PEFT_NAMES[name]: value for name, value in peft.items() if name in _PEFT_NAMES}
 
 
@@ -211,7 +293,9 @@ def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
                     turns.append(turn_from_openai(item))
                 except InvalidInput as error:
                     at = f"{where}.messages_and_choices.{i}.{error.field}"
-                    problem = f"{error.message}; model.openai_client() goes through Tandem's rollout door"
+                    problem = (
+                        f"{error.message}; model.openai_client() goes through Tandem's rollout door"
+                    )
                     raise InvalidInput(problem, field=at) from error
     if not turns:
         raise InvalidInput("no Choice among its messages, so nothing was sampled", field=where)
@@ -220,24 +304,34 @@ def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
 
 
 def _example(trajectory: Any) -> dict[str, Any]:
-    return {"messages": trajectory.messages()} | ({"tools": trajectory.tools} if trajectory.tools else {})
+    return {"messages": trajectory.messages()} | (
+        {"tools": trajectory.tools} if trajectory.tools else {}
+    )
 
 
 def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
     return {name: step["metrics"][own] for own, name in _METRICS.items() if own in step["metrics"]}
 
 
-def _job_settings(learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]) -> dict[str, Any]:
+def _job_settings(
+    learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]
+) -> dict[str, Any]:
     """ART's options of `train` as Tandem's. Takes the options that it knows out of `options`."""
     take = options.pop
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:
         raise InvalidInput(f"{kind!r}: Tandem has {', '.join(_POLICIES)}", field="loss_fn")
     # ART divides the advantages by their mean size, and only then adds its KL term.
-    loss: dict[str, Any] = {"policy": _POLICIES[kind], "normalisation": "trajectory", "advantage_scale": "mean_abs"}
+    loss: dict[str, Any] = {
+        "policy": _POLICIES[kind],
+        "normalisation": "trajectory",
+        "advantage_scale": "mean_abs",
+    }
     defaults: dict[str, tuple[float, float | None]] = {
-        "cispo": (1.0, 4.0), "ppo": (0.2, None), "importance_sampling": (1.0, _UNBOUNDED),
-    }  # fmt: skip
+        "cispo": (1.0, 4.0),
+        "ppo": (0.2, None),
+        "importance_sampling": (1.0, _UNBOUNDED),
+    }
     given: list[float | None] = [take("epsilon", None), take("epsilon_high", None)]
     low = defaults[kind][0] if given[0] is None else given[0]
     high = defaults[kind][1] if given[1] is None else given[1]
@@ -245,9 +339,13 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
     loss["clip_low"] = 1 - bounds.pop("clip_low_threshold", 1 - low)
     loss["clip_high"] = bounds.pop("clip_high_threshold", 1 + (low if high is None else high)) - 1
     if bounds:
-        raise InvalidInput(f"Tandem has no {next(iter(bounds))!r}; leave it out", field="loss_fn_config")
+        raise InvalidInput(
+            f"Tandem has no {next(iter(bounds))!r}; leave it out", field="loss_fn_config"
+        )
     if (level := take("importance_sampling_level", "token")) not in ("token", "sequence"):
-        raise InvalidInput(f"{level!r}: Tandem has token and sequence", field="importance_sampling_level")
+        raise InvalidInput(
+            f"{level!r}: Tandem has token and sequence", field="importance_sampling_level"
+        )
     loss["ratio_level"] = level
     reference = take("kl_penalty_reference_step", None)
     if coefficient := take("kl_penalty_coef", 0.0):
@@ -267,6 +365,8 @@ def _job_settings(learning_rate: float, groups: int, sequence_length: int, optio
         take(ignored, None)
     for name, value in options.items():
         if name not in _NEUTRAL or value not in (None, _NEUTRAL[name]):
-            raise InvalidInput(f"Tandem does not have this option of ART ({value!r}); leave it out", field=name)
+            raise InvalidInput(
+                f"Tandem does not have this option of ART ({value!r}); leave it out", field=name
+            )
     shape = {"optimizer": optimizer, "packing": {"sequence_length": rows}}
     return {"loss": loss, "advantage": {"scale": "group" if scale else "none"}, **shape}

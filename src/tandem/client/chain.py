@@ -1,7 +1,9 @@
-"""A training longer than a job: a file of examples or pairs as a chain of jobs, each of which makes a checkpoint.
+"""A training longer than a job: a file of examples or pairs as a chain of jobs, each of which makes
+a checkpoint.
 
-The content of the file and the settings name the jobs, so the same training started again goes on where it was: the
-run's checkpoints say which jobs have succeeded. Only the slice of one job is in memory.
+The content of the file and the settings name the jobs, so the same training started again goes on
+where it was: the run's checkpoints say which jobs have succeeded. Only the slice of one job is in
+memory.
 """
 
 import hashlib
@@ -38,7 +40,8 @@ _LIMITS = {"deadline_seconds", "stall_seconds", "max_attempts"}
 
 
 class TrainingConfig(Record):
-    """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML file."""
+    """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML
+    file."""
 
     run: RunName
     data: str  # a file of examples or pairs; docs/data.md lists the formats
@@ -51,15 +54,18 @@ class TrainingConfig(Record):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = Field(default=0.03, ge=0)  # optimizer steps, or below 1 the share of all
     floor: float = Field(default=0.0, ge=0, le=1)  # share of the learning rate at the end
-    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job, which makes a checkpoint
-    evaluate_every: int = Field(default=1, ge=1)  # jobs from one that computes the held-out loss to the next
+    # Optimizer steps of a job, which makes a checkpoint.
+    checkpoint_every: int = Field(default=100, ge=1)
+    # Jobs from one that computes the held-out loss to the next.
+    evaluate_every: int = Field(default=1, ge=1)
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
     seed: int = Field(default=0, strict=True)  # of the order of the examples
-    deadline_seconds: float = Field(default=86400.0, gt=0)  # this and the next two: limits of each job
+    # This and the next two: limits of each job.
+    deadline_seconds: float = Field(default=86400.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
 
@@ -67,9 +73,18 @@ class TrainingConfig(Record):
     def _share(self) -> Self:
         if isinstance(self.held_out, float) and not 0 < self.held_out < 1:
             raise ValueError("held_out is a file or a share between 0 and 1")
-        others = {"learning_rate", "schedule", "epochs", "batch_size", "grad_accumulation_sequences"}
+        others = {
+            "learning_rate",
+            "schedule",
+            "epochs",
+            "batch_size",
+            "grad_accumulation_sequences",
+        }
         if given := sorted(others & self.optimizer.model_fields_set):
-            raise ValueError(f"optimizer.{given[0]}: the training sets it; see learning_rate, schedule and batch_size")
+            raise ValueError(
+                f"optimizer.{given[0]}: the training sets it; see learning_rate, schedule and"
+                " batch_size"
+            )
         return self
 
 
@@ -85,8 +100,9 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training, which are a part of one epoch or several
-    whole epochs. The trainer visits the batches of these in another order in each epoch."""
+    """A job of the chain: optimizer steps [first, last) of the whole training, which are a part of
+    one epoch or several whole epochs. The trainer visits the batches of these in another order in
+    each epoch."""
 
     number: int
     first: int
@@ -94,7 +110,8 @@ class Slice:
 
 
 class Chain:
-    """One training. InvalidInput (field: the setting, or the file) if its data can't be opened or is too little."""
+    """One training. InvalidInput (field: the setting, or the file) if its data can't be opened or
+    is too little."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
@@ -117,32 +134,47 @@ class Chain:
         self._per_epoch = math.ceil(len(indices) / config.batch_size)
         self.total = config.epochs * self._per_epoch
         self.slices = _slices(self.total, self._per_epoch, config.checkpoint_every)
-        held_out_digest = _digest(Path(config.held_out)) if isinstance(config.held_out, str) else str(config.held_out)
+        held_out_digest = (
+            _digest(Path(config.held_out))
+            if isinstance(config.held_out, str)
+            else str(config.held_out)
+        )
         # What may be changed to go on after a refusal in mid-training names no job.
-        settings = config.model_dump_json(exclude={"data", "held_out", "sequence_length", "too_long", *_LIMITS})
+        settings = config.model_dump_json(
+            exclude={"data", "held_out", "sequence_length", "too_long", *_LIMITS}
+        )
         content = [settings, _digest(Path(config.data)), held_out_digest]
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
         warmup = min(warmup, self.total - 1)
-        self._schedule = Schedule(shape=config.schedule, total=self.total, warmup=warmup, floor=config.floor)
+        self._schedule = Schedule(
+            shape=config.schedule, total=self.total, warmup=warmup, floor=config.floor
+        )
 
     def run(self, tandem: Tandem, on_step: OnStep = lambda *_: None) -> JobStatus:
         """Submit what is not done yet, one job ahead of the one that trains, and wait for the last.
 
-        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed, with which the
-        chain ends; `run` again takes that job up once more. Conflict if another training of the run came between, or
-        if it trains something else than `trainable` and `lora` say.
+        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises
+        JobFailed, with which the chain ends; `run` again takes that job up once more. Conflict if
+        another training of the run came between, or if it trains something else than `trainable`
+        and `lora` say.
         """
         made = False
         try:
-            raise_if_other(tandem.get_run(self.config.run), self.config.model_dump(exclude_unset=True), "lora")
+            raise_if_other(
+                tandem.get_run(self.config.run), self.config.model_dump(exclude_unset=True), "lora"
+            )
         except NotFound:
-            tandem.create_run(self.config.run, trainable=self.config.trainable, lora=self.config.lora)
+            tandem.create_run(
+                self.config.run, trainable=self.config.trainable, lora=self.config.lora
+            )
             made = True
         first, start = self._done(tandem)
         if first == len(self.slices) and start is not None:
             newest = f"{self.config.run}@{start + first}"
-            raise Conflict(f"this training is complete: it made {newest}; for another one change its seed")
+            raise Conflict(
+                f"this training is complete: it made {newest}; for another one change its seed"
+            )
         try:
             job = self._submit(tandem, self.slices[first], start)
         except InvalidInput:
@@ -158,10 +190,11 @@ class Chain:
                 done = tandem.wait_job(
                     job.id,
                     math.inf,
-                    lambda event, part=part: on_step(_steps(part, event), event),  # type: ignore[misc]
+                    lambda event: on_step(_steps(part, event), event),  # noqa: B023
                 )
             except Conflict:
-                tandem.wait_job(job.id, math.inf)  # raises JobFailed if it failed before the next one was submitted
+                # Raises JobFailed if it failed before the next one was submitted.
+                tandem.wait_job(job.id, math.inf)
                 raise
             except JobFailed:
                 if ahead != job:
@@ -171,7 +204,8 @@ class Chain:
         return done
 
     def _done(self, tandem: Tandem) -> tuple[int, int | None]:
-        """How many of the jobs have made their checkpoints, and the step that the first one started from, if known."""
+        """How many of the jobs have made their checkpoints, and the step that the first one started
+        from, if known."""
         for checkpoint in reversed(tandem.checkpoints(self.config.run)):
             name, _, rest = (checkpoint.job or "").partition(".")
             if name == self.name:
@@ -181,7 +215,10 @@ class Chain:
 
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
         """The job of this part: the one that waits, runs or has succeeded, or else a new one."""
-        tries = (f"{self.name}.{part.number:05}" + (f".{again}" if again else "") for again in range(1000))
+        tries = (
+            f"{self.name}.{part.number:05}" + (f".{again}" if again else "")
+            for again in range(1000)
+        )
         for name in tries:
             try:
                 job = tandem.get_job(name)
@@ -192,7 +229,9 @@ class Chain:
                     raise self._as_given(error, part) from error
             if job.state not in ("failed", "cancelled") and not self._rolled_back(tandem, job):
                 return job
-        raise Conflict(f"part {part.number} of {self.name} has failed too often; change the training's seed")
+        raise Conflict(
+            f"part {part.number} of {self.name} has failed too often; change the training's seed"
+        )
 
     def _rolled_back(self, tandem: Tandem, job: JobStatus) -> bool:
         """Whether the job has succeeded and its step has left the run's chain since."""
@@ -203,14 +242,28 @@ class Chain:
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
         config, loss = self.config, self.config.loss
         follows = start is not None
-        if follows and config.kind == "dpo" and config.loss.kind != "simpo" and config.loss.reference == "start":
-            loss = config.loss.model_copy(update={"reference": start})  # one reference for the whole chain
+        if (
+            follows
+            and config.kind == "dpo"
+            and config.loss.kind != "simpo"
+            and config.loss.reference == "start"
+        ):
+            # One reference for the whole chain.
+            loss = config.loss.model_copy(update={"reference": start})
         rate = config.learning_rate or (2e-4 if config.kind == "sft" else 2e-5)
-        evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(self.slices)
-        own = {"schedule": self._schedule.model_copy(update={"start": part.first}), "batch_size": config.batch_size,
-               "epochs": max(1, (part.last - part.first) // self._per_epoch), "learning_rate": rate}  # fmt: skip
+        evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(
+            self.slices
+        )
+        own = {
+            "schedule": self._schedule.model_copy(update={"start": part.first}),
+            "batch_size": config.batch_size,
+            "epochs": max(1, (part.last - part.first) // self._per_epoch),
+            "learning_rate": rate,
+        }
         return {
-            "kind": config.kind, "id": name, "base_step": None if start is None else start + part.number,
+            "kind": config.kind,
+            "id": name,
+            "base_step": None if start is None else start + part.number,
             self._key: [self._data[index][1] for index in self._part(part)],
             "held_out": [record for _, record in self._held_out] if evaluated else [],
             "loss": loss.model_dump(),
@@ -218,11 +271,11 @@ class Chain:
             "optimizer": config.optimizer.model_copy(update=own).model_dump(),
             "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
             **config.model_dump(include=_LIMITS),
-        }  # fmt: skip
+        }
 
     def _as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """A refusal of `examples.17.messages`, with the place in the file instead, and with the training's names of
-        settings instead of the request's."""
+        """A refusal of `examples.17.messages`, with the place in the file instead, and with the
+        training's names of settings instead of the request's."""
         error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name == "packing":
@@ -231,7 +284,9 @@ class Chain:
             return error
         at = int(index)
         place, _ = self._held_out[at] if name == "held_out" else self._data[self._part(part)[at]]
-        return InvalidInput(error.message, field=f"{place}: {'.'.join(rest[:-1])}".removesuffix(": "))
+        return InvalidInput(
+            error.message, field=f"{place}: {'.'.join(rest[:-1])}".removesuffix(": ")
+        )
 
     def _part(self, part: Slice) -> list[int]:
         """The records of a job, in the order of its epoch, drawn from the seed."""
@@ -243,9 +298,14 @@ class Chain:
 
 
 def _slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of a part of one."""
+    """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of
+    a part of one."""
     block = max(1, most // per_epoch) * per_epoch
-    firsts = [first for start in range(0, total, block) for first in range(start, min(start + block, total), most)]
+    firsts = [
+        first
+        for start in range(0, total, block)
+        for first in range(start, min(start + block, total), most)
+    ]
     return [Slice(number, *steps) for number, steps in enumerate(pairwise([*firsts, total]))]
 
 
@@ -257,7 +317,8 @@ def _steps(part: Slice, event: Event) -> int:
 
 
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
-    """The file, of which every record has the right shape: none is refused when half of them have trained."""
+    """The file, of which every record has the right shape: none is refused when half of them have
+    trained."""
     examples = Examples(path, config.format, config.kind)
     for index in range(len(examples)):
         examples.parse(index)
@@ -267,7 +328,11 @@ def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
 def _digest(path: Path) -> str:
     """SHA-256 of a file; of a directory's files by name and size."""
     if path.is_dir():
-        names = sorted((str(file.relative_to(path)), file.stat().st_size) for file in path.rglob("*") if file.is_file())
+        names = sorted(
+            (str(file.relative_to(path)), file.stat().st_size)
+            for file in path.rglob("*")
+            if file.is_file()
+        )
         return hashlib.sha256(repr(names).encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,5 @@
-"""The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`, `Tandem` runs them over I/O that blocks."""
+"""The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`, `Tandem` runs them over
+I/O that blocks."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import wraps
@@ -14,7 +15,9 @@ from tandem.spool.schema import Event
 class AsyncTandem(Api):
     """`tandem.client.Tandem` with coroutines; use it in one event loop."""
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0
+    ) -> None:
         self._client = httpx.AsyncClient(**connection(base_url, api_key))
         super().__init__(AsyncHttp(self._client), patience)
 
@@ -34,7 +37,8 @@ class AsyncTandem(Api):
 
 
 def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over `BlockingHttp`: it ends at its first step, because nothing suspends it."""
+    """The result of a coroutine over `BlockingHttp`: it ends at its first step, because nothing
+    suspends it."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -70,13 +74,15 @@ def _blocking[**P, T](
 class Tandem:
     """Talks to a controller; several threads may use it.
 
-    `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to TANDEM_API_KEY or the file that
-    TANDEM_API_KEY_FILE names. `patience`: seconds for which a request is repeated while the controller doesn't answer.
-    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable when patience is
-    exhausted.
+    `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to
+    TANDEM_API_KEY or the file that TANDEM_API_KEY_FILE names. `patience`: seconds for which a
+    request is repeated while the controller doesn't answer. Refusals are raised as the classes of
+    `tandem.errors`, with the offending `field`; Unreachable when patience is exhausted.
     """
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0
+    ) -> None:
         self._client = httpx.Client(**connection(base_url, api_key))
         self._api = Api(BlockingHttp(self._client), patience)
 
@@ -121,7 +127,8 @@ class Tandem:
     log_part = _blocking(Api.log_part)
 
     def events(self, job: str, after: int = -1, timeout: float = JOB_SECONDS) -> Iterator[Event]:
-        """A job's events as they happen, after seq `after`, to the terminal one; raises TimeoutError."""
+        """A job's events as they happen, after seq `after`, to the terminal one; raises
+        TimeoutError."""
         return _iterate(self._api.events(job, after, timeout))
 
     checkpoints = _blocking(Api.checkpoints)

@@ -1,4 +1,5 @@
-"""Directories that appear only when they are complete, and a checkpoint's archive as one; no network I/O here."""
+"""Directories that appear only when they are complete, and a checkpoint's archive as one; no
+network I/O here."""
 
 import tarfile
 from pathlib import Path
@@ -12,10 +13,13 @@ from tandem.spool.schema import Manifest
 def staging(target: Path) -> TemporaryDirectory[str]:
     """A directory beside `target`, in which `target` is made before it is renamed.
 
-    Raises InvalidInput if `target` exists and is not an empty directory, or one that nothing can be renamed onto.
+    Raises InvalidInput if `target` exists and is not an empty directory, or one that nothing can be
+    renamed onto.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InvalidInput(f"{target} exists and is not an empty directory; choose another", field="dest")
+        raise InvalidInput(
+            f"{target} exists and is not an empty directory; choose another", field="dest"
+        )
     if target.exists() and (target.samefile(".") or target.is_mount() or target.is_symlink()):
         which = "the current directory, a mount point or a link, which can't be replaced"
         raise InvalidInput(f"{target} is {which}; name a new directory in it", field="dest")
@@ -24,7 +28,8 @@ def staging(target: Path) -> TemporaryDirectory[str]:
 
 
 def unpack(archive: Path, target: Path) -> Manifest:
-    """Unpack a checkpoint's tar beside it, compare each file's SHA-256 with the manifest, and rename it to `target`.
+    """Unpack a checkpoint's tar beside it, compare each file's SHA-256 with the manifest, and
+    rename it to `target`.
 
     Raises CheckpointDamaged where a file is missing or differs.
     """

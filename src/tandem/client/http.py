@@ -1,5 +1,5 @@
-"""HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and requests that are
-repeated."""
+"""HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and
+requests that are repeated."""
 
 import asyncio
 import os
@@ -25,14 +25,20 @@ ANSWER_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 # The controller, or a proxy before it, cannot answer now but may soon.
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
+_CLASSES = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TandemError)
+]
 # Base classes come first in the module: of several classes with one code the base is raised.
 _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
-def connection(base_url: str | None, api_key: str | None, given_by: str = "base_url") -> dict[str, Any]:
-    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY, TANDEM_API_KEY_FILE.
-    InvalidInput where that file can't be read, or the URL is none."""
+def connection(
+    base_url: str | None, api_key: str | None, given_by: str = "base_url"
+) -> dict[str, Any]:
+    """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY,
+    TANDEM_API_KEY_FILE. InvalidInput where that file can't be read, or the URL is none."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     given_by = given_by if base_url else "TANDEM_URL"
     try:
@@ -46,14 +52,21 @@ def connection(base_url: str | None, api_key: str | None, given_by: str = "base_
         try:
             key = Path(file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE") from error
+            raise InvalidInput(
+                f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE"
+            ) from error
     # A controller accepts several keys, so the variable may hold several; a client sends the first.
     keys = (key or "").replace(",", " ").split()
     if keys and not (keys[0].isascii() and keys[0].isprintable()):
-        raise InvalidInput("the API key has other characters than printable ASCII", field="TANDEM_API_KEY")
-    headers = {"User-Agent": f"tandem/{__version__}"} | ({"Authorization": f"Bearer {keys[0]}"} if keys else {})
+        raise InvalidInput(
+            "the API key has other characters than printable ASCII", field="TANDEM_API_KEY"
+        )
+    headers = {"User-Agent": f"tandem/{__version__}"} | (
+        {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    )
     timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)  # each wait and stream holds one
+    # Each wait and stream holds one.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout, "limits": limits}
 
 
@@ -64,14 +77,14 @@ def path(*parts: str) -> str:
 
 def _unreachable(error: httpx.TransportError) -> Unreachable:
     return Unreachable(
-        f"the controller did not answer ({type(error).__name__}: {error}); check that it runs and that TANDEM_URL is "
-        "its address"
+        f"the controller did not answer ({type(error).__name__}: {error}); check that it runs and"
+        " that TANDEM_URL is its address"
     )
 
 
 def error_of(response: httpx.Response) -> TandemError:
-    """The exception that the controller raised, from a response whose body has been read; `retriable` where another
-    attempt may help."""
+    """The exception that the controller raised, from a response whose body has been read;
+    `retriable` where another attempt may help."""
     retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
@@ -84,7 +97,8 @@ def error_of(response: httpx.Response) -> TandemError:
 
 
 def raise_if_failed(job: JobStatus) -> None:
-    """Raises JobFailed, with the reason and the end of the log, for a job that ended without success."""
+    """Raises JobFailed, with the reason and the end of the log, for a job that ended without
+    success."""
     if job.state == "succeeded":
         return
     reason = job.error.type if job.error else job.state
@@ -97,8 +111,8 @@ def raise_if_failed(job: JobStatus) -> None:
 
 
 def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> None:
-    """Raises Conflict, with this field, where an existing run trains something else than the `trainable` and `lora`
-    that are given."""
+    """Raises Conflict, with this field, where an existing run trains something else than the
+    `trainable` and `lora` that are given."""
     existing, lora = run.spec.lora, wanted.get("lora") or {}
     other = lora.items() - (existing.model_dump() if existing else {}).items()
     if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
@@ -108,21 +122,24 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
 
 
 def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> bool:
-    """Whether a rollback took the step that the job made from step `base` out of the run's chain, which now has these
-    checkpoints."""
-    made, step = {info.step: info.job for info in checkpoints}, base + 1  # a damaged one names no job
+    """Whether a rollback took the step that the job made from step `base` out of the run's chain,
+    which now has these checkpoints."""
+    # A damaged one names no job.
+    made, step = {info.step: info.job for info in checkpoints}, base + 1
     return made[step] not in (job, None) if step in made else max(made) < step
 
 
 class Backoff:
-    """Pauses between attempts: doubling from `first` to `longest` seconds, with jitter so that clients don't retry in
-    step.
+    """Pauses between attempts: doubling from `first` to `longest` seconds, with jitter so that
+    clients don't retry in step.
 
-    They end `patience` seconds after the first failure since the last success, so a request that takes longer than
-    that is repeated too.
+    They end `patience` seconds after the first failure since the last success, so a request that
+    takes longer than that is repeated too.
     """
 
-    def __init__(self, patience: float, first: float = _FIRST_PAUSE, longest: float = _LONGEST_PAUSE) -> None:
+    def __init__(
+        self, patience: float, first: float = _FIRST_PAUSE, longest: float = _LONGEST_PAUSE
+    ) -> None:
         self.patience, self._first, self._longest = patience, first, longest
         self.reset()
 
@@ -144,7 +161,8 @@ class Backoff:
 
 
 class AsyncHttp:
-    """I/O that suspends the coroutine. `arguments` are those of `httpx.Client.request`; so are the errors raised."""
+    """I/O that suspends the coroutine. `arguments` are those of `httpx.Client.request`; so are the
+    errors raised."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -170,7 +188,8 @@ class AsyncHttp:
 
 
 class BlockingHttp:
-    """`AsyncHttp` that blocks the thread instead: coroutines that do their I/O by it are never suspended."""
+    """`AsyncHttp` that blocks the thread instead: coroutines that do their I/O by it are never
+    suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -209,7 +228,8 @@ async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 def events_of(content: bytes) -> list[Event]:
     """The events in whole lines of Server-Sent Events; their data repeats the other fields.
 
-    Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text may contain.
+    Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text
+    may contain.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
     return [event for line in lines if (event := _event(line.removeprefix(b"data:"))) is not None]
@@ -220,13 +240,16 @@ def _event(line: bytes) -> Event | None:
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:
-        if [(reason["loc"], reason["type"]) for reason in error.errors()] == [(("type",), "literal_error")]:
+        if [(reason["loc"], reason["type"]) for reason in error.errors()] == [
+            (("type",), "literal_error")
+        ]:
             return None
         raise _not_understood(line) from error
 
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
-    """An answer of the controller, which may be newer than this client and say more. TandemError where it is none."""
+    """An answer of the controller, which may be newer than this client and say more. TandemError
+    where it is none."""
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:
@@ -234,7 +257,10 @@ def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
 
 
 def _not_understood(content: bytes) -> TandemError:
-    problem = f"version {__version__} does not understand this answer; check TANDEM_URL, and the controller's version"
+    problem = (
+        f"version {__version__} does not understand this answer; check TANDEM_URL, and the"
+        " controller's version"
+    )
     return TandemError(f"{problem}: {content[:200].decode(errors='replace')}")
 
 
@@ -257,10 +283,11 @@ class Requests:
         idempotent: bool = True,
         seconds: float = ANSWER_SECONDS,
     ) -> httpx.Response:
-        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds; without what is None.
+        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds; without
+        what is None.
 
-        A request that is not idempotent is repeated only where it cannot have arrived. Raises the controller's error,
-        or Unreachable.
+        A request that is not idempotent is repeated only where it cannot have arrived. Raises the
+        controller's error, or Unreachable.
         """
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         arguments: dict[str, Any] = {"method": method, "url": path(*parts), "timeout": timeout}
@@ -285,8 +312,8 @@ class Requests:
 
     @asynccontextmanager
     async def _stream(self, *parts: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or Unreachable, also in the
-        middle of it."""
+        """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or
+        Unreachable, also in the middle of it."""
         try:
             async with self._http.stream(path(*parts), **arguments) as chunks:
                 yield chunks

@@ -20,11 +20,14 @@ class AttemptMemory(BaseModel):
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the largest of all ranks: phases of the last optimizer step that `ranks` lacks."""
+    """Phase -> kind -> bytes, the largest of all ranks: phases of the last optimizer step that
+    `ranks` lacks."""
     released: bool = False  # the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # processes that survived SIGKILL
-    most: dict[str, int] = Field(default_factory=dict)  # UUID -> most bytes in use, by any process, while ranks ran
-    left: dict[str, int | None] = Field(default_factory=dict)  # UUID -> bytes left in use; None: not measured
+    # UUID -> most bytes in use, by any process, while ranks ran.
+    most: dict[str, int] = Field(default_factory=dict)
+    # UUID -> bytes left in use; None: not measured.
+    left: dict[str, int | None] = Field(default_factory=dict)
 
 
 def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
@@ -54,13 +57,18 @@ def by_attempt(events: Iterable[Event]) -> list[AttemptMemory]:
 
 
 def _ranks(data: Mapping[str, Any]) -> dict[int, RankMemory]:
-    return {int(rank): RankMemory.model_validate(memory) for rank, memory in (data.get("memory") or {}).items()}
+    return {
+        int(rank): RankMemory.model_validate(memory)
+        for rank, memory in (data.get("memory") or {}).items()
+    }
 
 
 def _step_memory(metrics: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """Phase -> kind -> bytes, of the metrics named `memory_<phase>_<kind>_bytes`."""
     phases: dict[str, dict[str, int]] = {}
     for name, value in metrics.items():
-        if value is not None and (match := re.fullmatch(rf"memory_(.+)_({'|'.join(KINDS)})_bytes", name)):
+        if value is not None and (
+            match := re.fullmatch(rf"memory_(.+)_({'|'.join(KINDS)})_bytes", name)
+        ):
             phases.setdefault(match[1], {})[match[2]] = int(value)
     return phases

@@ -1,8 +1,8 @@
 """verifiers: its rollouts become groups for `train_rl`.
 
-Version 0.4 (`verifiers.v1`): `Environment` runs an agent on a taskset, `trace_to_trajectory` takes any trace. The old
-API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample through the rollout door, then `outputs_to_groups`. Tokens and
-log-probs are the sampler's own in both.
+Version 0.4 (`verifiers.v1`): `Environment` runs an agent on a taskset, `trace_to_trajectory` takes
+any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample through the rollout door,
+then `outputs_to_groups`. Tokens and log-probs are the sampler's own in both.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ Group = dict[str, list[dict[str, Any]]]
 
 
 def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
-    """A trace of `verifiers.v1` as a trajectory: each sampled span of its trainable branches is a turn.
+    """A trace of `verifiers.v1` as a trajectory: each sampled span of its trainable branches is a
+    turn.
 
-    None for a trace that failed, of an agent that is not trained, or without a sampled token. InvalidInput for one
-    without token ids: it was not sampled through a TrainClientConfig.
+    None for a trace that failed, of an agent that is not trained, or without a sampled token.
+    InvalidInput for one without token ids: it was not sampled through a TrainClientConfig.
     """
     if trace.has_error or not trace.agent.trainable:
         return None
@@ -33,20 +34,29 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
         if not branch.trainable:
             continue
         if not branch.token_ids:
-            raise InvalidInput("no token ids: sample with vf.TrainClientConfig", field=f"branches.{branch.index}")
+            raise InvalidInput(
+                "no token ids: sample with vf.TrainClientConfig", field=f"branches.{branch.index}"
+            )
         turns |= {
             (*turn["prompt_token_ids"], *turn["token_ids"]): turn
             for turn in _turns(branch.token_ids, branch.sampled_mask, branch.logprobs, step)
         }
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return {"turns": list(turns.values()), "reward": float(trace.reward), "metrics": metrics} if turns else None
+    return (
+        {"turns": list(turns.values()), "reward": float(trace.reward), "metrics": metrics}
+        if turns
+        else None
+    )
 
 
-def outputs_to_groups(outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int | None = None) -> list[Group]:
-    """The outputs of the old API's `env.generate(..., state_columns=["trajectory"])`, one group per example.
+def outputs_to_groups(
+    outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int | None = None
+) -> list[Group]:
+    """The outputs of the old API's `env.generate(..., state_columns=["trajectory"])`, one group per
+    example.
 
-    `step`: of the checkpoint that sampled them. Rollouts with an error are left out. InvalidInput for a step without
-    token ids: it was not sampled through the rollout door.
+    `step`: of the checkpoint that sampled them. Rollouts with an error are left out. InvalidInput
+    for a step without token ids: it was not sampled through the rollout door.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -56,14 +66,20 @@ def outputs_to_groups(outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], 
         turns: list[dict[str, Any]] = []
         for k, part in enumerate(rollout.get("trajectory") or [{}]):
             if not (tokens := part.get("tokens")):
-                problem = 'no token ids: sample through /rollout/v1, with state_columns=["trajectory"]'
+                problem = (
+                    'no token ids: sample through /rollout/v1, with state_columns=["trajectory"]'
+                )
                 raise InvalidInput(problem, field=f"outputs.{i}.trajectory.{k}.tokens")
             prompt = tokens["prompt_ids"]
             mask = [False] * len(prompt) + [bool(sampled) for sampled in tokens["completion_mask"]]
             logprobs = [0.0] * len(prompt) + tokens["completion_logprobs"]
             turns += _turns([*prompt, *tokens["completion_ids"]], mask, logprobs, step)
         if turns:
-            trajectory = {"turns": turns, "reward": float(rollout["reward"]), "metrics": rollout.get("metrics") or {}}
+            trajectory = {
+                "turns": turns,
+                "reward": float(rollout["reward"]),
+                "metrics": rollout.get("metrics") or {},
+            }
             groups.setdefault(rollout["example_id"], []).append(trajectory)
     return [{"trajectories": trajectories} for trajectories in groups.values()]
 
@@ -72,38 +88,55 @@ class Environment:
     """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
     `use = "verifiers:<taskset>"`, with the rest under `arguments`.
 
-    `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name; `inference_url`:
-    vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the key in TANDEM_API_KEY;
-    `harness`: its programs run as processes on this machine; `renderer`: a RendererConfig or its fields, by default the
-    model's own; `sampling`: vLLM's options; `agent`: other fields of vf.AgentConfig (`max_turns`, `timeout`).
+    `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name;
+    `inference_url`: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the key
+    in TANDEM_API_KEY; `harness`: its programs run as processes on this machine; `renderer`: a
+    RendererConfig or its fields, by default the model's own; `sampling`: vLLM's options; `agent`:
+    other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
 
     def __init__(
-        self, name: Any, *, tokenizer: str, inference_url: str | None = None, harness: str = "null",
-        renderer: Any = None, sampling: Mapping[str, Any] | None = None, **agent: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: Any,
+        *,
+        tokenizer: str,
+        inference_url: str | None = None,
+        harness: str = "null",
+        renderer: Any = None,
+        sampling: Mapping[str, Any] | None = None,
+        **agent: Any,
+    ) -> None:
         try:
             import verifiers.v1 as vf
             from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
         except ImportError as error:
-            raise ImportError("Environment needs the package verifiers: pip install 'verifiers>=0.4'") from error
+            raise ImportError(
+                "Environment needs the package verifiers: pip install 'verifiers>=0.4'"
+            ) from error
         self._options = dict(sampling or {})
         if refused := distorting(self._options):
             raise InvalidInput(refused[1], field=f"sampling.{refused[0]}")
-        keys = {"api_key_var": "TANDEM_API_KEY", "renderer": renderer, "renderer_model_name": tokenizer}
+        keys = {
+            "api_key_var": "TANDEM_API_KEY",
+            "renderer": renderer,
+            "renderer_model_name": tokenizer,
+        }
         client = vf.TrainClientConfig(base_url=f"{vllm_url(inference_url)}/rollout/v1", **keys)
         given = {"harness": {"id": harness}, "runtime": vf.SubprocessConfig(), **agent}
         config = partial(vf.AgentConfig, client=client, **given)
         self._agent: Callable[..., Any] = lambda model, **options: vf.Agent(
             config(model=model, sampling={"temperature": 1.0, **options, **self._options})
         )
-        self._taskset = load_taskset(taskset_config_type(name)(id=name)) if isinstance(name, str) else name
+        self._taskset = (
+            load_taskset(taskset_config_type(name)(id=name)) if isinstance(name, str) else name
+        )
 
     def tasks(self) -> Iterable[Any]:
         return list(self._taskset) if self._taskset.bounded else self._taskset
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
-        """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError where the rollout fails."""
+        """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError where
+        the rollout fails."""
         wanted = loop_options(sampler.options, self._options, "arguments.sampling.temperature")
         trace = await self._agent(sampler.model, **wanted).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
@@ -111,10 +144,17 @@ class Environment:
         return trajectory
 
     async def groups(
-        self, run: str, step: int, *, group_size: int = 8, tasks: Iterable[Any] | None = None, concurrency: int = 32
+        self,
+        run: str,
+        step: int,
+        *,
+        group_size: int = 8,
+        tasks: Iterable[Any] | None = None,
+        concurrency: int = 32,
     ) -> AsyncIterator[Group]:
-        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end; by default for all
-        tasks. Rollouts that fail are left out; TandemError where all of a task fail."""
+        """A group of trajectories of `<run>@<step>` for each task, in the order in which they end;
+        by default for all tasks. Rollouts that fail are left out; TandemError where all of a task
+        fail."""
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)
@@ -126,7 +166,9 @@ class Environment:
 
             traces = await asyncio.gather(*(one() for _ in range(group_size)))
             if not (made := [t for trace in traces if (t := trace_to_trajectory(trace))]):
-                raise TandemError(f"all rollouts of task {task.data.idx} failed: {_problem(traces[-1])}")
+                raise TandemError(
+                    f"all rollouts of task {task.data.idx} failed: {_problem(traces[-1])}"
+                )
             return {"trajectories": made}
 
         async with self._agent(f"{run}@{step}") as agent:
@@ -145,14 +187,20 @@ def _problem(trace: Any) -> str:
     return f"{error.type}: {error.message}" if error else "nothing was sampled"
 
 
-def _turns(ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None) -> list[dict[str, Any]]:
-    """A turn for each span of sampled tokens, with everything before it as its prompt. All lists are as long as
-    `ids`."""
+def _turns(
+    ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None
+) -> list[dict[str, Any]]:
+    """A turn for each span of sampled tokens, with everything before it as its prompt. All lists
+    are as long as `ids`."""
     turns = []
     for is_sampled, positions in groupby(range(len(ids)), key=sampled.__getitem__):
         if is_sampled:
             first, *rest = positions
             end = rest[-1] + 1 if rest else first + 1
-            turn = {"prompt_token_ids": ids[:first], "token_ids": ids[first:end], "logprobs": logprobs[first:end]}
+            turn = {
+                "prompt_token_ids": ids[:first],
+                "token_ids": ids[first:end],
+                "logprobs": logprobs[first:end],
+            }
             turns.append(turn if step is None else {**turn, "policy_step": step})
     return turns

@@ -1,1 +1,2 @@
-"""The HTTP API: it validates requests, writes them to the spool, and reports the spool's state. No GPU, no torch."""
+"""The HTTP API: it validates requests, writes them to the spool, and reports the spool's state. No
+GPU, no torch."""

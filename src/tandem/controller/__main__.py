@@ -29,17 +29,22 @@ M_ARENA_MAX = -8
 
 
 def main() -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could not listen."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could
+    not listen."""
     free_path_names()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Exit status 0 for a signal before uvicorn handles signals, and for the one that it raises again at its end.
+        # Exit status 0 for a signal before uvicorn handles signals, and for the one that it raises
+        # again at its end.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
-        # With an arena for each thread, glibc keeps more of what was freed after each crowd of requests or streams.
+        # With an arena for each thread, glibc keeps more of what was freed after each crowd of
+        # requests or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
-    # Without this, transformers imports an installed torch along with any tokenizer: seconds and gigabytes for nothing.
+    # Without this, transformers imports an installed torch along with any tokenizer: seconds and
+    # gigabytes for nothing.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it prints that it misses torch, not as JSON
+    # It prints that it misses torch, not as JSON.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         settings = load_settings()
         settings.check_bind()
@@ -65,17 +70,22 @@ def main() -> int:
         server.run(_sockets_for_both(settings))
     except OSError as error:
         address = f"[::]:{settings.controller_port}"
-        print(f"tandem controller: can't listen on {address}: {error}; set TANDEM_CONTROLLER_PORT", file=sys.stderr)
+        print(
+            f"tandem controller: can't listen on {address}: {error}; set TANDEM_CONTROLLER_PORT",
+            file=sys.stderr,
+        )
     return 0 if server.started else 3
 
 
 def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
-    """What listens on `::`, for IPv6 and IPv4; None for another host. asyncio's would take IPv6 only, but clients in
-    the container ask 127.0.0.1."""
+    """What listens on `::`, for IPv6 and IPv4; None for another host. asyncio's would take IPv6
+    only, but clients in the container ask 127.0.0.1."""
     if settings.controller_host != "::":
         return None
     address = "::", settings.controller_port
-    return [socket.create_server(address, family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)]
+    return [
+        socket.create_server(address, family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+    ]
 
 
 def _is_news(record: logging.LogRecord) -> bool:

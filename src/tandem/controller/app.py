@@ -1,4 +1,5 @@
-"""The FastAPI application: its routes, its middleware, its own `/metrics`, and its OpenAPI document."""
+"""The FastAPI application: its routes, its middleware, its own `/metrics`, and its OpenAPI
+document."""
 
 import ctypes
 import gc
@@ -30,13 +31,16 @@ from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
 
-_DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow the job, take
-the checkpoint.
+_DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow
+the job, take the checkpoint.
 
 Sampling is vLLM's own OpenAI-compatible API; a run's step is its model `<run>@<step>`.
 Every refusal is `{"error": {"type", "message", "field"}}`."""
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorBody, "description": "The key is missing or is not one of this deployment's."},
+    401: {
+        "model": ErrorBody,
+        "description": "The key is missing or is not one of this deployment's.",
+    },
     404: {"model": ErrorBody, "description": "The run, step or job does not exist."},
     409: {"model": ErrorBody, "description": "The request doesn't fit the present state."},
     413: {"model": ErrorBody, "description": "The body is too large."},
@@ -90,7 +94,11 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
     def spool() -> Spool:
         return deployment.spool
 
-    app.state.collectors = BuildCollector(), QueueCollector(spool), VolumesCollector(spool, downloads())
+    app.state.collectors = (
+        BuildCollector(),
+        QueueCollector(spool),
+        VolumesCollector(spool, downloads()),
+    )
     page = Page(app.state.collectors, deployment.counts)
 
     @app.get("/metrics", include_in_schema=False)
@@ -100,14 +108,16 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
     for path, methods in app.openapi()["paths"].items():
         for method in methods:
-            for status_class in ("2xx", "4xx", "5xx"):  # increase() misses the first request of a series without a 0
+            # increase() misses the first request of a series without a 0.
+            for status_class in ("2xx", "4xx", "5xx"):
                 labels = {"route": path, "method": method.upper(), "status_class": status_class}
                 deployment.counts.inc("tandem_http_requests_total", 0, **labels)
 
 
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
-    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may hang."""
+    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may
+    hang."""
     deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
@@ -118,10 +128,11 @@ async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
-    """Removes what dead processes left on the volume and what the settings do not keep, until `stop` is set.
+    """Removes what dead processes left on the volume and what the settings do not keep, until
+    `stop` is set.
 
-    Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own allocator keeps a MiB as
-    long as a byte of it is in use, and uses it again for the next streams.
+    Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own
+    allocator keeps a MiB as long as a byte of it is in use, and uses it again for the next streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()
@@ -140,11 +151,15 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's document, and the schemas of the bodies that routes parse themselves."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
         components = schema["components"]["schemas"]
         bodies: dict[str, Any] = {"TrainRequest": TrainRequest, "RenderRequest": RenderRequest}
         for request, body in bodies.items():
-            components[request] = TypeAdapter(body).json_schema(ref_template="#/components/schemas/{model}")
+            components[request] = TypeAdapter(body).json_schema(
+                ref_template="#/components/schemas/{model}"
+            )
             for name, part in components[request].pop("$defs").items():
                 components.setdefault(name, part)
         app.openapi_schema = schema

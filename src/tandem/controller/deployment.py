@@ -1,4 +1,5 @@
-"""What the routes share: settings, spool, the base model's architecture, and threads for heavy work."""
+"""What the routes share: settings, spool, the base model's architecture, and threads for heavy
+work."""
 
 import threading
 from functools import cached_property
@@ -15,13 +16,14 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory, so others wait. Small ones
-# wait for the volume most of the time, and little memory is enough for them.
+# Parsing and packing a batch takes a core and several times the request's size in memory, so others
+# wait. Small ones wait for the volume most of the time, and little memory is enough for them.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """One per controller process; everything in it can be read from the settings and the spool again.
+    """One per controller process; everything in it can be read from the settings and the spool
+    again.
 
     Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
     """
@@ -34,7 +36,8 @@ class Deployment:
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
-        self.merged_runs = threading.Lock()  # held while a run with merged weights is checked and made: there is one
+        # Held while a run with merged weights is checked and made: there is one.
+        self.merged_runs = threading.Lock()
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)
 
@@ -45,11 +48,13 @@ class Deployment:
 
     @cached_property
     def arch(self) -> Arch:
-        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at the next access."""
+        """The base model's architecture, read once. Raises as `read_arch` does, and tries again at
+        the next access."""
         return read_arch(self.model_path)
 
     def is_base_model(self, name: str) -> bool:
-        """Whether `name` is the deployment's base model, by its name or by the path it resolves to."""
+        """Whether `name` is the deployment's base model, by its name or by the path it resolves
+        to."""
         return name == self.base_model or resolve_model(self.settings.root, name) == self.model_path
 
 

@@ -1,6 +1,8 @@
-"""Event streams: one look at all followed files for all their readers, and bounded memory for each reader.
+"""Event streams: one look at all followed files for all their readers, and bounded memory for each
+reader.
 
-A reader holds one part of its file at a time, and reads the next only when its client has taken this one.
+A reader holds one part of its file at a time, and reads the next only when its client has taken
+this one.
 """
 
 import os
@@ -40,7 +42,8 @@ class EventStreams:
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        self._files = WeakValueDictionary[str, _File]()  # job -> its file, as long as somebody follows the job
+        # Job -> its file, as long as somebody follows the job.
+        self._files = WeakValueDictionary[str, _File]()
         self._looked = 0.0  # monotonic
         # Threads of its own, so that streams don't wait for heavy requests.
         self._threads = anyio.CapacityLimiter(_THREADS)
@@ -49,17 +52,21 @@ class EventStreams:
         """NotFound without the job."""
         await to_thread.run_sync(self._spool.jobs.get, job, limiter=self._threads)
 
-    async def follow(self, job: str, after: int, *, wait: bool, stopping: anyio.Event) -> AsyncIterator[bytes]:
-        """The job's events after seq `after` as Server-Sent Events, until its terminal event; without `wait`, those
-        written so far.
+    async def follow(
+        self, job: str, after: int, *, wait: bool, stopping: anyio.Event
+    ) -> AsyncIterator[bytes]:
+        """The job's events after seq `after` as Server-Sent Events, until its terminal event;
+        without `wait`, those written so far.
 
-        The stream also ends when `stopping` is set, or when the job ended without a terminal event because its writer
-        died: clients then reconnect, or read the job. An event's `id` is its seq, which clients send as Last-Event-ID.
+        The stream also ends when `stopping` is set, or when the job ended without a terminal event
+        because its writer died: clients then reconnect, or read the job. An event's `id` is its
+        seq, which clients send as Last-Event-ID.
         """
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0
         while not stopping.is_set():
-            ended = file.ended  # before the events are read: a job that has ended by now has written all of them
+            # Before the events are read: a job that has ended by now has written all of them.
+            ended = file.ended
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
             if terminal:
@@ -74,14 +81,19 @@ class EventStreams:
             file.size = size  # the last look may have been before this reading
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                if time.monotonic() >= self._looked + POLL_SECONDS:  # no other reader has looked meanwhile
+                # No other reader has looked meanwhile.
+                if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
-                    await to_thread.run_sync(self._look, list(self._files.items()), limiter=self._threads)
+                    await to_thread.run_sync(
+                        self._look, list(self._files.items()), limiter=self._threads
+                    )
 
     def _read(self, job: str, offset: int, after: int) -> tuple[bytes, int, int, bool]:
-        """A part of the file, the offset of the next one, where reading ended, and whether the terminal event is in it.
+        """A part of the file, the offset of the next one, where reading ended, and whether the
+        terminal event is in it.
 
-        A reader holds bytes while its client takes them, because events would take many times their size.
+        A reader holds bytes while its client takes them, because events would take many times their
+        size.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)

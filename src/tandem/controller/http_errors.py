@@ -1,4 +1,5 @@
-"""Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its TandemError."""
+"""Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its
+TandemError."""
 
 import json
 from collections.abc import Mapping
@@ -30,11 +31,14 @@ def response_of(error: TandemError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return _response(error.http_status, headers, type=error.code, message=error.message, field=error.field)
+    return _response(
+        error.http_status, headers, type=error.code, message=error.message, field=error.field
+    )
 
 
 def refuse(error: TandemError) -> JSONResponse:
-    """The response to a request whose body is not read: the connection cannot carry another request."""
+    """The response to a request whose body is not read: the connection cannot carry another
+    request."""
     response = response_of(error)
     response.headers["Connection"] = "close"
     return response
@@ -52,9 +56,11 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags, are pydantic's own.
+    """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags,
+    are pydantic's own.
 
-    The last part of a "missing" error is a key that `data` lacks. A body that is no object is at fault itself.
+    The last part of a "missing" error is a key that `data` lacks. A body that is no object is at
+    fault itself.
     """
     if not isinstance(data, dict):
         return ["body"]
@@ -96,20 +102,25 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, TandemError):  # FastAPI wraps errors that are raised while it reads a body
+        # FastAPI wraps errors that are raised while it reads a body.
+        if isinstance(error.__cause__, TandemError):
             return await _tandem_error(request, error.__cause__)
         if isinstance(error.__cause__, ValueError):  # so are those of a body that is not UTF-8
             return response_of(_NOT_JSON)
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:
             message += f": {request.method} {request.url.path}"
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:  # Starlette names only the methods of the path's first route
+        # Starlette names only the methods of the path's first route.
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers = {"Allow": ", ".join(sorted(_methods(request)))}
         return _response(status, headers, type=status.name.lower(), message=message)
 
     @app.exception_handler(ClientDisconnect)
-    async def _hung_up(_: Request, __: ClientDisconnect) -> JSONResponse:  # nobody reads it, but it is counted
-        return _response(400, type="bad_request", message="the client hung up before its request was complete")
+    # Nobody reads it, but it is counted.
+    async def _hung_up(_: Request, __: ClientDisconnect) -> JSONResponse:
+        return _response(
+            400, type="bad_request", message="the client hung up before its request was complete"
+        )
 
     @app.exception_handler(Exception)
     async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback
@@ -118,9 +129,13 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _methods(request: Request) -> set[str]:
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    routes = [
+        route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE
+    ]
     return {method for route in routes for method in getattr(route, "methods", None) or ()}
 
 
-def _response(status: int, headers: Mapping[str, str] | None = None, **detail: str | None) -> JSONResponse:
+def _response(
+    status: int, headers: Mapping[str, str] | None = None, **detail: str | None
+) -> JSONResponse:
     return JSONResponse(ErrorBody.model_validate({"error": detail}).model_dump(), status, headers)

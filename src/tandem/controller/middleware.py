@@ -1,4 +1,5 @@
-"""What a request passes before its route: `CountRequests`, `Authentication`, `BodyLimit`, from the outside in.
+"""What a request passes before its route: `CountRequests`, `Authentication`, `BodyLimit`, from the
+outside in.
 
 Pure ASGI, so that streams stay streams.
 """
@@ -25,9 +26,11 @@ _LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")
 
 
 class CountRequests:
-    """ASGI middleware: counts requests, and observes the seconds of those that are not event streams.
+    """ASGI middleware: counts requests, and observes the seconds of those that are not event
+    streams.
 
-    A request is counted under its route's template, so that no id and no other part of a path becomes a label.
+    A request is counted under its route's template, so that no id and no other part of a path
+    becomes a label.
     """
 
     def __init__(self, app: ASGIApp, counts: Samples) -> None:
@@ -45,7 +48,9 @@ class CountRequests:
             nonlocal status, is_stream
             if message["type"] == "http.response.start":
                 status = message["status"]
-                is_stream = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+                is_stream = (b"content-type", b"text/event-stream; charset=utf-8") in message[
+                    "headers"
+                ]
             await send(message)
 
         try:
@@ -67,8 +72,9 @@ class CountRequests:
 class Authentication:
     """ASGI middleware.
 
-    With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the Host header must name
-    the loopback interface, so that a web page that rebinds its DNS name to 127.0.0.1 is refused.
+    With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the
+    Host header must name the loopback interface, so that a web page that rebinds its DNS name to
+    127.0.0.1 is refused.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -87,7 +93,8 @@ class Authentication:
     def _check_key(self, scope: Scope) -> None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        # Every key is compared, in constant time, so that the time says nothing about how nearly one of them fits.
+        # Every key is compared, in constant time, so that the time says nothing about how nearly
+        # one of them fits.
         matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
         if scheme.lower() != "bearer" or not matches:
             problem = "is not one of this controller's keys" if key else "is missing"
@@ -100,10 +107,15 @@ def _check_host(scope: Scope) -> None:
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
     if not is_loopback(re.sub(r":\d+$", "", host)):
-        message = f"a controller without API keys answers to localhost only, not to {host!r}; set TANDEM_API_KEY"
+        message = (
+            f"a controller without API keys answers to localhost only, not to {host!r}; set"
+            " TANDEM_API_KEY"
+        )
         raise InvalidInput(message, field="Host")
     if origin is not None and origin.partition("://")[2] != host:
-        raise InvalidInput(f"a controller without API keys answers no page of {origin[:100]!r}", field="Origin")
+        raise InvalidInput(
+            f"a controller without API keys answers no page of {origin[:100]!r}", field="Origin"
+        )
 
 
 class BodyLimit:
@@ -117,7 +129,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit = self.max_bytes if _LARGE_BODIES.match(scope["path"]) else min(SMALL_BODY_BYTES, self.max_bytes)
+        limit = (
+            self.max_bytes
+            if _LARGE_BODIES.match(scope["path"])
+            else min(SMALL_BODY_BYTES, self.max_bytes)
+        )
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdigit() or int(declared) > limit:
             await refuse(_too_large(limit))(scope, receive, send)

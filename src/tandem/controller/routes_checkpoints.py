@@ -24,7 +24,9 @@ _CHUNK_BYTES = 2**20
 _END = bytes(2 * tarfile.BLOCKSIZE)
 Step = Annotated[int, PathParameter(ge=0, lt=STEPS)]
 _TAR = {
-    "description": "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest.",
+    "description": (
+        "The files under `<run>@<step>/`: PEFT's adapter, the optimizer's state, the manifest."
+    ),
     "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
 }
 
@@ -34,11 +36,15 @@ def list_checkpoints(
     run: RunName,
     deployment: CurrentDeployment,
     limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
-    before: Annotated[int | None, Query(ge=0, description="only lower steps: the page before it")] = None,
+    before: Annotated[
+        int | None, Query(ge=0, description="only lower steps: the page before it")
+    ] = None,
 ) -> list[CheckpointInfo]:
     """The run's checkpoints, oldest first."""
     deployment.spool.runs.get(run)
-    steps = [step for step in deployment.spool.checkpoints.steps(run) if before is None or step < before]
+    steps = [
+        step for step in deployment.spool.checkpoints.steps(run) if before is None or step < before
+    ]
     pinned = set(deployment.spool.checkpoints.pinned(run))
     found = []
     for step in steps[-limit:]:
@@ -55,15 +61,19 @@ def get_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> M
 
 
 @router.delete("/{step}", status_code=204)
-def delete_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment, tasks: BackgroundTasks) -> None:
-    """Delete a checkpoint; refused for step 0, the newest, and one that is pinned, served or needed by a job."""
+def delete_checkpoint(
+    run: RunName, step: Step, deployment: CurrentDeployment, tasks: BackgroundTasks
+) -> None:
+    """Delete a checkpoint; refused for step 0, the newest, and one that is pinned, served or needed
+    by a job."""
     doomed = removal.delete_checkpoint(deployment.spool, run, step)
     tasks.add_task(shutil.rmtree, doomed, ignore_errors=True)
 
 
 @router.put("/{step}/pin", status_code=204)
 def pin_checkpoint(run: RunName, step: Step, deployment: CurrentDeployment) -> None:
-    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says; a rollback that discards it ends this."""
+    """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says; a rollback that discards it ends
+    this."""
     deployment.spool.checkpoints.pin(run, step)
 
 
@@ -84,7 +94,11 @@ def download_checkpoint(
     deployment.spool.runs.get(run)
     manifest = deployment.spool.checkpoints.manifest(run, step)
     if weights_only:
-        files = {name: entry for name, entry in manifest.files.items() if not name.startswith("optimizer/")}
+        files = {
+            name: entry
+            for name, entry in manifest.files.items()
+            if not name.startswith("optimizer/")
+        }
         manifest = manifest.model_copy(update={"files": files})
     size, parts = archive_of(deployment.spool.checkpoints.path(run, step), manifest)
     disposition = f'attachment; filename="{run}@{step}.tar"'
@@ -103,22 +117,27 @@ def _info(deployment: Deployment, run: str, step: int, pinned: bool) -> Checkpoi
 
 
 def archive_of(directory: Path, manifest: Manifest) -> tuple[int, Iterator[bytes]]:
-    """The bytes and the parts of an uncompressed tar: a checkpoint's files under `<run>@<step>/`, the manifest last.
+    """The bytes and the parts of an uncompressed tar: a checkpoint's files under `<run>@<step>/`,
+    the manifest last.
 
-    All files are opened at once, so that a rollback that moves them does not disturb a download. Raises
-    CheckpointDamaged where a file is missing or has another size.
+    All files are opened at once, so that a rollback that moves them does not disturb a download.
+    Raises CheckpointDamaged where a file is missing or has another size.
     """
     text = (manifest.model_dump_json(indent=1) + "\n").encode()
     with ExitStack() as stack:
-        files = [(name, stack.enter_context(_open(directory / name, entry.size)), entry.size)
-                 for name, entry in sorted(manifest.files.items())]  # fmt: skip
+        files = [
+            (name, stack.enter_context(_open(directory / name, entry.size)), entry.size)
+            for name, entry in sorted(manifest.files.items())
+        ]
         opened = stack.pop_all()
     entries = []
     for name, file, size in [*files, ("manifest.json", io.BytesIO(text), len(text))]:
         info = tarfile.TarInfo(f"{manifest.run}@{manifest.step}/{name}")
         info.size, info.mtime, info.mode = size, int(manifest.created), 0o644
         entries.append((info.tobuf(tarfile.PAX_FORMAT), file, size))
-    total = sum(len(header) + size + -size % tarfile.BLOCKSIZE for header, _, size in entries) + len(_END)
+    total = sum(
+        len(header) + size + -size % tarfile.BLOCKSIZE for header, _, size in entries
+    ) + len(_END)
     return total, _parts(opened, entries)
 
 
@@ -129,7 +148,8 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
             left = size
             while left:
                 data = file.read(min(left, _CHUNK_BYTES))
-                if not data:  # the client receives less than the Content-Length and sees a broken download
+                # The client receives less than the Content-Length and sees a broken download.
+                if not data:
                     raise CheckpointDamaged(f"a file ended {left} bytes early")
                 left -= len(data)
                 yield data
@@ -145,5 +165,7 @@ def _open(path: Path, size: int) -> BinaryIO:
     actual = os.fstat(file.fileno()).st_size
     if actual != size:
         file.close()
-        raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} has {actual} bytes; its manifest says {size}")
+        raise CheckpointDamaged(
+            f"{path.name} of checkpoint {path.parent} has {actual} bytes; its manifest says {size}"
+        )
     return file

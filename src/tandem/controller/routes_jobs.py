@@ -19,10 +19,17 @@ STOP_SECONDS = 5.0
 _EVENT_FIELDS = {name: {"type": "string"} for name in ("id", "event", "data")}
 _EVENTS = {
     "description": "Server-Sent Events; `data` is an Event, `id` its seq, `event` its type.",
-    "content": {"text/event-stream": {"schema": {"type": "object", "required": ["data"], "properties": _EVENT_FIELDS}}},
+    "content": {
+        "text/event-stream": {
+            "schema": {"type": "object", "required": ["data"], "properties": _EVENT_FIELDS}
+        }
+    },
 }
 _LOG = {
-    "description": f"At most {LOG_PART_BYTES} bytes; the header {LOG_OFFSET_HEADER} is the offset of the next ones.",
+    "description": (
+        f"At most {LOG_PART_BYTES} bytes; the header {LOG_OFFSET_HEADER} is the offset of the next"
+        " ones."
+    ),
     "content": {"text/plain": {"schema": {"type": "string"}}},
 }
 
@@ -51,9 +58,13 @@ def job_status(deployment: Deployment, state: JobState, job: Job) -> JobStatus:
 def list_jobs(
     deployment: CurrentDeployment,
     run: Annotated[RunName | None, Query(description="only jobs of this run")] = None,
-    state: Annotated[list[JobState] | None, Query(description="only jobs in this state; repeatable")] = None,
+    state: Annotated[
+        list[JobState] | None, Query(description="only jobs in this state; repeatable")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
-    before: Annotated[JobId | None, Query(description="only jobs older than this one: the page before it")] = None,
+    before: Annotated[
+        JobId | None, Query(description="only jobs older than this one: the page before it")
+    ] = None,
 ) -> list[JobStatus]:
     """Jobs, oldest first."""
     if run is not None:
@@ -74,9 +85,12 @@ async def follow_events(
     deployment: CurrentDeployment,
     after: Annotated[int, Query(ge=-1, description="only events with a higher seq")] = -1,
     wait: Annotated[bool, Query(description="false: only the events written so far")] = True,
-    last_event_id: Annotated[int | None, Header(ge=-1, description="as `after`; reconnecting clients send it")] = None,
+    last_event_id: Annotated[
+        int | None, Header(ge=-1, description="as `after`; reconnecting clients send it")
+    ] = None,
 ) -> Response:
-    """Follow a job to its terminal event (succeeded, failed, cancelled); `served` may come later."""
+    """Follow a job to its terminal event (succeeded, failed, cancelled); `served` may come
+    later."""
     await deployment.event_streams.check(job)
     stopping = anyio.Event()
     after = after if last_event_id is None else last_event_id
@@ -95,7 +109,9 @@ def get_log(
     job: JobId,
     deployment: CurrentDeployment,
     offset: Annotated[int, Query(ge=0, lt=2**63 - LOG_PART_BYTES, description="first byte")] = 0,
-    tail: Annotated[int | None, Query(ge=1, le=LOG_PART_BYTES, description="only this many bytes, the last")] = None,
+    tail: Annotated[
+        int | None, Query(ge=1, le=LOG_PART_BYTES, description="only this many bytes, the last")
+    ] = None,
 ) -> Response:
     """The output of the job's ranks in all attempts; empty where nothing has been printed."""
     deployment.spool.jobs.get(job)

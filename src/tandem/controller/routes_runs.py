@@ -11,7 +11,14 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Query, Response
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
-from tandem.controller.schemas import LISTED_PENDING, CreateRun, Fork, Rollback, RolledBack, RunStatus
+from tandem.controller.schemas import (
+    LISTED_PENDING,
+    CreateRun,
+    Fork,
+    Rollback,
+    RolledBack,
+    RunStatus,
+)
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
 from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
@@ -34,7 +41,8 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
         spec=spec,
         newest_step=spool.checkpoints.newest(run),
         served=served,
-        served_in_chain=served is not None and spool.checkpoints.has(run, served.step, served.checkpoint),
+        served_in_chain=served is not None
+        and spool.checkpoints.has(run, served.step, served.checkpoint),
         pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
         num_pending=len(running) + index.count("queued", run),
         size=spool.checkpoints.size(run),
@@ -42,8 +50,11 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
     )
 
 
-def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec], response: Response) -> RunStatus:
-    """`create` the run `spec`, or return the existing one with status 200; raises Conflict where that one differs."""
+def _create(
+    deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec], response: Response
+) -> RunStatus:
+    """`create` the run `spec`, or return the existing one with status 200; raises Conflict where
+    that one differs."""
     try:
         spec = create()
     except Conflict:
@@ -63,16 +74,27 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
     if spec.lora is None and (settings.weights != "merged" or settings.way == "merge"):
         now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
         remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
-        raise InvalidInput(f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable")
+        raise InvalidInput(
+            f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
+        )
     if spec.weights == "merged":
-        for wrong, what in (("fp32", "fp32 weights beside others"), ("turns", "all experts in one tensor")):
+        for wrong, what in (
+            ("fp32", "fp32 weights beside others"),
+            ("turns", "all experts in one tensor"),
+        ):
             if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
-                problem = f"merged weights are not built for {deployment.arch.model_type}, which has {what}"
+                problem = (
+                    f"merged weights are not built for {deployment.arch.model_type}, which has"
+                    f" {what}"
+                )
                 raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         merged = [run.name for run in deployment.spool.runs.list() if run.weights == "merged"]
         if merged and spec.name not in merged:
             problem = f"one vLLM serves one run with merged weights, and that is {merged[0]!r} here"
-            remedy = "delete it first (`tandem run delete`), or use another deployment or TANDEM_WEIGHTS=adapter"
+            remedy = (
+                "delete it first (`tandem run delete`), or use another deployment or"
+                " TANDEM_WEIGHTS=adapter"
+            )
             raise Conflict(f"{problem}; {remedy}", field="weights")
     check(deployment.arch, Sizes.of(settings))
     if spec.lora is not None:
@@ -88,12 +110,19 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
         raise InvalidInput(f"{problem}; {remedy}", field="lora.rank")
     on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
     if deployment.arch.moe and on_experts and not settings.expert_lora:
-        problem = f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's experts"
+        problem = (
+            f"vLLM serves no LoRA on experts here, but {', '.join(on_experts)} are in this model's"
+            " experts"
+        )
         remedy = "leave them out, or set TANDEM_EXPERT_LORA=1 (CUDA only)"
         raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
 
 
-@router.post("", status_code=201, responses={200: {"model": RunStatus, "description": "The run existed already."}})
+@router.post(
+    "",
+    status_code=201,
+    responses={200: {"model": RunStatus, "description": "The run existed already."}},
+)
 def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
     """Create a run. Its step 0 is made here, on the CPU, from the model's configuration alone.
 
@@ -104,7 +133,9 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
         raise InvalidInput(problem, field="base_model")
     if full and "lora" in request.model_fields_set:
-        raise InvalidInput("a run of all weights (trainable=full) has no adapter; leave lora out", field="lora")
+        raise InvalidInput(
+            "a run of all weights (trainable=full) has no adapter; leave lora out", field="lora"
+        )
     lora = request.lora
     if "targets" not in lora.model_fields_set:
         lora = lora.model_copy(update={"targets": default_targets(deployment.arch)})
@@ -120,24 +151,31 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
 
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
-            write_identity_adapter(directory, deployment.arch, spec.lora, base_model=spec.base_model, seed=spec.seed)
+            write_identity_adapter(
+                directory, deployment.arch, spec.lora, base_model=spec.base_model, seed=spec.seed
+            )
 
     with deployment.merged_runs if spec.weights == "merged" else nullcontext():
         _check(deployment, spec)
-        return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response)
+        return _create(
+            deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response
+        )
 
 
 @router.get("")
 def list_runs(
     deployment: CurrentDeployment,
-    after: Annotated[RunName | None, Query(description="only runs whose names come after this one")] = None,
+    after: Annotated[
+        RunName | None, Query(description="only runs whose names come after this one")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
 ) -> list[RunStatus]:
     """Runs, by name. A damaged run is left out; `tandem doctor` names it."""
     specs = [spec for spec in deployment.spool.runs.list() if after is None or spec.name > after]
     listed = []
     for spec in specs[:limit]:
-        with suppress(NotFound, CheckpointDamaged):  # it was removed meanwhile, or has no checkpoint
+        # It was removed meanwhile, or has no checkpoint.
+        with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
     return listed
 
@@ -153,9 +191,12 @@ def delete_run(
     run: RunName,
     deployment: CurrentDeployment,
     tasks: BackgroundTasks,
-    cancel_jobs: Annotated[bool, Query(description="cancel its queued and running jobs; 409 until they end")] = False,
+    cancel_jobs: Annotated[
+        bool, Query(description="cancel its queued and running jobs; 409 until they end")
+    ] = False,
 ) -> None:
-    """Delete a run with its checkpoints and ended jobs; refused while the run has queued or running jobs."""
+    """Delete a run with its checkpoints and ended jobs; refused while the run has queued or running
+    jobs."""
     spool = deployment.spool
     spool.runs.directory(run)
     if cancel_jobs:
@@ -164,18 +205,29 @@ def delete_run(
     tasks.add_task(shutil.rmtree, removal.delete_run(spool, run), ignore_errors=True)
 
 
-@router.post("/{run}/fork", status_code=201, responses={200: {"model": RunStatus, "description": "It existed."}})
-def fork_run(run: RunName, request: Fork, response: Response, deployment: CurrentDeployment) -> RunStatus:
+@router.post(
+    "/{run}/fork",
+    status_code=201,
+    responses={200: {"model": RunStatus, "description": "It existed."}},
+)
+def fork_run(
+    run: RunName, request: Fork, response: Response, deployment: CurrentDeployment
+) -> RunStatus:
     """Create a run whose step 0 is a checkpoint of this one: weights and optimizer state."""
     source = deployment.spool.runs.get(run)
     origin = Origin(run=run, step=request.step)
-    new = source.model_copy(update={"name": request.name, "created": time.time(), "forked_from": origin})
-    return _create(deployment, new, lambda: deployment.spool.checkpoints.fork(run, request.step, new), response)
+    new = source.model_copy(
+        update={"name": request.name, "created": time.time(), "forked_from": origin}
+    )
+    return _create(
+        deployment, new, lambda: deployment.spool.checkpoints.fork(run, request.step, new), response
+    )
 
 
 @router.post("/{run}/rollback")
 def rollback_run(run: RunName, request: Rollback, deployment: CurrentDeployment) -> RolledBack:
-    """Take the steps after `step` out of the chain; refused while the run has queued or running jobs."""
+    """Take the steps after `step` out of the chain; refused while the run has queued or running
+    jobs."""
     deployment.spool.runs.get(run)
     discarded = deployment.spool.checkpoints.rollback(run, request.step)
     return RolledBack(newest_step=deployment.spool.checkpoints.newest(run), discarded=discarded)

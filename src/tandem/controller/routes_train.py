@@ -1,4 +1,5 @@
-"""HTTP routes that render and pack data: a training request on its way to the queue, and a preview of examples."""
+"""HTTP routes that render and pack data: a training request on its way to the queue, and a preview
+of examples."""
 
 import hashlib
 import time
@@ -59,12 +60,20 @@ def _body(name: str) -> dict[str, Any]:
     responses={200: {"model": JobStatus, "description": "The job existed already."}, **_NOT_JSON},
     openapi_extra=_body("TrainRequest"),
 )
-async def train(run: RunName, request: Request, response: Response, deployment: CurrentDeployment) -> JobStatus:
-    """Queue a job that starts from the run's newest step, after those queued before it, and makes the next one."""
+async def train(
+    run: RunName, request: Request, response: Response, deployment: CurrentDeployment
+) -> JobStatus:
+    """Queue a job that starts from the run's newest step, after those queued before it, and makes
+    the next one."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = _submit(deployment, run, body)
-        return job_status(deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))), new
+        return (
+            job_status(
+                deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))
+            ),
+            new,
+        )
 
     status, new = await _with_body(deployment, request, submit)
     if new:
@@ -74,9 +83,12 @@ async def train(run: RunName, request: Request, response: Response, deployment: 
     return status
 
 
-@router.post("/v1/data/render", tags=["data"], responses=_NOT_JSON, openapi_extra=_body("RenderRequest"))
+@router.post(
+    "/v1/data/render", tags=["data"], responses=_NOT_JSON, openapi_extra=_body("RenderRequest")
+)
 async def render_data(request: Request, deployment: CurrentDeployment) -> list[Rendering]:
-    """Examples or pairs as they would be trained: their texts, and which parts of these are trained."""
+    """Examples or pairs as they would be trained: their texts, and which parts of these are
+    trained."""
 
     def render(body: bytes) -> list[Rendering]:
         asked = parse_body(_render_request, body)
@@ -87,8 +99,12 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """`work` on the body, in a thread, because parsing and packing a large batch would block all other requests."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    """`work` on the body, in a thread, because parsing and packing a large batch would block all
+    other requests."""
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise HTTPException(415, "the body must be application/json")
     async with received(request, deployment.spool.paths.jobs / "data") as body:
         size = body.tell()
@@ -97,14 +113,17 @@ async def _with_body[T](deployment: Deployment, request: Request, work: Callable
             body.seek(0)
             return work(body.read())
 
-        threads = deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
+        threads = (
+            deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
+        )
         async with deployment.large_bodies if size > LARGE_BODY_BYTES else nullcontext():
             return await to_thread.run_sync(read_and_work, limiter=threads)
 
 
 @asynccontextmanager
 async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTemporaryFile[bytes]]:
-    """The request's body, at its end: in memory up to MEMORY_BYTES, else in a file without a name in `directory`.
+    """The request's body, at its end: in memory up to MEMORY_BYTES, else in a file without a name
+    in `directory`.
 
     Raises SpoolUnusable where the volume can't take it.
     """
@@ -119,12 +138,15 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     """Queue the job that the JSON `body` asks for; returns it, and whether it is new.
 
-    Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A refused request
-    leaves nothing on the spool.
+    Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A
+    refused request leaves nothing on the spool.
     """
     base_model = deployment.spool.runs.get(run).base_model
     if not deployment.is_base_model(base_model):
-        problem = f"run {run!r} is of {base_model!r}, and this deployment trains {deployment.base_model!r}"
+        problem = (
+            f"run {run!r} is of {base_model!r}, and this deployment trains"
+            f" {deployment.base_model!r}"
+        )
         raise InvalidInput(f"{problem}; TANDEM_BASE_MODEL chooses", field="run")
     request = parse_body(_train_request, body)
     _check(deployment, request)
@@ -133,17 +155,28 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     def pack(job_id: str, base_step: int, directory: Path) -> JobSpec:
         names = ("deadline_seconds", "stall_seconds", "max_attempts", "labels", "loss", "optimizer")
         spec = {name: getattr(request, name) for name in names}
-        spec |= {"id": job_id, "run": run, "base_step": base_step, "created": time.time(), "fingerprint": fingerprint}
+        spec |= {
+            "id": job_id,
+            "run": run,
+            "base_step": base_step,
+            "created": time.time(),
+            "fingerprint": fingerprint,
+        }
         return _pack(deployment, request, spec, directory)
 
     return deployment.spool.queue.submit(
-        pack, run=run, job_id=request.id, fingerprint=fingerprint, base_step=request.base_step,
+        pack,
+        run=run,
+        job_id=request.id,
+        fingerprint=fingerprint,
+        base_step=request.base_step,
         most_behind=getattr(request, "max_off_policy_steps", None),
-    )  # fmt: skip
+    )
 
 
 def _fingerprint(run: str, request: AnyRequest) -> str:
-    """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written does not matter."""
+    """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written
+    does not matter."""
     canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
     content = canonical.model_dump_json(exclude={"id"})
     return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
@@ -153,7 +186,9 @@ def _check(deployment: Deployment, request: AnyRequest) -> None:
     """The checks that need the deployment, but not the state of the run."""
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:
-        problem = f"{request.packing.sequence_length} is more than the base model's {longest} positions"
+        problem = (
+            f"{request.packing.sequence_length} is more than the base model's {longest} positions"
+        )
         raise InvalidInput(problem, field="packing.sequence_length")
     data_parallel = Sizes.of(deployment.settings).data
     rows = request.optimizer.grad_accumulation_sequences
@@ -163,18 +198,33 @@ def _check(deployment: Deployment, request: AnyRequest) -> None:
         raise InvalidInput(f"{problem}; {remedy}", field="optimizer.grad_accumulation_sequences")
 
 
-def _pack(deployment: Deployment, request: AnyRequest, spec: dict[str, Any], directory: Path) -> JobSpec:
-    """Write the packed arrays into `directory`; returns the job's specification, which is `spec` and the data."""
-    arguments: dict[str, Any] = {"vocab_size": deployment.arch.vocab_size, "packing": request.packing, "out": directory}
+def _pack(
+    deployment: Deployment, request: AnyRequest, spec: dict[str, Any], directory: Path
+) -> JobSpec:
+    """Write the packed arrays into `directory`; returns the job's specification, which is `spec`
+    and the data."""
+    arguments: dict[str, Any] = {
+        "vocab_size": deployment.arch.vocab_size,
+        "packing": request.packing,
+        "out": directory,
+    }
     arguments["batch_size"] = request.optimizer.batch_size
     if isinstance(request, RLRequest):
         moe = deployment.arch.moe
         layers = deployment.arch.num_layers
-        mixture = Mixture(layers, moe.num_experts, moe.experts_per_token, moe.dense_layers) if moe else None
+        mixture = (
+            Mixture(layers, moe.num_experts, moe.experts_per_token, moe.dense_layers)
+            if moe
+            else None
+        )
         packed = prepare_rl(
-            request.groups, advantage=request.advantage, base_step=spec["base_step"], mixture=mixture,
-            max_off_policy_steps=request.max_off_policy_steps, **arguments,
-        )  # fmt: skip
+            request.groups,
+            advantage=request.advantage,
+            base_step=spec["base_step"],
+            mixture=mixture,
+            max_off_policy_steps=request.max_off_policy_steps,
+            **arguments,
+        )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
     if isinstance(request, DPORequest):

@@ -1,4 +1,5 @@
-"""Requests and responses of the HTTP API, for controller and client. Pydantic only: no FastAPI, numpy or torch."""
+"""Requests and responses of the HTTP API, for controller and client. Pydantic only: no FastAPI,
+numpy or torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,16 +24,21 @@ def _example(**content: Any) -> ConfigDict:
 class ErrorDetail(Record):
     """Why a request was refused."""
 
-    type: str = Field(description="stable word: invalid_input, not_found, conflict, unauthorized, ...")
+    type: str = Field(
+        description="stable word: invalid_input, not_found, conflict, unauthorized, ..."
+    )
     message: str
     field: str | None = Field(default=None, description="dotted path of the offending input")
 
 
 class ErrorBody(Record):
     model_config = _example(
-        error={"type": "invalid_input", "message": "Input should be a finite number (got NaN)",
-               "field": "groups.3.trajectories.0.reward"}
-    )  # fmt: skip
+        error={
+            "type": "invalid_input",
+            "message": "Input should be a finite number (got NaN)",
+            "field": "groups.3.trajectories.0.reward",
+        }
+    )
 
     error: ErrorDetail
 
@@ -43,7 +49,8 @@ class Health(Record):
 
 
 class CreateRun(Record):
-    """A new run: LoRA weights on the deployment's base model, or all its weights. Step 0 equals the base model."""
+    """A new run: LoRA weights on the deployment's base model, or all its weights. Step 0 equals the
+    base model."""
 
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
@@ -56,24 +63,42 @@ class CreateRun(Record):
         default=schema.LoraShape(),
         description="default targets: all seven; for a mixture of experts those of attention",
     )
-    weights: schema.Serving | None = Field(default=None, description="how vLLM serves it; default: the deployment's")
+    weights: schema.Serving | None = Field(
+        default=None, description="how vLLM serves it; default: the deployment's"
+    )
     seed: int = Field(
-        default=0, ge=0, lt=2**63, strict=True, description="of step 0's weights and of each job's row order"
+        default=0,
+        ge=0,
+        lt=2**63,
+        strict=True,
+        description="of step 0's weights and of each job's row order",
     )
 
 
 class RunStatus(Record):
     spec: RunSpec
     newest_step: int = Field(description="the newest checkpoint")
-    served: schema.Served | None = Field(description="the verified step that vLLM serves; null while vLLM has none")
+    served: schema.Served | None = Field(
+        description="the verified step that vLLM serves; null while vLLM has none"
+    )
     served_in_chain: bool = Field(
-        description="whether `served` is one of the run's checkpoints; false after a rollback until vLLM serves another"
+        description=(
+            "whether `served` is one of the run's checkpoints; false after a rollback until vLLM"
+            " serves another"
+        )
     )
     pending: list[str] = Field(
-        description=f"ids of this run's running and queued jobs, by base step; only the first {LISTED_PENDING}"
+        description=(
+            "ids of this run's running and queued jobs, by base step; only the first"
+            f" {LISTED_PENDING}"
+        )
     )
     num_pending: int = Field(description="how many jobs are running or queued")
-    size: int = Field(description="bytes of all its checkpoints, discarded ones too, and of its whole merged weights")
+    size: int = Field(
+        description=(
+            "bytes of all its checkpoints, discarded ones too, and of its whole merged weights"
+        )
+    )
     shared_gpus: bool = Field(default=False, description="whether vLLM sleeps while a job trains")
 
 
@@ -81,7 +106,10 @@ class Fork(Record):
     model_config = _example(step=3, name="my-run-b")
 
     step: int = Field(
-        ge=0, lt=schema.STEPS, strict=True, description="the checkpoint that becomes step 0 of the new run"
+        ge=0,
+        lt=schema.STEPS,
+        strict=True,
+        description="the checkpoint that becomes step 0 of the new run",
     )
     name: RunName = Field(description="of the new run")
 
@@ -89,7 +117,9 @@ class Fork(Record):
 class Rollback(Record):
     model_config = _example(step=3)
 
-    step: int = Field(ge=0, lt=schema.STEPS, strict=True, description="the checkpoint that becomes the newest")
+    step: int = Field(
+        ge=0, lt=schema.STEPS, strict=True, description="the checkpoint that becomes the newest"
+    )
 
 
 class RolledBack(Record):
@@ -102,16 +132,25 @@ class CheckpointInfo(Record):
     job: str | None = Field(default=None, description="the job that made it; null for step 0")
     created: float | None = Field(default=None, description="Unix seconds")
     size: int | None = Field(default=None, description="bytes of all its files")
-    metrics: dict[str, float] = Field(default_factory=dict, description="of the job's last optimizer step")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="of the job's last optimizer step"
+    )
     origin: Origin | None = None
-    pinned: bool = Field(default=False, description="whether it stays, whatever TANDEM_KEEP_CHECKPOINTS says")
-    damage: str | None = Field(default=None, description="what is wrong with its manifest; null: nothing")
+    pinned: bool = Field(
+        default=False, description="whether it stays, whatever TANDEM_KEEP_CHECKPOINTS says"
+    )
+    damage: str | None = Field(
+        default=None, description="what is wrong with its manifest; null: nothing"
+    )
 
 
 class _TrainRequest(Record):
     id: schema.JobId | None = Field(
         default=None,
-        description="the client's own; the same id with the same content is one job, with other content a conflict",
+        description=(
+            "the client's own; the same id with the same content is one job, with other content a"
+            " conflict"
+        ),
     )
     base_step: int | None = Field(
         default=None,
@@ -121,9 +160,14 @@ class _TrainRequest(Record):
     )
     optimizer: schema.OptimizerSettings = schema.OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0, le=LONGEST_SECONDS, description="limit of one attempt")
+    deadline_seconds: float = Field(
+        default=3600.0, gt=0, le=LONGEST_SECONDS, description="limit of one attempt"
+    )
     stall_seconds: float = Field(
-        default=600.0, gt=0, le=LONGEST_SECONDS, description="ranks without progress for this long count as hung"
+        default=600.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="ranks without progress for this long count as hung",
     )
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
@@ -139,7 +183,14 @@ class RLRequest(_TrainRequest):
 
     model_config = _example(
         kind="rl",
-        groups=[{"trajectories": [_trajectory([9, 2], [-0.7, -0.1], 1.0), _trajectory([8, 2], [-0.9, -0.1], 0.0)]}],
+        groups=[
+            {
+                "trajectories": [
+                    _trajectory([9, 2], [-0.7, -0.1], 1.0),
+                    _trajectory([8, 2], [-0.9, -0.1], 0.0),
+                ]
+            }
+        ],
         optimizer={"learning_rate": 1e-4},
     )
 
@@ -148,9 +199,14 @@ class RLRequest(_TrainRequest):
     loss: schema.AskedRLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     max_off_policy_steps: int | None = Field(
-        default=None, ge=0, strict=True,
-        description="refuse turns that a step more than this much older than the base step sampled; each must name it",
-    )  # fmt: skip
+        default=None,
+        ge=0,
+        strict=True,
+        description=(
+            "refuse turns that a step more than this much older than the base step sampled; each"
+            " must name it"
+        ),
+    )
 
 
 _HELD_OUT = "their loss is computed after the last optimizer step, and not trained"
@@ -162,7 +218,12 @@ class SFTRequest(_TrainRequest):
     model_config = _example(
         kind="sft",
         examples=[
-            {"messages": [{"role": "user", "content": "Is water wet?"}, {"role": "assistant", "content": "maybe"}]}
+            {
+                "messages": [
+                    {"role": "user", "content": "Is water wet?"},
+                    {"role": "assistant", "content": "maybe"},
+                ]
+            }
         ],
         optimizer={"learning_rate": 1e-3, "epochs": 2},
     )
@@ -177,7 +238,9 @@ class DPORequest(_TrainRequest):
     """Preference training on pairs of a chosen and a rejected answer: DPO, IPO or SimPO."""
 
     model_config = _example(
-        kind="dpo", pairs=[{"prompt": "Is water wet? ", "chosen": "yes", "rejected": "no"}], loss={"beta": 0.1}
+        kind="dpo",
+        pairs=[{"prompt": "Is water wet? ", "chosen": "yes", "rejected": "no"}],
+        loss={"beta": 0.1},
     )
 
     kind: Literal["dpo"] = "dpo"
@@ -210,7 +273,9 @@ class JobStatus(Record):
     phase: str | None = Field(default=None, description="of the running attempt")
     cancel_requested: bool = False
     step: int | None = Field(default=None, description="the checkpoint that it made")
-    error: schema.JobError | None = Field(default=None, description="why it failed or was cancelled")
+    error: schema.JobError | None = Field(
+        default=None, description="why it failed or was cancelled"
+    )
     last_error: schema.JobError | None = Field(default=None, description="of the previous attempt")
     finished: float | None = Field(default=None, description="Unix seconds")
     spec: schema.JobSpec

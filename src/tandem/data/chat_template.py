@@ -1,8 +1,9 @@
-"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are trained, as
-docs/data.md tells.
+"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are
+trained, as docs/data.md tells.
 
-Many texts are tokenised at once, a conversation once. A border between context and trained text is found in its tokens
-by tokenising what is between the special token before it and the border: tokenizers never merge over special tokens.
+Many texts are tokenised at once, a conversation once. A border between context and trained text is
+found in its tokens by tokenising what is between the special token before it and the border:
+tokenizers never merge over special tokens.
 """
 
 import re
@@ -22,10 +23,14 @@ from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-_COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT, _GENERATION = (
+    re.compile(r"\{#.*?#\}", re.DOTALL),
+    re.compile(r"\{%-?\s*generation\s*-?%\}"),
+)
 _INSTEAD = "give token_ids and trainable instead of messages"
 _SHORT = 64  # characters
-_one_at_a_time = threading.Lock()  # transformers' imports, and its trackers of {% generation %}, are not thread-safe
+# transformers' imports, and its trackers of {% generation %}, are not thread-safe.
+_one_at_a_time = threading.Lock()
 
 
 @lru_cache(maxsize=8)
@@ -44,13 +49,16 @@ def load_tokenizer(path: str) -> Any:
             _remember_what_is_safe()
             return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise InvalidInput(f"can't load a tokenizer from {path}: {exc}", field="base_model") from exc
+        raise InvalidInput(
+            f"can't load a tokenizer from {path}: {exc}", field="base_model"
+        ) from exc
 
 
 @cache
 def _remember_what_is_safe() -> None:
-    """Jinja works out anew for each attribute that a template reads whether it may, which takes a fifth of all
-    preparation. The answer depends on the object's type and the attribute's name alone."""
+    """Jinja works out anew for each attribute that a template reads whether it may, which takes a
+    fifth of all preparation. The answer depends on the object's type and the attribute's name
+    alone."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
     work_out, known = Sandbox.is_safe_attribute, dict[tuple[type, str], bool]()
@@ -68,7 +76,8 @@ class Plan:
     """A sequence before it is tokenised."""
 
     text: str
-    spans: list[tuple[int, int, str]]  # its trained characters [start, end), and what errors call these
+    # Its trained characters [start, end), and what errors call these.
+    spans: list[tuple[int, int, str]]
     marked: bool = False  # marks of the template enclose them
     lead: list[int] = field(default_factory=list)  # tokens before the text
 
@@ -78,31 +87,47 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
-        special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self.endings = tuple(special.values())
         # Tokenizers take the leftmost special token, and of several the longest.
         self.marks = re.compile(
-            "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True)) or "$^"
+            "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
+            or "$^"
         )
-        self.special = np.zeros(max(special, default=0) + 2, bool)  # the last one stands for all higher ids
+        # The last one stands for all higher ids.
+        self.special = np.zeros(max(special, default=0) + 2, bool)
         self.special[list(special)] = True
-        self.lead = [number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id]
+        self.lead = [
+            number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
+        ]
         self.shows_tools = False  # whether the template has been seen to render them
-        # Templates, and the roles that they render, each as the first message or later: some do only as the first.
+        # Templates, and the roles that they render, each as the first message or later: some do
+        # only as the first.
         self._shown = set[tuple[str, str, bool]]()
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> Plan:
-        """A text as completions' API of vLLM would tokenise and end it: after BOS where the tokenizer adds it, and
-        ended by EOS where there is one."""
+        """A text as completions' API of vLLM would tokenise and end it: after BOS where the
+        tokenizer adds it, and ended by EOS where there is one."""
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
-        lead = [] if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token) else self.lead
+        lead = (
+            []
+            if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token)
+            else self.lead
+        )
         return Plan(whole, [(len(prompt), len(whole), name)], lead=lead)
 
-    def chat(self, messages: list[Message], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
-        """The plans of a conversation, of whose messages (called `names` in errors) those in `trained` are trained."""
+    def chat(
+        self, messages: list[Message], names: list[str], trained: set[int], tools: Any
+    ) -> list[Plan]:
+        """The plans of a conversation, of whose messages (called `names` in errors) those in
+        `trained` are trained."""
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
@@ -117,19 +142,29 @@ class Renderer:
         return plans
 
     def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
-        """Refuses a message of a role that the template passes over, there or everywhere: it would vanish."""
+        """Refuses a message of a role that the template passes over, there or everywhere: it would
+        vanish."""
         for i, message in enumerate(plain):
             seen = template, message["role"], i == 0
             # Beside calls some templates have no content.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
-            if self._apply(template, plain, tools, names[i]) == self._apply(template, other, tools, names[i]):
-                problem = f"the chat template leaves out messages of the role {message['role']!r} at this place"
-                raise InvalidInput(f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i])
+            if self._apply(template, plain, tools, names[i]) == self._apply(
+                template, other, tools, names[i]
+            ):
+                problem = (
+                    f"the chat template leaves out messages of the role {message['role']!r} at this"
+                    " place"
+                )
+                raise InvalidInput(
+                    f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i]
+                )
             self._shown.add(seen)
 
-    def _marked(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> Plan:
+    def _marked(
+        self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
+    ) -> Plan:
         """The plan of a template with `{% generation %}`."""
         last = names[max(trained)]
         text, spans = self._apply(template, plain, tools, last, marks=True)
@@ -137,17 +172,30 @@ class Renderer:
         assistants = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
         if trained != set(assistants):
             if len(spans) != len(assistants):
-                problem = f"the chat template marks {len(spans)} parts of {len(assistants)} assistant messages"
-                raise InvalidInput(f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last)
+                problem = (
+                    f"the chat template marks {len(spans)} parts of {len(assistants)} assistant"
+                    " messages"
+                )
+                raise InvalidInput(
+                    f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last
+                )
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
-        _check_calls("".join(text[start:end] for start, end in spans), [plain[i] for i in trained], last)
+        _check_calls(
+            "".join(text[start:end] for start, end in spans), [plain[i] for i in trained], last
+        )
         if not spans:
-            raise InvalidInput(f"the chat template marks nothing as trained; {_INSTEAD}", field=last)
+            raise InvalidInput(
+                f"the chat template marks nothing as trained; {_INSTEAD}", field=last
+            )
         return Plan(text, [(start, end, last) for start, end in spans], marked=True)
 
-    def _turns(self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any) -> list[Plan]:
-        """The plans of a template without: one for all turns of which each continues the one before it. So the trained
-        tokens are exact too where old messages are rendered differently (Qwen3 leaves out old reasoning)."""
+    def _turns(
+        self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
+    ) -> list[Plan]:
+        """The plans of a template without: one for all turns of which each continues the one before
+        it. So the trained tokens are exact too where old messages are rendered differently (Qwen3
+        leaves out old reasoning).
+        """
         plans: list[Plan] = []
         for index in sorted(trained):
             name = names[index]
@@ -155,7 +203,9 @@ class Renderer:
             whole, _ = self._apply(template, plain[: index + 1], tools, name)
             completion = whole[len(prompt) :]
             if not (prompt and completion and whole.startswith(prompt)):
-                problem = "renders the messages before this one differently once this message is there"
+                problem = (
+                    "renders the messages before this one differently once this message is there"
+                )
                 if whole.startswith(prompt):
                     problem = f"renders nothing {'for' if prompt else 'before'} this message"
                 raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
@@ -169,7 +219,13 @@ class Renderer:
         return plans
 
     def _apply(
-        self, template: str, messages: list[Any], tools: Any, name: str, generation: bool = False, marks: bool = False
+        self,
+        template: str,
+        messages: list[Any],
+        tools: Any,
+        name: str,
+        generation: bool = False,
+        marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text, and the spans that its marks enclose."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -177,11 +233,17 @@ class Renderer:
         try:
             with _one_at_a_time if marks else nullcontext():
                 (text,), spans = render_jinja_template(
-                    conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=generation,
-                    return_assistant_tokens_mask=marks, **self.tokenizer.special_tokens_map,
-                )  # fmt: skip
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=generation,
+                    return_assistant_tokens_mask=marks,
+                    **self.tokenizer.special_tokens_map,
+                )
         except Exception as exc:  # a template is a program and may raise anything
-            raise InvalidInput(f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name) from exc
+            raise InvalidInput(
+                f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name
+            ) from exc
         return text, spans[0] if marks else []
 
     def finish(self, plan: Plan, ids: Int32) -> list[LinearSequence]:
@@ -191,14 +253,17 @@ class Renderer:
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
-            """Of the token that begins at this character, if the tokens before it are those of the text before it."""
+            """Of the token that begins at this character, if the tokens before it are those of the
+            text before it."""
             if position == len(plan.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
             first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
             encode = self._encode_short if position - start <= _SHORT else self.encoder.encode
             tail = encode(plan.text[start:position])
-            return first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
+            return (
+                first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
+            )
 
         trained: list[int] = []
         for start, end in ((index(start), index(end)) for start, end, _ in plan.spans):
@@ -208,18 +273,25 @@ class Renderer:
         return [_sequence(plan, ids, trained, plan.spans[-1][2])]
 
     def _apart(self, plan: Plan) -> list[LinearSequence]:
-        """The sequences of a plan where a token spans a border. Sampling starts after the prompt's own tokens, so each
-        trained text is tokenised alone."""
+        """The sequences of a plan where a token spans a border. Sampling starts after the prompt's
+        own tokens, so each trained text is tokenised alone."""
         found = []
         for start, end, name in plan.spans:
-            prompt, whole = self.encoder.encode(plan.text[:start]), self.encoder.encode(plan.text[:end])
+            prompt, whole = (
+                self.encoder.encode(plan.text[:start]),
+                self.encoder.encode(plan.text[:end]),
+            )
             if not np.array_equal(whole[: len(prompt)], prompt):
                 completion = plan.text[start:end]
                 alone = self.encoder.encode(completion)
-                # Some tokenizers begin each text with a space, and leave it out where they decode that text alone.
+                # Some tokenizers begin each text with a space, and leave it out where they decode
+                # that text alone.
                 decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
                 if plan.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
-                    problem = "a token spans the border between context and trained text, so the mask is ambiguous"
+                    problem = (
+                        "a token spans the border between context and trained text, so the mask is"
+                        " ambiguous"
+                    )
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])
             found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
@@ -230,26 +302,38 @@ def _check_blank(messages: list[Message], names: list[str], trained: set[int]) -
     """Refuses trained messages that say nothing: they would train only the end of a turn."""
     for index in sorted(trained):
         message = messages[index]
-        if not message.tool_calls and not f"{message.content or ''}{message.reasoning_content or ''}".strip():
-            problem = "the answer is blank, so there is nothing to train; leave it out, or set train: false"
+        if (
+            not message.tool_calls
+            and not f"{message.content or ''}{message.reasoning_content or ''}".strip()
+        ):
+            problem = (
+                "the answer is blank, so there is nothing to train; leave it out, or set train:"
+                " false"
+            )
             raise InvalidInput(problem, field=names[index])
 
 
 def _check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is nothing else."""
+    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is
+    nothing else."""
     for message in messages:
         said = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not (said or message["content"]) and message.get("reasoning_content"):
             said = [message["reasoning_content"].strip()]
         if lost := [part for part in said if part not in text]:
-            raise InvalidInput(f"the chat template leaves out {lost[0][:60]!r} of this message; {_INSTEAD}", field=name)
+            raise InvalidInput(
+                f"the chat template leaves out {lost[0][:60]!r} of this message; {_INSTEAD}",
+                field=name,
+            )
 
 
 def _sequence(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> LinearSequence:
     where = np.array(trained, np.int32) + len(plan.lead)
     where = where[where > 0]
     if not len(where):
-        raise InvalidInput("nothing predicts the first token, and there is no other; leave it out", field=name)
+        raise InvalidInput(
+            "nothing predicts the first token, and there is no other; leave it out", field=name
+        )
     return LinearSequence.of(np.concatenate([np.array(plan.lead, np.int32), ids]), where)
 
 

@@ -1,5 +1,6 @@
-"""Turns texts into token ids by the model's own tokenizer. The package fastokens does it many times as fast, and is
-used where it gives the same tokens for a sample of text, but for the texts that it gives up."""
+"""Turns texts into token ids by the model's own tokenizer. The package fastokens does it many times
+as fast, and is used where it gives the same tokens for a sample of text, but for the texts that it
+gives up."""
 
 from itertools import pairwise
 from typing import Any
@@ -9,10 +10,11 @@ import numpy as np
 from tandem.data.packed_format import Int32
 
 _SAMPLE = (
-    "It's 1,234.5 km; we'll see -- \"they've\" 3x DON'T\n\n\n  def f(x):\n\t\treturn x**2  # π ≈ 3.14159\r\n \u00a0 "
-    "Über straße, ça va? Привет, мир! 你好,世界。 日本語のテキスト 안녕하세요 مرحبا שלום हिन्दी ไทย e\u0301 \ufb01 Ⅷ ½ "
-    "🙂👩\u200d👧 \u200b\ufeff\x00 https://example.org/a_b?c=%20&d[]=1 <think>a</think> <| x |> {{ y }} $\\alpha$ "
-    "aaaaaaaaaaaaaaaaaaaaaaaa 0000000 ......  ____ \t \n"
+    "It's 1,234.5 km; we'll see -- \"they've\" 3x DON'T\n\n\n  def f(x):\n\t\treturn x**2  # π ≈"
+    " 3.14159\r\n \u00a0 Über straße, ça va? Привет, мир! 你好,世界。 日本語のテキスト 안녕하세요"
+    " مرحبا שלום हिन्दी ไทย e\u0301 \ufb01 Ⅷ ½ 🙂👩\u200d👧 \u200b\ufeff\x00"
+    " https://example.org/a_b?c=%20&d[]=1 <think>a</think> <| x |> {{ y }} $\\alpha$"
+    " aaaaaaaaaaaaaaaaaaaaaaaa 0000000 ......  ____ \t \n"
 )
 
 
@@ -42,7 +44,10 @@ class Encoder:
         if self._backend is None:
             found = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
-            found = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+            found = [
+                encoding.ids
+                for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            ]
         return [np.array(ids, np.int32) for ids in found]
 
     def _checked(self) -> Any:
@@ -51,7 +56,12 @@ class Encoder:
             return None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
         parts = _SAMPLE.split(" ")
-        texts = [_SAMPLE, *parts, *(f"{part} {token}{part}\n{token} " for token in added for part in parts[:3]), ""]
+        texts = [
+            _SAMPLE,
+            *parts,
+            *(f"{part} {token}{part}\n{token} " for token in added for part in parts[:3]),
+            "",
+        ]
         try:
             from fastokens import Tokenizer
 

@@ -1,5 +1,5 @@
-"""What a client sends for SFT and preference training: conversations, texts and tokens; `tandem.data.render` turns
-these into tokens. Imports no numpy and no torch."""
+"""What a client sends for SFT and preference training: conversations, texts and tokens;
+`tandem.data.render` turns these into tokens. Imports no numpy and no torch."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -46,9 +46,16 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"part {i} is {kind!r}; only parts {{type: text, text: ...}} are trained, so leave it out")
+            raise ValueError(
+                f"part {i} is {kind!r}; only parts {{type: text, text: ...}} are trained, so leave"
+                " it out"
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -72,12 +79,18 @@ class ToolCall(Record):
     @model_validator(mode="before")
     @classmethod
     def _bare(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, dict) and "function" not in value and "name" in value else value
+        return (
+            {"function": value}
+            if isinstance(value, dict) and "function" not in value and "name" in value
+            else value
+        )
 
 
 class Message(Record):
-    """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content` may be called
-    `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the assistant is context only."""
+    """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content`
+    may be called `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the
+    assistant is context only.
+    """
 
     role: str = Field(min_length=1)
     tool_calls: list[ToolCall] | None = None
@@ -88,7 +101,9 @@ class Message(Record):
     )
     weight: Literal[0, 1] | None = None
     train: StrictBool | None = None
-    content: Annotated[str | None, BeforeValidator(_joined)] = Field(default=None, validate_default=True)
+    content: Annotated[str | None, BeforeValidator(_joined)] = Field(
+        default=None, validate_default=True
+    )
 
     @field_validator("tool_calls", "reasoning_content", "weight", "train")
     @classmethod
@@ -100,7 +115,11 @@ class Message(Record):
     @field_validator("content")
     @classmethod
     def _content(cls, content: str | None, info: ValidationInfo) -> str | None:
-        if content is None and not info.data.get("tool_calls") and not info.data.get("reasoning_content"):
+        if (
+            content is None
+            and not info.data.get("tool_calls")
+            and not info.data.get("reasoning_content")
+        ):
             raise ValueError("required: the message has neither content nor tool_calls")
         return content
 
@@ -109,12 +128,15 @@ class Message(Record):
         return self.role == "assistant" and self.weight != 0 and self.train is not False
 
     def for_template(self) -> dict[str, Any]:
-        """The message as vLLM gives it to a chat template; reasoning under each name that templates read."""
+        """The message as vLLM gives it to a chat template; reasoning under each name that templates
+        read."""
         message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         if self.reasoning_content is not None:
-            message |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), self.reasoning_content)
+            message |= dict.fromkeys(
+                ("reasoning_content", "reasoning", "thinking"), self.reasoning_content
+            )
         more = {"tool_call_id": self.tool_call_id, "name": self.name}
         return message | {key: value for key, value in more.items() if value is not None}
 
@@ -131,11 +153,20 @@ def _wrapped(tool: Any) -> Any:
     """A tool as OpenAI writes it; `{name, parameters}` alone is taken too, as of calls."""
     if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
         return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in tool.items() if key != "type"},
+    }
 
 
 Tools = Annotated[list[Annotated[JsonObject, BeforeValidator(_wrapped)]], Field(min_length=1)]
-_FORMS = ({"messages"}, {"prompt", "completion"}, {"text"}, {"token_ids", "trainable"}, {"token_ids", "weights"})
+_FORMS = (
+    {"messages"},
+    {"prompt", "completion"},
+    {"text"},
+    {"token_ids", "trainable"},
+    {"token_ids", "weights"},
+)
 _MORE = {"weight", "tools", "targets"}
 
 
@@ -143,10 +174,13 @@ class SFTExample(Record):
     """One of these forms; `tandem.data.render` says how they become tokens:
 
     - `messages`, and optionally `tools`: the assistant's messages are trained;
-    - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is trained;
+    - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
+    trained;
     - `text`: everything but its first token is trained;
-    - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the first token);
-    - `token_ids` with `weights`, for each the factor of its loss, of either sign (the first is 0), and optionally
+    - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the
+    first token);
+    - `token_ids` with `weights`, for each the factor of its loss, of either sign (the first is 0),
+    and optionally
       `targets`, for each the token to predict in its place.
 
     `weight` multiplies the loss of each trained token."""
@@ -167,7 +201,11 @@ class SFTExample(Record):
     def _has_assistant(cls, messages: Any) -> Any:
         if isinstance(messages, list) and not any(message.trained for message in messages):
             excluded = any(message.role == "assistant" for message in messages)
-            why = ": all have weight 0 or train false" if excluded else ", so there is nothing to train"
+            why = (
+                ": all have weight 0 or train false"
+                if excluded
+                else ", so there is nothing to train"
+            )
             raise ValueError("there is no assistant message to train" + why)
         if messages == "":
             raise ValueError("empty, so there is nothing to train")
@@ -180,14 +218,20 @@ class SFTExample(Record):
         if values is None or ids is None:
             return values
         if len(values) != len(ids):
-            what = {"trainable": "flags", "weights": "weights"}.get(info.field_name or "", "targets")
-            raise ValueError(f"{len(values)} {what} for {len(ids)} token ids; there must be one for each")
+            what = {"trainable": "flags", "weights": "weights"}.get(
+                info.field_name or "", "targets"
+            )
+            raise ValueError(
+                f"{len(values)} {what} for {len(ids)} token ids; there must be one for each"
+            )
         if info.field_name == "targets":
             return values
         if not any(values):
             raise ValueError("no token is trainable")
         if values[0]:
-            raise ValueError("the first token can't be trained, since no token predicts it; set it to false or 0")
+            raise ValueError(
+                "the first token can't be trained, since no token predicts it; set it to false or 0"
+            )
         for i, value in enumerate(values if info.field_name == "weights" else ()):
             if value and not LOWEST_WEIGHT <= abs(value) <= LARGEST_WEIGHT:
                 allowed = f"0, or from {LOWEST_WEIGHT:g} to {LARGEST_WEIGHT:g} and of either sign"
@@ -199,9 +243,13 @@ class SFTExample(Record):
         given = {name for name in self.model_fields_set - _MORE if getattr(self, name) is not None}
         if given not in _FORMS:
             tokens = "token_ids and trainable, or token_ids and weights"
-            raise ValueError(f"give either messages, or prompt and completion, or text, or {tokens}")
+            raise ValueError(
+                f"give either messages, or prompt and completion, or text, or {tokens}"
+            )
         if isinstance(self.prompt, str) != isinstance(self.completion, str):
-            raise ValueError("prompt and completion must both be texts, or both be lists of messages")
+            raise ValueError(
+                "prompt and completion must both be texts, or both be lists of messages"
+            )
         if self.tools is not None and not isinstance(self.prompt, list) and self.messages is None:
             raise ValueError("tools go with messages only; leave them out")
         if self.targets is not None and self.weights is None:
@@ -210,8 +258,10 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of messages, and then
-    each is one message of the assistant after the prompt. Without `prompt`, what the two begin with is the prompt."""
+    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of
+    messages, and then each is one message of the assistant after the prompt. Without `prompt`, what
+    the two begin with is the prompt.
+    """
 
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages
@@ -222,7 +272,9 @@ class PreferencePair(Record):
     def _like_each_other(self) -> Self:
         parts = [part for part in (self.prompt, self.chosen, self.rejected) if part is not None]
         if len({isinstance(part, str) for part in parts}) == 2:
-            raise ValueError("prompt, chosen and rejected must all be texts, or all be lists of messages")
+            raise ValueError(
+                "prompt, chosen and rejected must all be texts, or all be lists of messages"
+            )
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected are the same, so there is nothing to prefer")
         if "" in (self.chosen, self.rejected):
@@ -230,10 +282,17 @@ class PreferencePair(Record):
         if isinstance(self.chosen, str) and self.tools is not None:
             raise ValueError("tools go with messages only; leave them out")
         if isinstance(self.chosen, list):
-            for name, (_, completion) in zip(("chosen", "rejected"), self.conversations(), strict=True):
+            for name, (_, completion) in zip(
+                ("chosen", "rejected"), self.conversations(), strict=True
+            ):
                 if [message.role for message in completion] != ["assistant"]:
-                    problem = f"{name} must be one message of the assistant after what the two have in common"
-                    raise ValueError(f"{problem}, but is {[message.role for message in completion]}")
+                    problem = (
+                        f"{name} must be one message of the assistant after what the two have in"
+                        " common"
+                    )
+                    raise ValueError(
+                        f"{problem}, but is {[message.role for message in completion]}"
+                    )
         return self
 
     def conversations(self) -> list[tuple[list[Message], list[Message]]]:
@@ -247,11 +306,12 @@ class PreferencePair(Record):
 
 
 class Rendering(Record):
-    """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of each sequence (a
-    pair's: prompt and chosen, prompt and rejected) the texts and their weights in the loss, 0 for context; `lengths`:
-    the sequences' tokens; `slots`: what must fit a row, the longest sequence, or both of a pair with what they begin
-    with once; `trained`: how many tokens are trained; `left_out`: what the chat template has no place for,
-    `reasoning` of a trained message or `tools`."""
+    """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of
+    each sequence (a pair's: prompt and chosen, prompt and rejected) the texts and their weights in
+    the loss, 0 for context; `lengths`: the sequences' tokens; `slots`: what must fit a row, the
+    longest sequence, or both of a pair with what they begin with once; `trained`: how many tokens
+    are trained; `left_out`: what the chat template has no place for, `reasoning` of a trained
+    message or `tools`."""
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)

@@ -1,24 +1,33 @@
-"""What a client sends: trajectories as vLLM sampled them, and settings (examples are in `tandem.data.examples`).
-Imports no numpy and no torch.
+"""What a client sends: trajectories as vLLM sampled them, and settings (examples are in
+`tandem.data.examples`). Imports no numpy and no torch.
 
 An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
-`extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the sampled token ids and
-their log-probs. The trainer trains these ids, and never tokenises the text again.
+`extra_body={"return_token_ids": True}`: for each assistant message the prompt's token ids, the
+sampled token ids and their log-probs. The trainer trains these ids, and never tokenises the text
+again.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token above 0.
+# vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token
+# above 0.
 LOGPROB_SLACK = 1e-4
-# No sampler draws a token of probability e^-100, and the ratio to it would be clamped: nothing would be learned. vLLM's
-# OpenAI server writes -9999 if it has no log-prob for the sampled token.
+# No sampler draws a token of probability e^-100, and the ratio to it would be clamped: nothing
+# would be learned. vLLM's OpenAI server writes -9999 if it has no log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
@@ -43,17 +52,21 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds of times its size.
-TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(fail_fast=True), AfterValidator(_check_ids)]
+# `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds
+# of times its size.
+TokenIds = Annotated[
+    list[Annotated[int, Field(strict=True)]], Field(fail_fast=True), AfterValidator(_check_ids)
+]
 
 
 class Turn(Record):
-    """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the sampled tokens, the
-    end-of-turn token included; `logprobs`: of each sampled token, in nats, at the sampling temperature (where that is
-    not 1, run vLLM with `--logprobs-mode processed_logprobs`); `policy_step`: the checkpoint that sampled it;
-    `routed_experts`: of a mixture, the experts of each token but the last, as vLLM returns them under
-    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers, experts per token]);
-    training then uses these."""
+    """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the
+    sampled tokens, the end-of-turn token included; `logprobs`: of each sampled token, in nats, at
+    the sampling temperature (where that is not 1, run vLLM with `--logprobs-mode
+    processed_logprobs`); `policy_step`: the checkpoint that sampled it; `routed_experts`: of a
+    mixture, the experts of each token but the last, as vLLM returns them under
+    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers,
+    experts per token]); training then uses these."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
@@ -66,20 +79,30 @@ class Turn(Record):
     def _logprobs(cls, logprobs: list[float], info: ValidationInfo) -> list[float]:
         expected = len(info.data.get("token_ids", logprobs))
         if len(logprobs) != expected:
-            raise ValueError(f"{len(logprobs)} log-probs for {expected} sampled tokens; there must be one for each")
+            raise ValueError(
+                f"{len(logprobs)} log-probs for {expected} sampled tokens; there must be one for"
+                " each"
+            )
         if (highest := max(logprobs, default=0.0)) > LOGPROB_SLACK:
-            raise ValueError(f"{highest} at index {logprobs.index(highest)} is above 0; give log-probs in nats")
+            raise ValueError(
+                f"{highest} at index {logprobs.index(highest)} is above 0; give log-probs in nats"
+            )
         if (lowest := min(logprobs, default=0.0)) < LOWEST_LOGPROB:
-            problem = f"{lowest} at index {logprobs.index(lowest)} is below {LOWEST_LOGPROB:g}, so it was not sampled"
+            problem = (
+                f"{lowest} at index {logprobs.index(lowest)} is below {LOWEST_LOGPROB:g}, so it was"
+                " not sampled"
+            )
             raise ValueError(f"{problem}; vLLM writes -9999 for a log-prob that it did not compute")
         return logprobs
 
 
 class Trajectory(Record):
-    """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces the computed one.
+    """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces
+    the computed one.
 
-    A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that turn's linear
-    sequence; any other turn starts another sequence of the trajectory, with the same advantage."""
+    A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that
+    turn's linear sequence; any other turn starts another sequence of the trajectory, with the same
+    advantage."""
 
     turns: list[Turn] = Field(min_length=1, fail_fast=True)
     reward: StoredFloat
@@ -100,8 +123,8 @@ class Group(Record):
 
 
 class AdvantageSettings(Record):
-    """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas. `scale` may be given as
-    true (group) or false (none)."""
+    """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas.
+    `scale` may be given as true (group) or false (none)."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
@@ -115,7 +138,10 @@ class AdvantageSettings(Record):
     @model_validator(mode="after")
     def _no_scale_without_baseline(self) -> Self:
         if self.baseline == "none" and self.scale != "none":
-            raise ValueError('baseline="none" goes with scale="none" only: a raw reward is not divided by the spread')
+            raise ValueError(
+                'baseline="none" goes with scale="none" only: a raw reward is not divided by the'
+                " spread"
+            )
         return self
 
 
@@ -133,28 +159,36 @@ class PackingSettings(Record):
 
 
 def _as_dict(response: Any) -> Mapping[str, Any]:
-    # Without warnings: the openai package doesn't validate responses, and vLLM's nulls don't match its types.
+    # Without warnings: the openai package doesn't validate responses, and vLLM's nulls don't match
+    # its types.
     return response if isinstance(response, Mapping) else response.model_dump(warnings=False)
 
 
 def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     """The turn in choice number `choice` of a response of vLLM's OpenAI server.
 
-    `response`: an object of the openai package, or the same as a dict; a chat completion (`prompt_token_ids` beside
-    `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or a completion (`prompt_token_ids` in the choice,
-    log-probs in `choices[i].logprobs.token_logprobs`). A single choice that came through the rollout door will do.
-    InvalidInput (field: the path in the response) if it is incomplete.
+    `response`: an object of the openai package, or the same as a dict; a chat completion
+    (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
+    a completion (`prompt_token_ids` in the choice, log-probs in
+    `choices[i].logprobs.token_logprobs`). A single choice that came through the rollout door will
+    do. InvalidInput (field: the path in the response) if it is incomplete.
     """
     data = _as_dict(response)
-    choices, where = (data["choices"] or [], f"choices.{choice}.") if "choices" in data else ([data], "")
+    choices, where = (
+        (data["choices"] or [], f"choices.{choice}.") if "choices" in data else ([data], "")
+    )
     if not 0 <= choice < len(choices):
-        raise InvalidInput(f"the response has {len(choices)} choices, so no number {choice}", field="choices")
+        raise InvalidInput(
+            f"the response has {len(choices)} choices, so no number {choice}", field="choices"
+        )
     chosen = choices[choice]
     sampled = chosen.get("logprobs") or {}
     entries = sampled.get("content") or []
     tokens: Any = chosen.get("token_ids")
     if tokens is None:
-        tokens = _named_ids([entry.get("token") for entry in entries] or sampled.get("tokens") or [])
+        tokens = _named_ids(
+            [entry.get("token") for entry in entries] or sampled.get("tokens") or []
+        )
     prompt: Any = chosen.get("prompt_token_ids") or data.get("prompt_token_ids")
     for field, value in {"prompt_token_ids": prompt, f"{where}token_ids": tokens}.items():
         if value is None:
@@ -165,20 +199,30 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     elif sampled.get("token_logprobs") is not None:
         logprobs = sampled["token_logprobs"]
     else:
-        raise InvalidInput("missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs")
+        raise InvalidInput(
+            "missing: sample with logprobs=True (completions: logprobs=0)", field=f"{where}logprobs"
+        )
     try:
         return Turn(
-            prompt_token_ids=prompt, token_ids=tokens, logprobs=logprobs,
-            policy_step=policy_step_of(data.get("model")), routed_experts=chosen.get("routed_experts"),
-        )  # fmt: skip
+            prompt_token_ids=prompt,
+            token_ids=tokens,
+            logprobs=logprobs,
+            policy_step=policy_step_of(data.get("model")),
+            routed_experts=chosen.get("routed_experts"),
+        )
     except ValidationError as exc:
         error = from_validation_error(exc)
-        field = error.field if error.field and error.field.startswith("prompt") else f"{where}{error.field}"
+        field = (
+            error.field
+            if error.field and error.field.startswith("prompt")
+            else f"{where}{error.field}"
+        )
         raise InvalidInput(error.message, field=field) from exc
 
 
 def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
-    """The ids of tokens that vLLM's `return_tokens_as_token_ids` names `token_id:<n>`; None for other names."""
+    """The ids of tokens that vLLM's `return_tokens_as_token_ids` names `token_id:<n>`; None for
+    other names."""
     found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in tokens]
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
@@ -190,8 +234,9 @@ def policy_step_of(model: Any) -> int | None:
 
 
 class TrajectoryBuilder:
-    """Builds a trajectory while its conversation is sampled: send `messages`, pass the response to `add_response` and
-    the next message of the user or a tool to `add`, and so on; then call `finish`."""
+    """Builds a trajectory while its conversation is sampled: send `messages`, pass the response to
+    `add_response` and the next message of the user or a tool to `add`, and so on; then call
+    `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
@@ -202,8 +247,8 @@ class TrajectoryBuilder:
         self.messages.append(dict(message))
 
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
-        """Adds a chat completion or a single choice of one (see `turn_from_openai`): appends its message to `messages`
-        and returns it."""
+        """Adds a chat completion or a single choice of one (see `turn_from_openai`): appends its
+        message to `messages` and returns it."""
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
@@ -215,7 +260,11 @@ class TrajectoryBuilder:
         return message
 
     def finish(
-        self, reward: float, *, advantage: float | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        reward: float,
+        *,
+        advantage: float | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
         """The trajectory; InvalidInput without a response, or with a NaN reward."""
         try:

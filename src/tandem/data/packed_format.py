@@ -1,30 +1,37 @@
 """The packed format: the file in a job's data directory, its writer and its reader.
 
-`arrays.npy` is one record in NumPy's own format, so `np.load(file, mmap_mode="r")["tokens"]` reads an array. Its fields
-are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L slots, N items, T trajectories and G groups:
+`arrays.npy` is one record in NumPy's own format, so `np.load(file, mmap_mode="r")["tokens"]` reads
+an array. Its fields are `format`, `vocab_size` (both int64 []) and the arrays. With R rows of L
+slots, N items, T trajectories and G groups:
 
-| array | shape | meaning |
-|---|---|---|
-| `item_offsets` | int64 [R + 1] | items of row r are `item_offsets[r] : item_offsets[r + 1]` |
-| `tokens` | int32 [R, L] | token ids; padding is 0 |
-| `positions` | int32 [R, L] | depth in the tree = RoPE position; padding is 0 |
-| `subtree_end` | int32 [R, L] | query q may attend to key k exactly when `k <= q < subtree_end[k]`; padding: own + 1 |
-| `slot_experts` | int16 [R, L, M, K] | the sampler's K experts in each of M layers, or -1; M = K = 0: all unknown |
-| `row_num_tokens` | int32 [R] | slots in use; padding is at the end of a row |
-| `row_batch` | int32 [R] | the row's batch with `optimizer.batch_size`, else 0; -1: held out, only evaluated |
-| `item_target` | int32 [N] | slot, within its row, of the trained token |
-| `item_source` | int32 [N] | slot of the token before it in the tree, whose logits predict it |
-| `item_token` | int32 [N] | the trained token; what stands in the slot, unless the client gave other targets |
-| `item_sequence` | int32 [N] | its linear sequence: 0, 1, ...; its items are contiguous, in order, in one row |
-| `item_trajectory` | int32 [N] | index into `trajectory_*` |
-| `item_logprob` | float32 [N] | the sampler's log-prob in nats; NaN for SFT |
-| `item_advantage` | float32 [N] | advantage; for SFT the item's weight; in a pair 1 (chosen) or -1 (rejected) |
-| `trajectory_group` | int32 [T] | index into `group_*` |
-| `trajectory_num_items` | int32 [T] | items that train this trajectory, over all rows |
-| `trajectory_reward` | float32 [T] | reward; NaN for SFT |
-| `group_num_items` | int32 [G] | items of the group, over all rows |
+    item_offsets          int64 [R + 1]        items of row r: item_offsets[r] : item_offsets[r + 1]
+    tokens                int32 [R, L]         token ids; padding is 0
+    positions             int32 [R, L]         depth in the tree = RoPE position; padding is 0
+    subtree_end           int32 [R, L]         query q may attend to key k exactly when
+                                               k <= q < subtree_end[k]; padding: own + 1
+    slot_experts          int16 [R, L, M, K]   the sampler's K experts in each of M layers, or -1;
+                                               M = K = 0: all unknown
+    row_num_tokens        int32 [R]            slots in use; padding is at the end of a row
+    row_batch             int32 [R]            the row's batch with `optimizer.batch_size`, else 0;
+                                               -1: held out, only evaluated
+    item_target           int32 [N]            slot, within its row, of the trained token
+    item_source           int32 [N]            slot of the token before it in the tree, whose
+                                               logits predict it
+    item_token            int32 [N]            the trained token; what stands in the slot, unless
+                                               the client gave other targets
+    item_sequence         int32 [N]            its linear sequence: 0, 1, ...; its items are
+                                               contiguous, in order, in one row
+    item_trajectory       int32 [N]            index into `trajectory_*`
+    item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT
+    item_advantage        float32 [N]          advantage; for SFT the item's weight; in a pair
+                                               1 (chosen) or -1 (rejected)
+    trajectory_group      int32 [T]            index into `group_*`
+    trajectory_num_items  int32 [T]            items that train this trajectory, over all rows
+    trajectory_reward     float32 [T]          reward; NaN for SFT
+    group_num_items       int32 [G]            items of the group, over all rows
 
-A slot that several trajectories share has one item for each of them. The same arrays give the same bytes.
+A slot that several trajectories share has one item for each of them. The same arrays give the same
+bytes.
 """
 
 from contextlib import AbstractContextManager
@@ -51,8 +58,8 @@ Arrays = dict[str, NDArray[Any]]  # by the names in the table
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row: `tokens`, `positions` and `subtree_end` are [L], `item_*` are [items of the row]. The arrays are copies:
-    writable, and valid after the batch is closed."""
+    """One row: `tokens`, `positions` and `subtree_end` are [L], `item_*` are [items of the row].
+    The arrays are copies: writable, and valid after the batch is closed."""
 
     index: int
     num_tokens: int
@@ -73,23 +80,43 @@ _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
 _ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
 # The widest first, so that all are aligned.
 _FIELDS = (
-    "format", "vocab_size", "item_offsets", "tokens", "positions", "subtree_end", "row_num_tokens", "row_batch",
-    *_ROW_ITEMS, "trajectory_group", "trajectory_num_items", "trajectory_reward", "group_num_items", "slot_experts",
-)  # fmt: skip
+    "format",
+    "vocab_size",
+    "item_offsets",
+    "tokens",
+    "positions",
+    "subtree_end",
+    "row_num_tokens",
+    "row_batch",
+    *_ROW_ITEMS,
+    "trajectory_group",
+    "trajectory_num_items",
+    "trajectory_reward",
+    "group_num_items",
+    "slot_experts",
+)
 
 
 def check_size(size: int) -> None:
     """Raises InvalidInput for packed arrays of more bytes than the file can hold."""
     if size > LARGEST_BYTES:
-        remedy = "make several jobs of it, lower packing.sequence_length, or raise optimizer.batch_size"
-        raise InvalidInput(f"packed, the job has {size / 2**30:.1f} GiB, and at most 2 are possible; {remedy}")
+        remedy = (
+            "make several jobs of it, lower packing.sequence_length, or raise optimizer.batch_size"
+        )
+        raise InvalidInput(
+            f"packed, the job has {size / 2**30:.1f} GiB, and at most 2 are possible; {remedy}"
+        )
 
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
-    """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file yet; returns the
-    file's SHA-256, lower-case hex. InvalidInput if they are too large; SpoolUnusable if the volume can't take them, and
-    then `out` may hold a part of the file. The caller commits `out` by renaming it."""
-    arrays = {"format": np.array(FORMAT, np.int64), "vocab_size": np.array(vocab_size, np.int64)} | arrays
+    """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file
+    yet; returns the file's SHA-256, lower-case hex. InvalidInput if they are too large;
+    SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file. The
+    caller commits `out` by renaming it."""
+    arrays = {
+        "format": np.array(FORMAT, np.int64),
+        "vocab_size": np.array(vocab_size, np.int64),
+    } | arrays
     check_size(sum(arrays[name].nbytes for name in _FIELDS))
     dtype = np.dtype([(name, arrays[name].dtype, arrays[name].shape) for name in _FIELDS])
     with fs.volume_errors(out):
@@ -104,9 +131,9 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 
 
 class PackedBatch(AbstractContextManager["PackedBatch"]):
-    """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read into memory. After
-    the context or `close()` the process does not map the file, so the directory can be removed on any file system
-    (R18)."""
+    """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read
+    into memory. After the context or `close()` the process does not map the file, so the directory
+    can be removed on any file system (R18)."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
@@ -122,18 +149,26 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
 
     @classmethod
     def open(cls, path: Path, sha256: str | None = None) -> Self:
-        """Maps a packed directory. InvalidInput if the file is missing, is of another format, or is not the one whose
-        SHA-256 `write_packed` gave."""
+        """Maps a packed directory. InvalidInput if the file is missing, is of another format, or is
+        not the one whose SHA-256 `write_packed` gave."""
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:
-            problem = f"there is no {FILE}: the job is of another version of Tandem, or has ended; submit it again"
+            problem = (
+                f"there is no {FILE}: the job is of another version of Tandem, or has ended; submit"
+                " it again"
+            )
             raise InvalidInput(f"packed data in {path}: {problem}", field=FILE) from exc
         if altered:
-            raise InvalidInput(f"packed data in {path} was altered (its sha256 differs); submit the job again")
+            raise InvalidInput(
+                f"packed data in {path} was altered (its sha256 differs); submit the job again"
+            )
         record = npy.open_memmap(path / FILE, mode="r")  # type: ignore[no-untyped-call]
         if record["format"] != FORMAT:
-            problem = f"format {record['format']} is not {FORMAT}: controller and trainer must be of the same version"
+            problem = (
+                f"format {record['format']} is not {FORMAT}: controller and trainer must be of the"
+                " same version"
+            )
             raise InvalidInput(f"packed data in {path}: {problem}", field=FILE)
         return cls(path, {name: record[name] for name in _FIELDS})
 
@@ -149,7 +184,9 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         items = slice(int(self.item_offsets[index]), int(self.item_offsets[index + 1]))
         slots = {name: np.array(self._maps[name][index]) for name in _ROW_SLOTS}
         columns = {name: np.array(self._maps[name][items]) for name in _ROW_ITEMS}
-        return PackedRow(index=index, num_tokens=int(self.row_num_tokens[index]), **slots, **columns)
+        return PackedRow(
+            index=index, num_tokens=int(self.row_num_tokens[index]), **slots, **columns
+        )
 
     def close(self) -> None:
         """Drops every map. May be called again."""

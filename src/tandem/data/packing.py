@@ -1,9 +1,10 @@
 """Places sequences in rows, and turns rows into the packed arrays.
 
-A row is a prefix tree, kept as a sorted list. In lexicographic order a sequence shares its longest prefix with a
-neighbour, so the sorted list and the common prefix lengths of neighbours are the whole tree, without nodes. Every
-common prefix within a row is shared, of any length, sampled or not, between trajectories, groups and duplicates: a
-shared token saves a slot, and the mask costs the same.
+A row is a prefix tree, kept as a sorted list. In lexicographic order a sequence shares its longest
+prefix with a neighbour, so the sorted list and the common prefix lengths of neighbours are the
+whole tree, without nodes. Every common prefix within a row is shared, of any length, sampled or
+not, between trajectories, groups and duplicates: a shared token saves a slot, and the mask costs
+the same.
 """
 
 import math
@@ -16,16 +17,19 @@ import numpy as np
 
 from tandem.data.packed_format import Arrays, Float32, Int16, Int32, check_size
 
-# The next sequence of a split group may go to this many of the group's last rows. Bounds the comparisons per sequence.
+# The next sequence of a split group may go to this many of the group's last rows. Bounds the
+# comparisons per sequence.
 OPEN_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSequence:
-    """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of the trained ones,
-    rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to predict there; `weights` [k] float32:
-    the factors of their losses; `logprobs` [k] float32: the sampler's, nats; NaN where nothing was sampled; `experts`
-    int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as many as are known."""
+    """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of
+    the trained ones, rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to
+    predict there; `weights` [k] float32: the factors of their losses; `logprobs` [k] float32: the
+    sampler's, nats; NaN where nothing was sampled; `experts` int16 [.., layers, experts per token]:
+    `slot_experts` of the first tokens, as many as are known.
+    """
 
     tokens: Int32
     trained: Int32
@@ -36,11 +40,17 @@ class LinearSequence:
 
     @classmethod
     def of(
-        cls, tokens: Int32, trained: Int32, *, targets: Int32 | None = None, weights: Float32 | None = None,
-        logprobs: Float32 | None = None, experts: Int16 | None = None,
-    ) -> Self:  # fmt: skip
-        """Without the tokens after the last trained one: no trained token attends to them. By default the targets are
-        the tokens themselves, and the weights 1."""
+        cls,
+        tokens: Int32,
+        trained: Int32,
+        *,
+        targets: Int32 | None = None,
+        weights: Float32 | None = None,
+        logprobs: Float32 | None = None,
+        experts: Int16 | None = None,
+    ) -> Self:
+        """Without the tokens after the last trained one: no trained token attends to them. By
+        default the targets are the tokens themselves, and the weights 1."""
         return cls(
             tokens[: trained[-1] + 1],
             trained,
@@ -51,20 +61,25 @@ class LinearSequence:
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
-        """Its beginning of at most `length` tokens, which ends with a trained token; None if none is left."""
+        """Its beginning of at most `length` tokens, which ends with a trained token; None if none
+        is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
         return LinearSequence.of(
-            self.tokens, self.trained[:count], targets=self.targets[:count], weights=self.weights[:count],
-            logprobs=self.logprobs[:count], experts=self.experts,
-        )  # fmt: skip
+            self.tokens,
+            self.trained[:count],
+            targets=self.targets[:count],
+            weights=self.weights[:count],
+            logprobs=self.logprobs[:count],
+            experts=self.experts,
+        )
 
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1, ... in order;
-    `batch`: as the packed array `row_batch`; the same for all of a group."""
+    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1,
+    ... in order; `batch`: as the packed array `row_batch`; the same for all of a group."""
 
     sequences: list[LinearSequence]
     group: int
@@ -83,14 +98,16 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def slots_of_pair(a: Int32, b: Int32) -> int:
-    """The slots that two sequences take in one row, which has the tokens that they begin with once."""
+    """The slots that two sequences take in one row, which has the tokens that they begin with
+    once."""
     return len(a) + len(b) - common_prefix(a, b)
 
 
 class PrefixTree:
     """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
 
-    `tokens` are all sequences of the job, in lexicographic order. The tree holds indices into it, sorted.
+    `tokens` are all sequences of the job, in lexicographic order. The tree holds indices into it,
+    sorted.
     """
 
     def __init__(self, tokens: list[Int32], sequences: Iterable[int] = ()) -> None:
@@ -101,10 +118,13 @@ class PrefixTree:
             self.add(index)
 
     def cost(self, index: int) -> int:
-        """Slots that adding sequence `index` would take: its length less the prefix that it shares with a neighbour."""
+        """Slots that adding sequence `index` would take: its length less the prefix that it shares
+        with a neighbour."""
         at = bisect_left(self.sequences, index)
         neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
-        shared = max((common_prefix(self._tokens[index], neighbour) for neighbour in neighbours), default=0)
+        shared = max(
+            (common_prefix(self._tokens[index], neighbour) for neighbour in neighbours), default=0
+        )
         return len(self._tokens[index]) - shared
 
     def add(self, index: int) -> None:
@@ -112,11 +132,12 @@ class PrefixTree:
         insort(self.sequences, index)
 
     def lay_out(self, row_tokens: Int32, positions: Int32, subtree_end: Int32) -> list[Int32]:
-        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format); returns for each of
-        `sequences` its slots, int32, token by token.
+        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format);
+        returns for each of `sequences` its slots, int32, token by token.
 
-        Depth-first order is lexicographic order: each sequence appends the tokens that it does not share with the one
-        before it. This ends the subtrees of those tokens of the one before that it does not share.
+        Depth-first order is lexicographic order: each sequence appends the tokens that it does not
+        share with the one before it. This ends the subtrees of those tokens of the one before that
+        it does not share.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)
@@ -125,7 +146,8 @@ class PrefixTree:
         for index in self.sequences:
             own = self._tokens[index]
             shared = common_prefix(previous, own)
-            subtree_end[path[shared:]] = filled  # nothing, if this sequence extends or repeats the one before
+            # Nothing, if this sequence extends or repeats the one before.
+            subtree_end[path[shared:]] = filled
             end = filled + len(own) - shared
             row_tokens[filled:end] = own[shared:]
             positions[filled:end] = np.arange(shared, len(own))
@@ -136,23 +158,36 @@ class PrefixTree:
 
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
-    """Packs trajectories (at least one, in the order of their groups). The same input gives the same arrays.
-    InvalidInput if these are too large.
+    """Packs trajectories (at least one, in the order of their groups). The same input gives the
+    same arrays. InvalidInput if these are too large.
 
-    A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest first, into the row
-    with the least free slots that suffice (best-fit decreasing). A larger one is split, which repeats prefixes."""
-    owned = [(sequence, t) for t, trajectory in enumerate(trajectories) for sequence in trajectory.sequences]
-    # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens do.
+    A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest
+    first, into the row with the least free slots that suffice (best-fit decreasing). A larger one
+    is split, which repeats prefixes.
+    """
+    owned = [
+        (sequence, t)
+        for t, trajectory in enumerate(trajectories)
+        for sequence in trajectory.sequences
+    ]
+    # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens
+    # do.
     owned.sort(key=lambda pair: pair[0].tokens.astype(">i4").tobytes())
     sequences = [sequence for sequence, _ in owned]
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]
     batches = _batches(trajectories, [t for _, t in owned])
-    placed = {batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()}
+    placed = {
+        batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()
+    }
     rows = [row for of_batch in placed.values() for row in of_batch]
     shape = (len(rows), sequence_length)
-    of_token = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), (0, 0))
-    # Few tokens can make many rows (each batch has its own), so their memory is not taken before the check.
+    of_token = next(
+        (sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None),
+        (0, 0),
+    )
+    # Few tokens can make many rows (each batch has its own), so their memory is not taken before
+    # the check.
     check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(of_token)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -165,7 +200,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
             sources.append(path[sequences[index].trained - 1])
             if (experts := sequences[index].experts) is not None:
                 slots = path[: len(experts)]
-                new = slot_experts[r, slots, 0, 0] < 0  # a shared slot keeps those of the sequence before
+                # A shared slot keeps those of the sequence before.
+                new = slot_experts[r, slots, 0, 0] < 0
                 slot_experts[r, slots[new]] = experts[: len(slots)][new]
 
     order = [index for row in rows for index in row.sequences]
@@ -180,7 +216,11 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "subtree_end": subtree_end,
         "slot_experts": slot_experts,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
-        "row_batch": np.repeat(list(placed), [len(of_batch) for of_batch in placed.values()]).astype(np.int32),
+        "row_batch": (
+            np.repeat(list(placed), [len(of_batch) for of_batch in placed.values()]).astype(
+                np.int32
+            )
+        ),
         "item_offsets": np.concatenate([[0], np.cumsum(items_of_row)]).astype(np.int64),
         "item_target": np.concatenate(targets).astype(np.int32),
         "item_source": np.concatenate(sources).astype(np.int32),
@@ -188,15 +228,25 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
         "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
-        "item_advantage": advantages[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered]),
+        "item_advantage": (
+            advantages[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
+        ),
         "trajectory_group": group_of,
-        "trajectory_num_items": np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32),
-        "trajectory_reward": np.array([trajectory.reward for trajectory in trajectories], np.float32),
-        "group_num_items": np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32),
+        "trajectory_num_items": (
+            np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32)
+        ),
+        "trajectory_reward": np.array(
+            [trajectory.reward for trajectory in trajectories], np.float32
+        ),
+        "group_num_items": (
+            np.bincount(group_of[item_trajectory], minlength=int(group_of[-1]) + 1).astype(np.int32)
+        ),
     }
 
 
-def _batches(trajectories: Sequence[PackedTrajectory], owners: list[int]) -> dict[int, dict[int, list[int]]]:
+def _batches(
+    trajectories: Sequence[PackedTrajectory], owners: list[int]
+) -> dict[int, dict[int, list[int]]]:
     """Batch -> group -> its sequences. `owners`: the trajectory of each sequence."""
     batches: dict[int, dict[int, list[int]]] = {}
     for trajectory in trajectories:
@@ -207,7 +257,8 @@ def _batches(trajectories: Sequence[PackedTrajectory], owners: list[int]) -> dic
 
 
 class _Rows:
-    """Rows that are being filled. A prefix that several groups of a row share takes its slots once."""
+    """Rows that are being filled. A prefix that several groups of a row share takes its slots
+    once."""
 
     def __init__(self, sequence_length: int) -> None:
         self.trees: list[PrefixTree] = []
@@ -241,8 +292,11 @@ class _Rows:
         return self._by_free[-1][1] if self._by_free and self._by_free[-1][0] >= size else None
 
 
-def _place(groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int) -> list[PrefixTree]:
-    """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no row overflows."""
+def _place(
+    groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
+) -> list[PrefixTree]:
+    """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no
+    row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _Rows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
@@ -258,9 +312,9 @@ def _place(groups: Iterable[list[int]], tokens: list[Int32], sequence_length: in
 def _split(tree: PrefixTree, tokens: list[Int32], rows: _Rows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
-    Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots, then where the fewest
-    are free. If it fits none of them, it goes to the row with the most free slots, so that its siblings can follow; if
-    it does not fit there, to a new row.
+    Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots,
+    then where the fewest are free. If it fits none of them, it goes to the row with the most free
+    slots, so that its siblings can follow; if it does not fit there, to a new row.
     """
     window: list[int] = []
     for index in tree.sequences:

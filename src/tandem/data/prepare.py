@@ -1,4 +1,5 @@
-"""Turns the groups or examples of a client into linear sequences, and writes these as a packed directory."""
+"""Turns the groups or examples of a client into linear sequences, and writes these as a packed
+directory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,25 +21,37 @@ from tandem.spool.schema import PackedData
 
 
 def prepare_rl(
-    groups: Sequence[Group], *, vocab_size: int, advantage: AdvantageSettings, packing: PackingSettings, out: Path,
-    batch_size: int | None = None, base_step: int = 0, max_off_policy_steps: int | None = None,
+    groups: Sequence[Group],
+    *,
+    vocab_size: int,
+    advantage: AdvantageSettings,
+    packing: PackingSettings,
+    out: Path,
+    batch_size: int | None = None,
+    base_step: int = 0,
+    max_off_policy_steps: int | None = None,
     mixture: Mixture | None = None,
-) -> PackedData:  # fmt: skip
+) -> PackedData:
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
-    `mixture`: of the base model. `batch_size`: groups per optimizer step, for `row_batch`. With `max_off_policy_steps`
-    every turn must say which step sampled it, and none may be that much older than `base_step`, where the job starts.
+    `mixture`: of the base model. `batch_size`: groups per optimizer step, for `row_batch`. With
+    `max_off_policy_steps` every turn must say which step sampled it, and none may be that much
+    older than `base_step`, where the job starts.
 
-    Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy gradient), unless
-    `keep_zero_variance` is on. Reward statistics are over all trajectories of the client. `PackedData.path` stays
-    empty: the spool sets it when the directory gets its final name.
+    Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy
+    gradient), unless `keep_zero_variance` is on. Reward statistics are over all trajectories of the
+    client. `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
-    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes nothing then.
+    Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes
+    nothing then.
     """
     if not groups:
         raise InvalidInput("there is no group", field="groups")
     dropped_groups, trajectories = 0, list[PackedTrajectory]()
-    of_group = [np.array([trajectory.reward for trajectory in group.trajectories], np.float64) for group in groups]
+    of_group = [
+        np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
+        for group in groups
+    ]
     rewards = np.concatenate(of_group)
     batch_spread = spread(rewards)
     for g, group in enumerate(groups):
@@ -47,32 +60,55 @@ def prepare_rl(
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
             for k, turn in enumerate(trajectory.turns):
-                _check_policy_step(turn.policy_step, base_step, max_off_policy_steps, f"{field}.turns.{k}.policy_step")
+                _check_policy_step(
+                    turn.policy_step,
+                    base_step,
+                    max_off_policy_steps,
+                    f"{field}.turns.{k}.policy_step",
+                )
             if trajectory.advantage is not None:
                 advantages[t] = trajectory.advantage
             sequences = _linked_turns(trajectory, vocab_size, mixture, field)
             fitted, truncated = _fit_to_row(sequences, packing, field)
-            members.append(PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated))
+            members.append(
+                PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated)
+            )
         if advantages.any() or advantage.keep_zero_variance:
             trajectories.extend(members)
         else:
             dropped_groups += 1
-    statistics = {f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")}
-    turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    statistics = {
+        f"reward_{name}": float(getattr(rewards, name)()) for name in ("mean", "std", "min", "max")
+    }
+    turns = [
+        turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns
+    ]
     if policy_steps := [turn.policy_step for turn in turns if turn.policy_step is not None]:
-        statistics |= {"policy_step_min": min(policy_steps), "policy_step_mean": sum(policy_steps) / len(policy_steps)}
+        statistics |= {
+            "policy_step_min": min(policy_steps),
+            "policy_step_mean": sum(policy_steps) / len(policy_steps),
+        }
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups, **statistics)
 
 
 def prepare_sft(
-    examples: Sequence[SFTExample], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
-    held_out: Sequence[SFTExample] = (), batch_size: int | None = None, signed: bool = False,
-) -> PackedData:  # fmt: skip
-    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight as advantage.
+    examples: Sequence[SFTExample],
+    *,
+    tokenizer_path: str,
+    vocab_size: int,
+    packing: PackingSettings,
+    out: Path,
+    held_out: Sequence[SFTExample] = (),
+    batch_size: int | None = None,
+    signed: bool = False,
+) -> PackedData:
+    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight
+    as advantage.
 
-    `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the tokenizer (a directory
-    or a hub's name) only if an example is not `token_ids`; `tandem.data.render` says how these become tokens. Fields of
-    errors are `examples.<i>...` and `held_out.<i>...`.
+    `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the
+    tokenizer (a directory or a hub's name) only if an example is not `token_ids`;
+    `tandem.data.render` says how these become tokens. Fields of errors are `examples.<i>...` and
+    `held_out.<i>...`.
     """
     everything, fields = _listed(examples, held_out, "examples")
     plain = all(example.token_ids is not None for example in everything)
@@ -83,22 +119,37 @@ def prepare_sft(
         check_vocabulary(example, sequences, vocab_size, field)
         for one in sequences:
             if not signed and (one.weights < 0).any():
-                problem = 'a negative weight needs loss.normalisation="sum", since a mean divides by the weights'
+                problem = (
+                    'a negative weight needs loss.normalisation="sum", since a mean divides by the'
+                    " weights"
+                )
                 raise InvalidInput(problem, field=f"{field}.weights")
-            if (largest := example.weight * max(1.0, float(np.abs(one.weights).max()))) > MAX_FLOAT32:
+            if (
+                largest := example.weight * max(1.0, float(np.abs(one.weights).max()))
+            ) > MAX_FLOAT32:
                 raise InvalidInput(f"{largest} does not fit float32", field=f"{field}.weight")
         fitted, truncated = _fit_to_row(sequences, packing, field)
         batch = 0 if e < len(examples) else -1
-        trajectories.append(PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch))
+        trajectories.append(
+            PackedTrajectory(fitted, e, example.weight, float("nan"), truncated, batch)
+        )
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
 
 def prepare_dpo(
-    pairs: Sequence[PreferencePair], *, tokenizer_path: str, vocab_size: int, packing: PackingSettings, out: Path,
-    held_out: Sequence[PreferencePair] = (), batch_size: int | None = None,
-) -> PackedData:  # fmt: skip
-    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the advantages 1 (chosen) and -1
-    (rejected). The tokens that the two begin with are stored once. Fields of errors are `pairs.<i>...`."""
+    pairs: Sequence[PreferencePair],
+    *,
+    tokenizer_path: str,
+    vocab_size: int,
+    packing: PackingSettings,
+    out: Path,
+    held_out: Sequence[PreferencePair] = (),
+    batch_size: int | None = None,
+) -> PackedData:
+    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the
+    advantages 1 (chosen) and -1 (rejected). The tokens that the two begin with are stored once.
+    Fields of errors are `pairs.<i>...`.
+    """
     everything, fields = _listed(pairs, held_out, "pairs")
     trajectories = []
     for p, both in enumerate(render(load_tokenizer(tokenizer_path), everything, fields)):
@@ -107,33 +158,42 @@ def prepare_dpo(
         fits = slots <= packing.sequence_length
         if not fits and packing.too_long != "drop":
             remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
-            problem = f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
+            problem = (
+                f"the pair takes {slots} tokens, which don't fit a row of {packing.sequence_length}"
+            )
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
         check_vocabulary(everything[p], both, vocab_size, fields[p])
         for sequence, sign in zip(both, (1.0, -1.0), strict=True):
-            trajectories.append(PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch))
+            trajectories.append(
+                PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch)
+            )
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
 
 def spread(rewards: NDArray[np.float64]) -> float:
-    """What rewards are divided by: their population standard deviation, sqrt(sum (r_i - m)^2 / n), and 1e-6."""
+    """What rewards are divided by: their population standard deviation, sqrt(sum (r_i - m)^2 / n),
+    and 1e-6."""
     return float(rewards.std()) + 1e-6
 
 
 def group_advantages(
     rewards: NDArray[np.float64], settings: AdvantageSettings, *, batch_spread: float
 ) -> NDArray[np.float64]:
-    """Advantages [n] of one group's rewards [n], float64; `batch_spread`: `spread` of all groups' rewards.
+    """Advantages [n] of one group's rewards [n], float64; `batch_spread`: `spread` of all groups'
+    rewards.
 
     With m the mean of the group's n rewards and s their `spread`:
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
-    - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025, arXiv:2508.08221), which
+    - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
+    arXiv:2508.08221), which
       is steadier where a group's rewards differ little;
-    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783), which leaves out the
+    - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783),
+    which leaves out the
       division because it gives more weight to questions whose rewards differ little;
-    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n - 1) (r_i - m),
+    - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n -
+    1) (r_i - m),
       RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides that by the same as above;
     - `baseline="none"`: r_i.
 
@@ -154,15 +214,23 @@ def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[
     """All examples or pairs, and the field of each."""
     if not trained:
         raise InvalidInput(f"there are no {name}", field=name)
-    fields = [f"{name}.{i}" for i in range(len(trained))] + [f"held_out.{i}" for i in range(len(held_out))]
+    fields = [f"{name}.{i}" for i in range(len(trained))] + [
+        f"held_out.{i}" for i in range(len(held_out))
+    ]
     return [*trained, *held_out], fields
 
 
-def _linked_turns(trajectory: Trajectory, vocab_size: int, mixture: Mixture | None, field: str) -> list[LinearSequence]:
-    """Joins turns to sequences, as `Trajectory` says. The tokens between a sequence's turns are context."""
+def _linked_turns(
+    trajectory: Trajectory, vocab_size: int, mixture: Mixture | None, field: str
+) -> list[LinearSequence]:
+    """Joins turns to sequences, as `Trajectory` says. The tokens between a sequence's turns are
+    context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
-        prompt, sampled = np.array(turn.prompt_token_ids, np.int32), np.array(turn.token_ids, np.int32)
+        prompt, sampled = (
+            np.array(turn.prompt_token_ids, np.int32),
+            np.array(turn.token_ids, np.int32),
+        )
         check_ids(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
         check_ids(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
         experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
@@ -180,7 +248,8 @@ def _linked_turns(trajectory: Trajectory, vocab_size: int, mixture: Mixture | No
 def _fit_to_row(
     sequences: list[LinearSequence], packing: PackingSettings, field: str
 ) -> tuple[list[LinearSequence], bool]:
-    """The sequences of one trajectory after `packing.too_long`, and whether they differ; none if it is dropped."""
+    """The sequences of one trajectory after `packing.too_long`, and whether they differ; none if it
+    is dropped."""
     length = packing.sequence_length
     longest = max(len(sequence.tokens) for sequence in sequences)
     if longest <= length:
@@ -194,16 +263,23 @@ def _fit_to_row(
 
 
 def _write(
-    trajectories: list[PackedTrajectory], vocab_size: int, packing: PackingSettings, out: Path,
-    batch_size: int | None, dropped_groups: int, **statistics: Any,
-) -> PackedData:  # fmt: skip
+    trajectories: list[PackedTrajectory],
+    vocab_size: int,
+    packing: PackingSettings,
+    out: Path,
+    batch_size: int | None,
+    dropped_groups: int,
+    **statistics: Any,
+) -> PackedData:
     """Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:
         if trajectory.sequences:
             group = numbers.setdefault(trajectory.group, len(numbers))
-            batch = group // batch_size if batch_size and trajectory.batch >= 0 else trajectory.batch
+            batch = (
+                group // batch_size if batch_size and trajectory.batch >= 0 else trajectory.batch
+            )
             kept.append(replace(trajectory, group=group, batch=batch))
     dropped = len(trajectories) - len(kept)
     trained = [trajectory for trajectory in kept if trajectory.batch >= 0]
@@ -218,24 +294,43 @@ def _write(
             reasons.append(f"{dropped} trajectories don't fit {limit}")
         raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
     if any(abs(trajectory.advantage) > MAX_FLOAT32 for trajectory in kept):
-        raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_advantage")
+        raise InvalidInput(
+            f"packed data in {out}: an advantage is not finite", field="item_advantage"
+        )
     arrays = pack(kept, packing.sequence_length)
-    unshared = sum(len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences)
+    unshared = sum(
+        len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences
+    )
     rows = arrays["row_batch"] >= 0
     return PackedData(
-        path="", sha256=write_packed(out, arrays, vocab_size=vocab_size), num_rows=int(rows.sum()),
-        sequence_length=packing.sequence_length, num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
-        num_tokens=int(arrays["row_num_tokens"][rows].sum()), num_unshared_tokens=unshared,
-        num_trajectories=len(trained), num_groups=len({trajectory.group for trajectory in trained}),
+        path="",
+        sha256=write_packed(out, arrays, vocab_size=vocab_size),
+        num_rows=int(rows.sum()),
+        sequence_length=packing.sequence_length,
+        num_items=int(np.diff(arrays["item_offsets"])[rows].sum()),
+        num_tokens=int(arrays["row_num_tokens"][rows].sum()),
+        num_unshared_tokens=unshared,
+        num_trajectories=len(trained),
+        num_groups=len({trajectory.group for trajectory in trained}),
         num_held_out=len({trajectory.group for trajectory in kept[len(trained) :]}),
-        dropped_groups=dropped_groups, dropped_trajectories=dropped,
-        truncated_trajectories=sum(trajectory.truncated for trajectory in kept), **statistics,
-    )  # fmt: skip
+        dropped_groups=dropped_groups,
+        dropped_trajectories=dropped,
+        truncated_trajectories=sum(trajectory.truncated for trajectory in kept),
+        **statistics,
+    )
 
 
 def _check_policy_step(step: int | None, base_step: int, most: int | None, field: str) -> None:
     if step is not None and step > base_step:
-        raise InvalidInput(f"step {step} is newer than the job's base step {base_step}", field=field)
+        raise InvalidInput(
+            f"step {step} is newer than the job's base step {base_step}", field=field
+        )
     if most is not None and (step is None or base_step - step > most):
-        age = "not given" if step is None else f"{base_step - step} steps older than the job's base step {base_step}"
-        raise InvalidInput(f"the step that sampled the turn is {age}; max_off_policy_steps is {most}", field=field)
+        age = (
+            "not given"
+            if step is None
+            else f"{base_step - step} steps older than the job's base step {base_step}"
+        )
+        raise InvalidInput(
+            f"the step that sampled the turn is {age}; max_off_policy_steps is {most}", field=field
+        )

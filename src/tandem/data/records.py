@@ -1,4 +1,5 @@
-"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the package datasets."""
+"""Random access to the records of a file: JSON lines, a JSON array, Parquet, or a directory of the
+package datasets."""
 
 import json
 import tempfile
@@ -18,18 +19,25 @@ type Records = _Lines | _Rows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
-    """The records of a file or directory; InvalidInput where it can't be read, or is no such file."""
+    """The records of a file or directory; InvalidInput where it can't be read, or is no such
+    file."""
     try:
         if path.is_dir():
             return _of_directory(path)
         with path.open("rb") as file:
             head = file.read(4096)
-        if packed := next((name for magic, name in _PACKED.items() if head.startswith(magic)), None):
-            raise InvalidInput(f"{path.name} is compressed ({packed}); unpack it first", field="FILE")
+        if packed := next(
+            (name for magic, name in _PACKED.items() if head.startswith(magic)), None
+        ):
+            raise InvalidInput(
+                f"{path.name} is compressed ({packed}); unpack it first", field="FILE"
+            )
         if head.startswith(b"PAR1"):
             return _Rows(path.name, [path], parquet=True)
         if path.suffix.lower() in (".csv", ".tsv"):
-            raise InvalidInput(f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE")
+            raise InvalidInput(
+                f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE"
+            )
         if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             return _elements(path)
         return _of_lines(path)
@@ -47,7 +55,11 @@ def _of_lines(path: Path) -> Records:
             return _elements(path)
         except InvalidInput:
             return lines  # whose first line is refused
-    wrapped = len(lines) == 1 and isinstance(first, dict) and any(isinstance(first.get(n), list) for n in _WRAPPERS)
+    wrapped = (
+        len(lines) == 1
+        and isinstance(first, dict)
+        and any(isinstance(first.get(n), list) for n in _WRAPPERS)
+    )
     return _elements(path) if wrapped else lines
 
 
@@ -58,16 +70,24 @@ def _loads(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"), parse_constant=refuse)
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"not UTF-8: {error.reason}; save the file as UTF-8", field=place) from error
+        raise InvalidInput(
+            f"not UTF-8: {error.reason}; save the file as UTF-8", field=place
+        ) from error
     except (ValueError, RecursionError) as error:
         problem = str(error)
         if isinstance(error, json.JSONDecodeError):
-            problem = f"{error.msg} at {f'line {error.lineno}, ' if error.lineno > 1 else ''}column {error.colno}"
-        raise InvalidInput(f"not JSON: {problem}; correct it or leave it out", field=place) from error
+            problem = (
+                f"{error.msg} at {f'line {error.lineno}, ' if error.lineno > 1 else ''}column"
+                f" {error.colno}"
+            )
+        raise InvalidInput(
+            f"not JSON: {problem}; correct it or leave it out", field=place
+        ) from error
 
 
 class _Lines:
-    """JSON lines; blank ones don't count as records. Where each begins is in memory, 16 bytes a line."""
+    """JSON lines; blank ones don't count as records. Where each begins is in memory, 16 bytes a
+    line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name
@@ -93,7 +113,11 @@ def _elements(path: Path) -> list[tuple[str, Any]]:
     if path.stat().st_size > LARGEST_ARRAY:
         raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
     content = _loads(path.read_bytes(), path.name)
-    wrapped = [value for name, value in content.items() if name in _WRAPPERS] if isinstance(content, dict) else []
+    wrapped = (
+        [value for name, value in content.items() if name in _WRAPPERS]
+        if isinstance(content, dict)
+        else []
+    )
     items = wrapped[0] if len(wrapped) == 1 else content
     if not isinstance(items, list):
         items = [content]
@@ -101,7 +125,8 @@ def _elements(path: Path) -> list[tuple[str, Any]]:
 
 
 class _Rows:
-    """The rows of Parquet or Arrow files, mapped; Parquet is unpacked to a temporary Arrow file first."""
+    """The rows of Parquet or Arrow files, mapped; Parquet is unpacked to a temporary Arrow file
+    first."""
 
     def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
         try:
@@ -109,7 +134,9 @@ class _Rows:
             from pyarrow import ipc
             from pyarrow import parquet as pq
         except ImportError as error:
-            raise InvalidInput(f"reading {name} needs pyarrow: pip install 'tandem-rl[data]'", field="FILE") from error
+            raise InvalidInput(
+                f"reading {name} needs pyarrow: pip install 'tandem-rl[data]'", field="FILE"
+            ) from error
         try:
             with tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
                 if parquet:
@@ -128,7 +155,9 @@ class _Rows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> tuple[str, Any]:
-        return f"{self._name} row {index}", _without_none(self._table.slice(index, 1).to_pylist()[0])
+        return f"{self._name} row {index}", _without_none(
+            self._table.slice(index, 1).to_pylist()[0]
+        )
 
 
 def _without_none(value: Any) -> Any:
@@ -139,7 +168,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _of_directory(path: Path) -> Records:
-    """A Dataset or DatasetDict that datasets has saved (the split train, or the only one), or Parquet files."""
+    """A Dataset or DatasetDict that datasets has saved (the split train, or the only one), or
+    Parquet files."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:
@@ -147,9 +177,16 @@ def _of_directory(path: Path) -> Records:
             raise InvalidInput(f"name one of its splits: {named}", field="FILE")
         return _of_directory(path / ("train" if "train" in splits else splits[0]))
     if (path / "state.json").exists():
-        files = [path / file["filename"] for file in json.loads((path / "state.json").read_bytes())["_data_files"]]
+        files = [
+            path / file["filename"]
+            for file in json.loads((path / "state.json").read_bytes())["_data_files"]
+        ]
         return _Rows(path.name, files, parquet=False)
     found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
     if not found:
-        raise InvalidInput(f"{path} has neither a saved dataset nor Parquet files; name a file", field="FILE")
-    return _Rows(path.name, [file for file in found if file.name.startswith("train")] or found, parquet=True)
+        raise InvalidInput(
+            f"{path} has neither a saved dataset nor Parquet files; name a file", field="FILE"
+        )
+    return _Rows(
+        path.name, [file for file in found if file.name.startswith("train")] or found, parquet=True
+    )

@@ -1,4 +1,5 @@
-"""Turns examples and pairs into tokens, and says which of them are trained (`tandem.data.chat_template` says how)."""
+"""Turns examples and pairs into tokens, and says which of them are trained
+(`tandem.data.chat_template` says how)."""
 
 from collections.abc import Sequence
 from itertools import batched, pairwise
@@ -17,11 +18,15 @@ _FORMS = ("token_ids", "messages", "completion", "text")
 type Item = SFTExample | PreferencePair
 
 
-def render(tokenizer: Any, items: Sequence[Item], fields: Sequence[str]) -> list[list[LinearSequence]]:
-    """The sequences of each example, and of each pair those of chosen and rejected: the prompt, which is the same in
-    both, and the answer, which is trained. `tokenizer` may be None where all items are `token_ids`.
+def render(
+    tokenizer: Any, items: Sequence[Item], fields: Sequence[str]
+) -> list[list[LinearSequence]]:
+    """The sequences of each example, and of each pair those of chosen and rejected: the prompt,
+    which is the same in both, and the answer, which is trained. `tokenizer` may be None where all
+    items are `token_ids`.
 
-    InvalidInput (below the item's of `fields`) for an item that the template refuses or whose mask is ambiguous.
+    InvalidInput (below the item's of `fields`) for an item that the template refuses or whose mask
+    is ambiguous.
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
@@ -37,11 +42,16 @@ def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
     """Raises InvalidInput for a token that the model does not have."""
     index = int(ids.argmax())
     if ids[index] >= vocab_size:
-        problem = f"token id {ids[index]} at index {index} is outside the model's vocabulary of {vocab_size}"
+        problem = (
+            f"token id {ids[index]} at index {index} is outside the model's vocabulary of"
+            f" {vocab_size}"
+        )
         raise InvalidInput(f"{problem}; was it sampled from another model?", field=field)
 
 
-def check_vocabulary(item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str) -> None:
+def check_vocabulary(
+    item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str
+) -> None:
     """`check_ids` of the sequences that `render` made of an item."""
     of_tokens = of_targets = field
     if isinstance(item, SFTExample):
@@ -53,26 +63,40 @@ def check_vocabulary(item: Item, sequences: Sequence[LinearSequence], vocab_size
 
 
 def preview(
-    tokenizer: Any, examples: Sequence[SFTExample], pairs: Sequence[PreferencePair], vocab_size: int | None = None
+    tokenizer: Any,
+    examples: Sequence[SFTExample],
+    pairs: Sequence[PreferencePair],
+    vocab_size: int | None = None,
 ) -> list[Rendering]:
-    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>` or `pairs.<i>`.
-    `vocab_size`: of the model, if it is known."""
-    fields = [f"examples.{i}" for i in range(len(examples))] + [f"pairs.{i}" for i in range(len(pairs))]
+    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>`
+    or `pairs.<i>`. `vocab_size`: of the model, if it is known."""
+    fields = [f"examples.{i}" for i in range(len(examples))] + [
+        f"pairs.{i}" for i in range(len(pairs))
+    ]
     return _previewed(tokenizer, [*examples, *pairs], fields, vocab_size)
 
 
-def _previewed(tokenizer: Any, items: Sequence[Item], fields: Sequence[str], vocab_size: int | None) -> list[Rendering]:
+def _previewed(
+    tokenizer: Any, items: Sequence[Item], fields: Sequence[str], vocab_size: int | None
+) -> list[Rendering]:
     try:
         rendered = render(tokenizer, items, fields)
         for item, sequences, field in zip(items, rendered, fields, strict=True):
             if vocab_size is not None:
                 check_vocabulary(item, sequences, vocab_size, field)
-        return [_rendering(tokenizer, item, sequences) for item, sequences in zip(items, rendered, strict=True)]
+        return [
+            _rendering(tokenizer, item, sequences)
+            for item, sequences in zip(items, rendered, strict=True)
+        ]
     except InvalidInput as error:
         if len(items) == 1:
             return [Rendering(error=error.message, field=error.field)]
     halves = slice(len(items) // 2), slice(len(items) // 2, None)
-    return [one for half in halves for one in _previewed(tokenizer, items[half], fields[half], vocab_size)]
+    return [
+        one
+        for half in halves
+        for one in _previewed(tokenizer, items[half], fields[half], vocab_size)
+    ]
 
 
 def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> Rendering:
@@ -82,16 +106,29 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> R
         weights[one.trained] = one.weights
         runs = pairwise([0, *(np.flatnonzero(np.diff(weights)) + 1).tolist(), len(weights)])
         parts.append([(tokenizer.decode(one.tokens[a:b]), float(weights[a])) for a, b in runs])
-    lengths, trained = [len(one.tokens) for one in sequences], sum(len(one.trained) for one in sequences)
+    lengths, trained = (
+        [len(one.tokens) for one in sequences],
+        sum(len(one.trained) for one in sequences),
+    )
     both = isinstance(item, PreferencePair)
     slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
-    return Rendering(parts=parts, lengths=lengths, slots=slots, trained=trained, left_out=_left_out(tokenizer, item))
+    return Rendering(
+        parts=parts,
+        lengths=lengths,
+        slots=slots,
+        trained=trained,
+        left_out=_left_out(tokenizer, item),
+    )
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
     """`Rendering.left_out`. Not refused, since the prompts that vLLM renders lack them, too."""
     if isinstance(item, PreferencePair):
-        trained = [] if isinstance(item.chosen, str) else [answer[0] for _, answer in item.conversations()]
+        trained = (
+            []
+            if isinstance(item.chosen, str)
+            else [answer[0] for _, answer in item.conversations()]
+        )
     else:
         given = item.completion if isinstance(item.completion, list) else item.messages or ()
         trained = [message for message in given if message.trained]
@@ -100,10 +137,14 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
     if not (reasoning or tools):
         return []
     texts = [plan.text for plan in _plans(tokenizer, item, "")]
-    found = ["reasoning"] if not all(any(one in text for text in texts) for one in reasoning) else []
+    found = (
+        ["reasoning"] if not all(any(one in text for text in texts) for one in reasoning) else []
+    )
     if tools:
         try:
-            without = [plan.text for plan in _plans(tokenizer, item.model_copy(update={"tools": None}), "")]
+            without = [
+                plan.text for plan in _plans(tokenizer, item.model_copy(update={"tools": None}), "")
+            ]
         except InvalidInput:  # the template asks for them
             without = []
         renderer(tokenizer).shows_tools = texts != without
@@ -118,10 +159,18 @@ def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:
     if item.token_ids is not None:
         return []
     if item.text is not None or isinstance(item.completion, str):
-        return [renderer(tokenizer).text(str(item.prompt or ""), str(item.text or item.completion), field)]
-    parts: dict[str, Any] = {name: getattr(item, name) for name in ("prompt", "messages", "completion")}
+        return [
+            renderer(tokenizer).text(
+                str(item.prompt or ""), str(item.text or item.completion), field
+            )
+        ]
+    parts: dict[str, Any] = {
+        name: getattr(item, name) for name in ("prompt", "messages", "completion")
+    }
     named = [(part, i, message) for part in parts for i, message in enumerate(parts[part] or ())]
-    chosen = {at for at, (part, _, message) in enumerate(named) if part != "prompt" and message.trained}
+    chosen = {
+        at for at, (part, _, message) in enumerate(named) if part != "prompt" and message.trained
+    }
     names = [f"{field}.{part}.{i}" for part, i, _ in named]
     return renderer(tokenizer).chat([message for _, _, message in named], names, chosen, item.tools)
 
@@ -130,7 +179,8 @@ def _plans_of_pair(tokenizer: Any, pair: PreferencePair, field: str) -> list[Pla
     if isinstance(pair.chosen, str):
         halves = {"chosen": pair.chosen, "rejected": str(pair.rejected)}
         return [
-            renderer(tokenizer).text(str(pair.prompt or ""), half, f"{field}.{name}") for name, half in halves.items()
+            renderer(tokenizer).text(str(pair.prompt or ""), half, f"{field}.{name}")
+            for name, half in halves.items()
         ]
     plans = []
     for name, (prompt, answer) in zip(("chosen", "rejected"), pair.conversations(), strict=True):
@@ -139,18 +189,28 @@ def _plans_of_pair(tokenizer: Any, pair: PreferencePair, field: str) -> list[Pla
     return plans
 
 
-def _finish(tokenizer: Any, item: Item, field: str, tokenised: list[tuple[Plan, Int32]]) -> list[LinearSequence]:
+def _finish(
+    tokenizer: Any, item: Item, field: str, tokenised: list[tuple[Plan, Int32]]
+) -> list[LinearSequence]:
     if isinstance(item, SFTExample) and item.token_ids is not None:
         flags = np.array(item.weights if item.trainable is None else item.trainable)
         trained = np.flatnonzero(flags).astype(np.int32)
         weights = flags[trained].astype(np.float32)
         targets = None if item.targets is None else np.array(item.targets, np.int32)[trained]
-        return [LinearSequence.of(np.array(item.token_ids, np.int32), trained, targets=targets, weights=weights)]
-    sequences = [one for plan, tokens in tokenised for one in renderer(tokenizer).finish(plan, tokens)]
+        return [
+            LinearSequence.of(
+                np.array(item.token_ids, np.int32), trained, targets=targets, weights=weights
+            )
+        ]
+    sequences = [
+        one for plan, tokens in tokenised for one in renderer(tokenizer).finish(plan, tokens)
+    ]
     return _paired(item, field, *sequences) if isinstance(item, PreferencePair) else sequences
 
 
-def _paired(pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence) -> list[LinearSequence]:
+def _paired(
+    pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence
+) -> list[LinearSequence]:
     """The two with everything trained after the prompt that they have in common."""
     tokens = [chosen.tokens, rejected.tokens]
     if np.array_equal(chosen.tokens, rejected.tokens):
@@ -160,7 +220,9 @@ def _paired(pair: PreferencePair, field: str, chosen: LinearSequence, rejected: 
     if isinstance(pair.chosen, str) and not pair.prompt:
         first = min(common_prefix(*tokens), *(len(one) - 1 for one in tokens))
         if first == 0:
-            raise InvalidInput("chosen and rejected have no common beginning; give a prompt", field=field)
+            raise InvalidInput(
+                "chosen and rejected have no common beginning; give a prompt", field=field
+            )
     elif first != rejected.trained[0] or not np.array_equal(tokens[0][:first], tokens[1][:first]):
         problem = "the chat template renders the prompt differently for chosen and rejected"
         raise InvalidInput(f"{problem}; leave this pair out", field=field)

@@ -1,4 +1,5 @@
-"""The experts that vLLM's router chose, as a turn brings them (R3: Ma et al., 2025, arXiv:2510.11370)."""
+"""The experts that vLLM's router chose, as a turn brings them (R3: Ma et al., 2025,
+arXiv:2510.11370)."""
 
 import base64
 import io
@@ -23,7 +24,8 @@ class Mixture(NamedTuple):
 
 
 def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
-    """[tokens - 1, layers, experts per token], of the prompt's and the sampled tokens but the last; None: not given."""
+    """[tokens - 1, layers, experts per token], of the prompt's and the sampled tokens but the last;
+    None: not given."""
     if turn.routed_experts is None:
         return None
     if mixture is None:
@@ -32,23 +34,35 @@ def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
         data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
         experts: Int16 = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
     except Exception as error:  # NumPy raises errors of many types
-        raise InvalidInput(f"not base64 of an array in NumPy's file format: {error}", field=field) from error
-    shape = (len(turn.prompt_token_ids) + len(turn.token_ids) - 1, mixture.layers, mixture.per_token)
+        raise InvalidInput(
+            f"not base64 of an array in NumPy's file format: {error}", field=field
+        ) from error
+    shape = (
+        len(turn.prompt_token_ids) + len(turn.token_ids) - 1,
+        mixture.layers,
+        mixture.per_token,
+    )
     if experts.shape != shape or experts.dtype.kind not in "iu":
         expected = f"integers {list(shape)}: all tokens but the last, layers, experts per token"
-        raise InvalidInput(f"{experts.dtype} {list(experts.shape)}, expected {expected}", field=field)
+        raise InvalidInput(
+            f"{experts.dtype} {list(experts.shape)}, expected {expected}", field=field
+        )
     if experts.min(initial=0) < 0 or experts.max(initial=0) >= mixture.experts:
         raise InvalidInput(f"an expert is outside [0, {mixture.experts})", field=field)
     chosen = experts[:, mixture.dense :].astype(np.int16)
     twice = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any((1, 2))
     if twice.any():
-        problem = f"token {int(twice.argmax())} has an expert twice: the sampler did not record its router's choice"
+        problem = (
+            f"token {int(twice.argmax())} has an expert twice: the sampler did not record its"
+            " router's choice"
+        )
         raise InvalidInput(problem, field=field)
     return experts.astype(np.int16)
 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
-    """The experts of a sequence whose next turn brings `more`: each token keeps those of the turn that sampled it."""
+    """The experts of a sequence whose next turn brings `more`: each token keeps those of the turn
+    that sampled it."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

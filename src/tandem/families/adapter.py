@@ -1,7 +1,8 @@
 """The adapter's files: PEFT's own format, names and shapes.
 
-`adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear layer:
-`lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha / rank * B (A x)`.
+`adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear
+layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha /
+rank * B (A x)`.
 """
 
 import json
@@ -22,20 +23,23 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """What a run without named targets adapts: every linear layer, and of a mixture of experts attention's only, as
-    vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
-    return tuple(target for target in LORA_TARGETS if arch.moe is None or target not in EXPERT_TARGETS)
+    """What a run without named targets adapts: every linear layer, and of a mixture of experts
+    attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
+    return tuple(
+        target for target in LORA_TARGETS if arch.moe is None or target not in EXPERT_TARGETS
+    )
 
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
-    """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order. Every expert has
-    linear layers of its own. Raises as `check_targets`."""
+    """Each adapted linear layer's Hugging Face path -> (in_features, out_features), in layer order.
+    Every expert has linear layers of its own. Raises as `check_targets`."""
     check_targets(arch, lora)
     sources = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
-        for name, shape in sources.items() if chosen(name, lora.targets)
-    }  # fmt: skip
+        for name, shape in sources.items()
+        if chosen(name, lora.targets)
+    }
 
 
 def adapts_experts(lora: LoraShape) -> bool:
@@ -44,7 +48,8 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over a group of ranks of their own. `lora`: None trains all weights."""
+    """Whether gradients of experts are summed over a group of ranks of their own. `lora`: None
+    trains all weights."""
     return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
 
@@ -52,13 +57,19 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
     """InvalidInput for targets in experts whose adapters PEFT and vLLM would name otherwise."""
     fused = arch.moe is not None and arch.moe.biases
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
-        problem = "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
-        remedy = f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the attention"
+        problem = (
+            "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"
+        )
+        remedy = (
+            f"leave out {', '.join(wrong)}, which would be layers of their own here, and adapt the"
+            " attention"
+        )
         raise InvalidInput(f"{arch.model_type} {problem}; {remedy}", field="lora.targets")
 
 
 def chosen(name: str, targets: Collection[str] | None) -> bool:
-    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is chosen."""
+    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is
+    chosen."""
     path, _, kind = name.rpartition(".")
     return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 
@@ -83,18 +94,29 @@ def layer_of(name: str) -> int:
 
 
 def stacked_name(key: str) -> str:
-    """The policy's name of the parameter with the tensor of PEFT key `key`: of an expert's tensor the key with `*` for
-    the expert's number, as the parameter stacks the tensors of all experts in order; else the key itself."""
+    """The policy's name of the parameter with the tensor of PEFT key `key`: of an expert's tensor
+    the key with `*` for the expert's number, as the parameter stacks the tensors of all experts in
+    order; else the key itself.
+    """
     return _EXPERT.sub(r"\1*\2", key)
 
 
 def write_adapter_config(directory: Path, lora: LoraShape, base_model: str) -> None:
     """Write `adapter_config.json` as PEFT and vLLM read it."""
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model, "r": lora.rank,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "target_modules": list(lora.targets), "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
-        "init_lora_weights": True, "inference_mode": True, "modules_to_save": None, "use_dora": False,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
         "use_rslora": False,
-    }  # fmt: skip
+    }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

@@ -29,7 +29,8 @@ class YarnScaling:
     """RoPE's frequencies by YaRN (Peng et al., 2023, arXiv:2309.00071; `rope_type: yarn`)."""
 
     factor: float
-    beta_fast: float  # pairs of dimensions with more rotations than this within the original positions stay
+    # Pairs of dimensions with more rotations than this within the original positions stay.
+    beta_fast: float
     beta_slow: float  # those with fewer are stretched by `factor`; between the two they are blended
     original_max_positions: int
     attention_factor: float  # of the cosines and sines
@@ -42,7 +43,8 @@ class Window:
 
     tokens: int  # that a token sees, itself included
     layers: tuple[bool, ...]  # whether each layer has the window
-    rope_theta: float | None = None  # of RoPE in the layers that have it, unscaled; None: as in the others
+    # Of RoPE in the layers that have it, unscaled; None: as in the others.
+    rope_theta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,17 @@ class MoE:
     experts_per_token: int
     ffn_hidden_size: int  # of one expert
     norm_topk_prob: bool  # the chosen experts' probabilities are divided by their sum
-    # Of all logits. With sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by probability plus a bias of
-    # each expert, among the best `groups_per_token` of `groups` equal groups.
+    # Of all logits. With sigmoid (DeepSeek-V3, 2024, arXiv:2412.19437) experts are chosen by
+    # probability plus a bias of each expert, among the best `groups_per_token` of `groups` equal
+    # groups.
     router: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     groups_per_token: int = 1
     scale: float = 1.0  # of the probabilities, with sigmoid
     dense_layers: int = 0  # the first so many layers have MLPs
     shared_size: int = 0  # features of an MLP for all tokens, beside the experts
-    # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is `clamped_swiglu`.
+    # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
+    # `clamped_swiglu`.
     biases: bool = False
 
 
@@ -90,15 +94,21 @@ class Arch:
     embedding_scale: float | None = None  # of the embeddings
     offset_norms: bool = False  # norms multiply by 1 + weight
     rotary_size: int | None = None  # the first dimensions of each head, which RoPE turns; None: all
-    post_norms: bool = False  # the outputs of attention and MLP are normalised before they are added to the input
+    # The outputs of attention and MLP are normalised before they are added to the input.
+    post_norms: bool = False
     moe: MoE | None = None
     output_bias: bool = False  # o_proj has a bias
-    sinks: bool = False  # each head has a logit of its own in the attention's softmax, without a value
+    # Each head has a logit of its own in the attention's softmax, without a value.
+    sinks: bool = False
 
     @property
     def rope_factor(self) -> float:
         """Of RoPE's cosines and sines."""
-        return self.rope_scaling.attention_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
+        return (
+            self.rope_scaling.attention_factor
+            if isinstance(self.rope_scaling, YarnScaling)
+            else 1.0
+        )
 
     @property
     def query_size(self) -> int:

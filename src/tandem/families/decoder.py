@@ -1,4 +1,5 @@
-"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on it."""
+"""The standard decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. All families build on
+it."""
 
 import math
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ class Decoder:
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a key that config.json leaves out means, as the family's class in transformers says, which vLLM uses too.
-    With `sliding_window` the family has windows: with `max_window_layers` from that layer on, else in all layers; with
-    `use_sliding_window` only if that is true."""
+    """What a key that config.json leaves out means, as the family's class in transformers says,
+    which vLLM uses too. With `sliding_window` the family has windows: with `max_window_layers` from
+    that layer on, else in all layers; with `use_sliding_window` only if that is true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
@@ -28,11 +29,19 @@ class Decoder:
     mixture: bool = False  # every layer's MLP is a mixture of experts, as Qwen3's
 
     def arch(self, config: ModelConfig) -> Arch:
-        """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem doesn't build."""
+        """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem
+        doesn't build."""
         config = replace(config, defaults=self.defaults)
         self._refuse_variants(config)
-        hidden, heads = config.positive("hidden_size", int), config.positive("num_attention_heads", int)
-        kv_heads = heads if config.get("num_key_value_heads") is None else config.positive("num_key_value_heads", int)
+        hidden, heads = (
+            config.positive("hidden_size", int),
+            config.positive("num_attention_heads", int),
+        )
+        kv_heads = (
+            heads
+            if config.get("num_key_value_heads") is None
+            else config.positive("num_key_value_heads", int)
+        )
         if heads % kv_heads:
             raise config.invalid(f"{heads} attention heads don't divide into {kv_heads} groups")
         rope = self.rope_parameters(config)
@@ -62,7 +71,9 @@ class Decoder:
         in_use = config.get("use_sliding_window") or "use_sliding_window" not in self.defaults
         if config.get("sliding_window") is None or not in_use:
             if set(kinds or ()) - {"full_attention"}:
-                raise config.unsupported("layers of other kinds than full_attention, without a sliding window in use")
+                raise config.unsupported(
+                    "layers of other kinds than full_attention, without a sliding window in use"
+                )
             return None
         if "sliding_window" not in self.defaults:
             raise config.unsupported("sliding-window attention")
@@ -72,7 +83,9 @@ class Decoder:
             chosen = [index >= config.get("max_window_layers") for index in range(layers)]
         else:
             chosen = [kind == "sliding_attention" for kind in kinds]
-        if kinds is not None and kinds != ["sliding_attention" if own else "full_attention" for own in chosen]:
+        if kinds is not None and kinds != [
+            "sliding_attention" if own else "full_attention" for own in chosen
+        ]:
             raise config.unsupported(f"layer_types {kinds!r}")
         if len(chosen) != layers:
             raise config.invalid(f"layer_types has {len(chosen)} entries for {layers} layers")
@@ -92,25 +105,34 @@ class Decoder:
             norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         )
         if moe.experts_per_token > moe.num_experts:
-            raise config.invalid(f"{moe.experts_per_token} experts per token, but there are {moe.num_experts}")
+            raise config.invalid(
+                f"{moe.experts_per_token} experts per token, but there are {moe.num_experts}"
+            )
         return moe
 
     def weight_rules(self, arch: Arch) -> list[WeightRule]:
         """A rule for every parameter of the model, embedding first."""
         embedding = (arch.vocab_size, arch.hidden_size)
         rules = [
-            WeightRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": embedding}, "rows"),
-            WeightRule("decoder.final_layernorm.weight", {"model.norm.weight": (arch.hidden_size,)}),
+            WeightRule(
+                "embedding.word_embeddings.weight", {"model.embed_tokens.weight": embedding}, "rows"
+            ),
+            WeightRule(
+                "decoder.final_layernorm.weight", {"model.norm.weight": (arch.hidden_size,)}
+            ),
         ]
         if not arch.tie_embeddings:
             rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
         for layer in range(arch.num_layers):
-            rules += self.layer_rules(arch, layer, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+            rules += self.layer_rules(
+                arch, layer, f"decoder.layers.{layer}.", f"model.layers.{layer}."
+            )
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names. Megatron's `linear_qkv`
-        has one block of rows for each key head: its query heads, the key head, the value head."""
+        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
+        Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key
+        head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, of + "self_attn."
         qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
@@ -119,16 +141,28 @@ class Decoder:
             WeightRule(to + "input_layernorm.weight", {of + "input_layernorm.weight": (hidden,)}),
             WeightRule(to + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups),
             WeightRule(to + "self_attention.linear_proj.weight", o_proj, "columns"),
-            WeightRule(to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}),
+            WeightRule(
+                to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}
+            ),
             *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
         ]
         if arch.output_bias:
-            rules.append(WeightRule(to + "self_attention.linear_proj.bias", {attention + "o_proj.bias": (hidden,)}))
+            rules.append(
+                WeightRule(
+                    to + "self_attention.linear_proj.bias", {attention + "o_proj.bias": (hidden,)}
+                )
+            )
         if arch.sinks:
-            rules.append(WeightRule(to + "self_attention.sinks", {attention + "sinks": (arch.num_heads,)}, "rows"))
+            rules.append(
+                WeightRule(
+                    to + "self_attention.sinks", {attention + "sinks": (arch.num_heads,)}, "rows"
+                )
+            )
         if arch.qkv_bias:
             biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
-            rules.append(WeightRule(to + "self_attention.linear_qkv.bias", biases, "rows", groups=groups))
+            rules.append(
+                WeightRule(to + "self_attention.linear_qkv.bias", biases, "rows", groups=groups)
+            )
         if arch.qk_norm:
             for letter in "qk":
                 norm = {f"{attention}{letter}_norm.weight": (arch.head_dim,)}
@@ -136,11 +170,16 @@ class Decoder:
         return rules
 
     def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's MLP, where `linear_fc1` is gate above up; or its router, and all experts, stacked."""
+        """One layer's MLP, where `linear_fc1` is gate above up; or its router, and all experts,
+        stacked."""
         hidden, moe = arch.hidden_size, arch.moe
         ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
-        each = [of] if moe is None else [f"{of}experts.{expert}." for expert in range(moe.num_experts)]
-        gates_and_ups = {f"{one}{name}_proj.weight": (ffn, hidden) for one in each for name in ("gate", "up")}
+        each = (
+            [of] if moe is None else [f"{of}experts.{expert}." for expert in range(moe.num_experts)]
+        )
+        gates_and_ups = {
+            f"{one}{name}_proj.weight": (ffn, hidden) for one in each for name in ("gate", "up")
+        }
         downs = {f"{one}down_proj.weight": (hidden, ffn) for one in each}
         if moe is None:
             return [
@@ -160,25 +199,35 @@ class Decoder:
         variants = {
             "biases on attention's projections": not self.qkv_bias and config.get("attention_bias"),
             "biases in the MLP": config.get("mlp_bias"),
-            "RoPE on a part of each head": not self.partial_rope
-            and (rope.get("partial_rotary_factor", 1) != 1 or config.get("partial_rotary_factor", 1) != 1),
+            "RoPE on a part of each head": (
+                not self.partial_rope
+                and (
+                    rope.get("partial_rotary_factor", 1) != 1
+                    or config.get("partial_rotary_factor", 1) != 1
+                )
+            ),
             f"the activation {activation!r}": activation != self.activation[1],
             "quantised weights": config.get("quantization_config"),
             "attention in both directions": not config.get("is_causal", True),
-            "layers without experts among those with them": config.get("mlp_only_layers")
-            or config.get("decoder_sparse_step", 1) != 1,
+            "layers without experts among those with them": (
+                config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+            ),
             "shared experts": not self.shared_experts and any(map(config.get, shared)),
             # Such a router's probabilities are all 1.
-            "one normalised expert per token": config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1,
+            "one normalised expert per token": (
+                config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1
+            ),
         }
         config.refuse(variants)
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside it, `rope_scaling`.
-        Where a config has several, the first of these wins, as in transformers: in `rope_scaling`, in
-        `rope_parameters`, beside them."""
+        """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside
+        it, `rope_scaling`. Where a config has several, the first of these wins, as in transformers:
+        in `rope_scaling`, in `rope_parameters`, beside them."""
         default = self.defaults.get("rope_parameters", {})
-        given: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or default
+        given: dict[str, Any] = (
+            config.get("rope_scaling") or config.get("rope_parameters") or default
+        )
         return {"rope_theta": config.given("rope_theta", 10000.0)} | given
 
 
@@ -210,4 +259,6 @@ def _rope_scaling(
             truncate=bool(rope.get("truncate", True)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise config.invalid(f"the parameters of RoPE scaling {kind} are incomplete or wrong: {error}") from error
+        raise config.invalid(
+            f"the parameters of RoPE scaling {kind} are incomplete or wrong: {error}"
+        ) from error

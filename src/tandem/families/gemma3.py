@@ -1,5 +1,5 @@
-"""Gemma 3's text models: windows with RoPE of their own in most layers, a norm before and after each block, norms that
-multiply by 1 + weight, GELU, scaled embeddings."""
+"""Gemma 3's text models: windows with RoPE of their own in most layers, a norm before and after
+each block, norms that multiply by 1 + weight, GELU, scaled embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,10 @@ class Gemma3(Decoder):
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             every = config.positive("sliding_window_pattern", int, 6)
-            kinds = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+            kinds = [
+                "sliding_attention" if (index + 1) % every else "full_attention"
+                for index in range(layers)
+            ]
         if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
             raise config.invalid(f"layer_types is {kinds!r} for {layers} layers")
         rope = self._rope(config, "sliding_attention", "rope_local_base_freq", 1e4)
@@ -39,10 +42,13 @@ class Gemma3(Decoder):
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """Of the layers without a window."""
-        return self._rope(config, "full_attention", "rope_theta", 1e6) | (config.get("rope_scaling") or {})
+        return self._rope(config, "full_attention", "rope_theta", 1e6) | (
+            config.get("rope_scaling") or {}
+        )
 
     def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
-        """Hugging Face's `post_attention_layernorm` comes after the attention here, not before the MLP."""
+        """Hugging Face's `post_attention_layernorm` comes after the attention here, not before the
+        MLP."""
         norms = {
             "post_self_attn_layernorm": "post_attention_layernorm",
             "pre_mlp_layernorm": "pre_feedforward_layernorm",
@@ -50,18 +56,27 @@ class Gemma3(Decoder):
         }
         rules, shape = super().layer_rules(arch, layer, to, of), (arch.hidden_size,)
         others = [rule for rule in rules if rule.parameter != to + "pre_mlp_layernorm.weight"]
-        return others + [WeightRule(f"{to}{own}.weight", {f"{of}{name}.weight": shape}) for own, name in norms.items()]
+        return others + [
+            WeightRule(f"{to}{own}.weight", {f"{of}{name}.weight": shape})
+            for own, name in norms.items()
+        ]
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters` by kind of layer, older versions write `key`."""
         given = config.get("rope_parameters") or {}
         if given.keys() - {"full_attention", "sliding_attention"}:
-            raise config.invalid(f"rope_parameters has {', '.join(sorted(given))}, not entries by kind of layer")
+            raise config.invalid(
+                f"rope_parameters has {', '.join(sorted(given))}, not entries by kind of layer"
+            )
         return {"rope_theta": config.get(key, theta)} | (given.get(kind) or {})
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         super()._refuse_variants(config)
-        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        for key in (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ):
             if config.get(key):
                 raise config.unsupported(f"{key}={config.get(key)!r}")
         if config.get("sliding_window") is None:
@@ -71,9 +86,12 @@ class Gemma3(Decoder):
 FAMILY = Gemma3(
     "gemma3_text",
     {
-        "head_dim": 256, "max_position_embeddings": 131072, "num_key_value_heads": 4, "sliding_window": 4096,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
     qk_norm=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-)  # fmt: skip
+)

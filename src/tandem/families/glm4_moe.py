@@ -1,5 +1,5 @@
-"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part of each head. The
-layers of its checkpoints that predict further tokens (MTP) are not read."""
+"""GLM-4.5: dense first layers, then mixtures with a shared expert; a sigmoid router; RoPE on a part
+of each head. The layers of its checkpoints that predict further tokens (MTP) are not read."""
 
 from dataclasses import replace
 
@@ -37,12 +37,19 @@ class Glm4Moe(Decoder):
         )
         layers, of_group = config.positive("num_hidden_layers", int), moe.num_experts // moe.groups
         if not isinstance(dense, int) or not 0 <= dense < layers:
-            raise config.invalid(f"first_k_dense_replace is {dense!r} of {layers} layers; one must be a mixture")
+            raise config.invalid(
+                f"first_k_dense_replace is {dense!r} of {layers} layers; one must be a mixture"
+            )
         if moe.num_experts % moe.groups or not of_group > 1 or moe.groups_per_token > moe.groups:
-            problem = f"{moe.groups_per_token} of {moe.groups} groups for each token of {moe.num_experts} experts"
+            problem = (
+                f"{moe.groups_per_token} of {moe.groups} groups for each token of {moe.num_experts}"
+                " experts"
+            )
             raise config.invalid(f"n_group, topk_group and n_routed_experts ask for {problem}")
         if moe.experts_per_token > of_group * moe.groups_per_token:
-            raise config.invalid(f"{moe.experts_per_token} experts per token, of {of_group * moe.groups_per_token}")
+            raise config.invalid(
+                f"{moe.experts_per_token} experts per token, of {of_group * moe.groups_per_token}"
+            )
         return moe
 
     def mlp_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:

@@ -1,4 +1,5 @@
-"""GPT-OSS: attention sinks, a window in every other layer, YaRN, biases everywhere, experts with a clamped SwiGLU."""
+"""GPT-OSS: attention sinks, a window in every other layer, YaRN, biases everywhere, experts with a
+clamped SwiGLU."""
 
 from dataclasses import replace
 
@@ -8,11 +9,16 @@ from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
 _YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
-_DEQUANTISE = """python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, Mxfp4Config as C; \
-M.from_pretrained('MODEL', dtype='bfloat16', quantization_config=C(dequantize=True)).save_pretrained('COPY'); \
+}
+_DEQUANTISE = """python -c "from transformers import AutoModelForCausalLM as M, \
+AutoTokenizer as T, Mxfp4Config as C; M.from_pretrained('MODEL', dtype='bfloat16', \
+quantization_config=C(dequantize=True)).save_pretrained('COPY'); \
 T.from_pretrained('MODEL').save_pretrained('COPY')" """
 
 
@@ -38,29 +44,58 @@ class GptOss(Decoder):
             biases=True,
         )
         if not 1 < moe.experts_per_token <= moe.num_experts:
-            raise config.invalid(f"{moe.experts_per_token} experts per token of {moe.num_experts}; 2 is the least")
+            raise config.invalid(
+                f"{moe.experts_per_token} experts per token of {moe.num_experts}; 2 is the least"
+            )
         return moe
 
     def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
         assert arch.moe is not None
-        experts, hidden, ffn, at = arch.moe.num_experts, arch.hidden_size, arch.moe.ffn_hidden_size, of + "experts."
+        experts, hidden, ffn, at = (
+            arch.moe.num_experts,
+            arch.hidden_size,
+            arch.moe.ffn_hidden_size,
+            of + "experts.",
+        )
         gate_up, down = at + "gate_up_proj", at + "down_proj"
         return [
             WeightRule(to + "router.weight", {of + "router.weight": (experts, hidden)}),
             WeightRule(to + "router.bias", {of + "router.bias": (experts,)}),
             WeightRule(
-                to + "experts.fc1.weight", {gate_up: (experts, hidden, 2 * ffn)}, "rows", experts=experts, turns=2
+                to + "experts.fc1.weight",
+                {gate_up: (experts, hidden, 2 * ffn)},
+                "rows",
+                experts=experts,
+                turns=2,
             ),
             WeightRule(
-                to + "experts.fc1.bias", {gate_up + "_bias": (experts, 2 * ffn)}, "rows", experts=experts, turns=2
+                to + "experts.fc1.bias",
+                {gate_up + "_bias": (experts, 2 * ffn)},
+                "rows",
+                experts=experts,
+                turns=2,
             ),
-            WeightRule(to + "experts.fc2.weight", {down: (experts, ffn, hidden)}, "columns", experts=experts, turns=1),
-            WeightRule(to + "experts.fc2.bias", {down + "_bias": (experts, hidden)}, experts=experts, turns=1),
+            WeightRule(
+                to + "experts.fc2.weight",
+                {down: (experts, ffn, hidden)},
+                "columns",
+                experts=experts,
+                turns=1,
+            ),
+            WeightRule(
+                to + "experts.fc2.bias",
+                {down + "_bias": (experts, hidden)},
+                experts=experts,
+                turns=1,
+            ),
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         if config.get("quantization_config"):
-            problem = "quantised weights; write a copy in bfloat16 with transformers, and use its directory"
+            problem = (
+                "quantised weights; write a copy in bfloat16 with transformers, and use its"
+                " directory"
+            )
             raise config.unsupported(f"{problem}: {_DEQUANTISE.strip()}")
         # What vLLM computes, whatever the config says.
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -68,23 +103,32 @@ class GptOss(Decoder):
                 raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")
         rope, kinds = self.rope_parameters(config), config.get("layer_types") or []
         scaling = rope.get("rope_type", rope.get("type"))
-        config.refuse({
-            "attention without biases": not config.get("attention_bias", True),
-            f"the RoPE {scaling!r} instead of yarn": scaling != "yarn",
-            "an attention_factor": rope.get("attention_factor") is not None,
-            "layer_types that don't alternate, with a sliding window first,": any(
-                (kind == "sliding_attention") == bool(index % 2) for index, kind in enumerate(kinds)
-            ),
-        })  # fmt: skip
+        config.refuse(
+            {
+                "attention without biases": not config.get("attention_bias", True),
+                f"the RoPE {scaling!r} instead of yarn": scaling != "yarn",
+                "an attention_factor": rope.get("attention_factor") is not None,
+                "layer_types that don't alternate, with a sliding window first,": any(
+                    (kind == "sliding_attention") == bool(index % 2)
+                    for index, kind in enumerate(kinds)
+                ),
+            }
+        )
         super()._refuse_variants(config)
 
 
 FAMILY = GptOss(
     "gpt_oss",
     {
-        "head_dim": 64, "max_position_embeddings": 131072, "max_window_layers": 0, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5, "rope_parameters": _YARN, "rope_theta": 150000.0, "sliding_window": 128,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 0,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _YARN,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
     },
     qkv_bias=True,
     yarn=True,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""The identity adapter of step 0, which changes nothing. The controller writes it without torch or a GPU (R1)."""
+"""The identity adapter of step 0, which changes nothing. The controller writes it without torch or
+a GPU (R1)."""
 
 import zlib
 from pathlib import Path
@@ -11,16 +12,20 @@ from tandem.families.arch import Arch
 from tandem.spool.schema import LoraShape
 
 
-def write_identity_adapter(directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int) -> None:
+def write_identity_adapter(
+    directory: Path, arch: Arch, lora: LoraShape, *, base_model: str, seed: int
+) -> None:
     """Write both adapter files into `directory`, which exists.
 
     The values are PEFT's initial ones: B is zero, A is Kaiming-uniform with a = sqrt(5), which is
-    U(-1/sqrt(in), 1/sqrt(in)). Every A has a random stream of its own, seeded by `seed` and the layer's name, so the
-    same seed gives the same bytes on every machine.
+    U(-1/sqrt(in), 1/sqrt(in)). Every A has a random stream of its own, seeded by `seed` and the
+    layer's name, so the same seed gives the same bytes on every machine.
     """
     tensors = {}
     for module, (in_features, out_features) in lora_modules(arch, lora).items():
-        stream = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(module.encode())])))
+        stream = np.random.Generator(
+            np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(module.encode())]))
+        )
         bound = in_features**-0.5
         uniform = stream.random((lora.rank, in_features), dtype=np.float32)
         a, b = peft_keys(module)

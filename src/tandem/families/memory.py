@@ -1,4 +1,5 @@
-"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`. No torch."""
+"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`.
+No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,17 +20,19 @@ HEADROOM = 0.04
 CHUNK_ELEMENTS = 2**27
 """Of one chunk's logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the CPU."""
 CONTEXT = 760 * 2**20
-"""CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs (docs/performance.md)."""
+"""CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs
+(docs/performance.md)."""
 FIRST_CHANNEL = 832 * 2**20
-"""NCCL, for the first of `_channels`: what a rank of DP=2 has beside that (bench/results/topologies-groups.json)."""
+"""NCCL, for the first of `_channels`: what a rank of DP=2 has beside that
+(bench/results/topologies-groups.json)."""
 FURTHER_CHANNEL = GIB // 2
 """For each further one."""
 TIED_TABLE = 3 * FURTHER_CHANNEL
-"""NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table that is trained:
-1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+"""NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table
+that is trained: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
-"""Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward pass beside that, as
-they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
+"""Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward
+pass beside that, as they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
 
@@ -46,7 +49,8 @@ class Training:
 
 
 class Kept(NamedTuple):
-    """Bytes that a layer keeps of a row for its backward pass, by `Keep` level of `model/layer/blocks.py`."""
+    """Bytes that a layer keeps of a row for its backward pass, by `Keep` level of
+    `model/layer/blocks.py`."""
 
     input: int
     attention: int
@@ -54,8 +58,10 @@ class Kept(NamedTuple):
 
 
 def choose_levels(kept: Kept, layers: int, budget: float) -> tuple[int, int]:
-    """How many of `layers` keep everything, and how many of the others their attention block: as many as possible
-    within `budget` bytes. Keeping everything saves more time per byte than keeping the attention block alone."""
+    """How many of `layers` keep everything, and how many of the others their attention block: as
+    many as possible within `budget` bytes. Keeping everything saves more time per byte than keeping
+    the attention block alone.
+    """
     left = budget - layers * kept.input
     counts: list[int] = []
     for size in (kept.all, kept.attention):
@@ -80,17 +86,21 @@ class Memory:
     layer: int  # beside what layers keep: the largest pass of one that keeps everything
     layer_again: int  # and of one that keeps its input
     context: int  # CUDA's and NCCL's, outside of torch's allocator
-    shared: bool = False  # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass
+    # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass.
+    shared: bool = False
 
     @property
     def states(self) -> int:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """`levels`: how many layers keep everything, and how many of the others their attention block."""
+        """`levels`: how many layers keep everything, and how many of the others their attention
+        block."""
         everything, attention = levels
         least = self.layers - everything - attention
-        kept = everything * self.kept.all + attention * self.kept.attention + least * self.kept.input
+        kept = (
+            everything * self.kept.all + attention * self.kept.attention + least * self.kept.input
+        )
         return kept * self.in_flight
 
     def working(self, levels: tuple[int, int]) -> int:
@@ -101,12 +111,17 @@ class Memory:
         return self.states + self.activations(levels) + self.working(levels) + self.context
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
-        """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be kept."""
-        budget = (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
+        """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be
+        kept."""
+        budget = (
+            (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
+        )
         budget -= self.layer_again if self.shared else 0
         if budget < self.activations((0, 0)):
             return None
-        return choose_levels(Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget)
+        return choose_levels(
+            Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget
+        )
 
 
 def stages(job: Training, sizes: Sizes) -> list[Memory]:
@@ -134,17 +149,24 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is not None)
     weights = (dense + experts) * _BF16
     if job.lora is None:
-        # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the int16 remainder of its
-        # master value and Adam's two moments in fp32 are divided over the ranks that hold the weight.
+        # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the
+        # int16 remainder of its master value and Adam's two moments in fp32 are divided over the
+        # ranks that hold the weight.
         shares = dense / (sizes.data * sizes.context) + experts / sizes.expert_data
-        adapter, gradients, optimizer = 0, (dense + experts) * _FP32, int(shares * (2 * _FP32 + _INT16))
+        adapter, gradients, optimizer = (
+            0,
+            (dense + experts) * _FP32,
+            int(shares * (2 * _FP32 + _INT16)),
+        )
     else:
-        # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is divided over ranks.
+        # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is
+        # divided over ranks.
         adapter = _adapter(rules, job.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, job.lora, sizes) * _BF16
     kept, working, again = _layer(job, sizes)
-    in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))  # one forward, one backward
+    # One forward, one backward.
+    in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))
     slots = -(-job.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
     logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
@@ -153,16 +175,25 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     if job.lora is None and arch.tie_embeddings and sizes.pipeline > 1 and (last or stage == 0):
         communicators += TIED_TABLE
     return Memory(
-        weights, adapter, gradients, optimizer, kept=kept, layers=len(layers), in_flight=in_flight,
-        logits=logits if last else 0, layer=working, layer_again=again, context=CONTEXT + communicators,
+        weights,
+        adapter,
+        gradients,
+        optimizer,
+        kept=kept,
+        layers=len(layers),
+        in_flight=in_flight,
+        logits=logits if last else 0,
+        layer=working,
+        layer_again=again,
+        context=CONTEXT + communicators,
         shared=sizes.layers_shared,
-    )  # fmt: skip
+    )
 
 
 def _channels(job: Training, sizes: Sizes) -> int:
-    """How many times NCCL takes memory: once for each group of several ranks that a rank computes in
-    (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A pipeline counts three
-    times, as was measured."""
+    """How many times NCCL takes memory: once for each group of several ranks that a rank computes
+    in (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A
+    pipeline counts three times, as was measured."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -177,7 +208,8 @@ def _channels(job: Training, sizes: Sizes) -> int:
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks (`model/lora.py`)."""
+    """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks
+    (`model/lora.py`)."""
     total = 0
     for rule in rules:
         experts, cut = rule.experts or 1, rule.parts(sizes)
@@ -191,38 +223,52 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters as layers multiply them (`Adapters.cast`), without the experts'."""
+    """Elements of this rank's adapters as layers multiply them (`Adapters.cast`), without the
+    experts'."""
     total = 0
     for rule in rules:
-        if rule.experts is None and (targets := sum(chosen(name, lora.targets) for name in rule.sources)):
+        if rule.experts is None and (
+            targets := sum(chosen(name, lora.targets) for name in rule.sources)
+        ):
             total += targets * lora.rank * sum(rule.shape(sizes))
     return total
 
 
 def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
-    """Bytes of a layer's row: what it keeps (`AttentionBlock`, `MlpBlock` and `MoeBlock` in `model/layer/`), and what
-    its backward pass has beside that, where it kept everything and where it kept its input."""
+    """Bytes of a layer's row: what it keeps (`AttentionBlock`, `MlpBlock` and `MoeBlock` in
+    `model/layer/`), and what its backward pass has beside that, where it kept everything and where
+    it kept its input."""
     arch, moe, hidden = job.arch, job.arch.moe, job.arch.hidden_size
 
     def adapted(*targets: str) -> int:
         """Width of A x over `targets`."""
-        return 0 if job.lora is None else job.lora.rank * sum(target in job.lora.targets for target in targets)
+        return (
+            0
+            if job.lora is None
+            else job.lora.rank * sum(target in job.lora.targets for target in targets)
+        )
 
     slots = -(-job.sequence_length // sizes.context)  # that this rank's attention and MLP see
-    own = -(-slots // sizes.tensor) if sizes.sequence else slots  # of which it has the residual stream
+    # Of which it has the residual stream.
+    own = -(-slots // sizes.tensor) if sizes.sequence else slots
     rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
     if moe is not None:  # of the experts', if they get equally many
-        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows.
+        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 /
+        # `expert` of the rows.
         rows = own * sizes.expert_tensor * moe.experts_per_token
         features = moe.ffn_hidden_size // sizes.expert_tensor
 
-    # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o and down.
-    query, qkv = arch.query_size // sizes.tensor, (arch.query_size + 2 * arch.kv_size) // sizes.tensor
+    # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
+    # and down.
+    query, qkv = (
+        arch.query_size // sizes.tensor,
+        (arch.query_size + 2 * arch.kv_size) // sizes.tensor,
+    )
     least = own * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query
-    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which context-parallel ranks
-    # make and gather again.
+    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
+    # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
     attention = least + own * hidden + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
     # ALL: gate and up, and their A x.
@@ -230,11 +276,16 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
     kept = Kept(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
-    # The MLP's backward pass: the gradients of its output and of the activated features, these features themselves, and
-    # the normalised input. For a mixture the output's gradient and the normalised input are there for each row too.
+    # The MLP's backward pass: the gradients of its output and of the activated features, these
+    # features themselves, and the normalised input. For a mixture the output's gradient and the
+    # normalised input are there for each row too.
     working = 2 * rows * features + 2 * slots * hidden
     clamped = moe is not None and moe.biases
-    working += (CLAMPED_SWIGLU if clamped else GEGLU if arch.activation == "gelu_tanh" else 0) * rows * features
+    working += (
+        (CLAMPED_SWIGLU if clamped else GEGLU if arch.activation == "gelu_tanh" else 0)
+        * rows
+        * features
+    )
     if moe is not None:
         working += 2 * rows * hidden
         if job.lora is not None and adapts_experts(job.lora):

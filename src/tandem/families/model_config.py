@@ -12,51 +12,70 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 """Configuration, tokenizer and weights, by their names."""
 
 
-def model_directory(model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False) -> Path:
-    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are downloaded once; if
-    `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither exists, HubUnreachable or
-    VolumeFull where trying again can help."""
+def model_directory(
+    model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
+) -> Path:
+    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are
+    downloaded once; if `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if
+    neither exists, HubUnreachable or VolumeFull where trying again can help."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=cached))
-    except Exception as error:  # the client raises a dozen types: bad names, no access, no network, no such file
+    # The client raises a dozen types: bad names, no access, no network, no such file.
+    except Exception as error:
         raise _of_the_client(error, model, cached=cached) from error
 
 
 def _of_the_client(error: Exception, model: str, *, cached: bool) -> TandemError:
-    """What an error of the hub's client means: the model's name is wrong, or something that may pass."""
+    """What an error of the hub's client means: the model's name is wrong, or something that may
+    pass."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     # Where the client looks into its cache after an error, it raises another one from that.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
-    if cached or status in (401, 403, 404) or isinstance(first, (HFValidationError, OfflineModeIsEnabled)):
+    if (
+        cached
+        or status in (401, 403, 404)
+        or isinstance(first, (HFValidationError, OfflineModeIsEnabled))
+    ):
         problem = f"{model!r} is neither a directory nor a model that the hub gives: {error}"
         return InvalidInput(problem, field="base_model")
     if isinstance(first, OSError) and first.errno in VolumeFull.ERRNOS:
-        return VolumeFull(f"no space for {model!r} in the hub's cache; free some or set HF_HOME elsewhere: {error}")
+        return VolumeFull(
+            f"no space for {model!r} in the hub's cache; free some or set HF_HOME elsewhere:"
+            f" {error}"
+        )
     return HubUnreachable(f"the hub did not give {model!r}, try again: {error}", field="base_model")
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """A model's safetensors files: those that the index names if there is one, else `model.safetensors`."""
+    """A model's safetensors files: those that the index names if there is one, else
+    `model.safetensors`."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
         if index.is_file():
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            return [
+                directory / name
+                for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
     if single.is_file():
         return [single]
-    raise InvalidInput(f"{directory} has neither {single.name} nor {index.name}", field="base_model")
+    raise InvalidInput(
+        f"{directory} has neither {single.name} nor {index.name}", field="base_model"
+    )
 
 
 def other_files(directory: Path) -> list[Path]:
     """What a model's directory has beside weights: configuration and tokenizer."""
-    files = [path for path in directory.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")]
+    files = [
+        path for path in directory.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")
+    ]
     return [path for path in files if not path.name.endswith(".index.json")]
 
 
@@ -66,18 +85,24 @@ class ModelConfig:
 
     values: dict[str, Any]
     source: str  # for messages
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the family's, for keys that are missing
+    # The family's, for keys that are missing.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: str) -> Self:
-        """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be read."""
+        """The config of `model`, a directory or a hub name. Raises InvalidInput if it can't be
+        read."""
         path = model_directory(model, ("config.json", "hf_quant_config.json")) / "config.json"
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise InvalidInput(f"{path} is missing: not a Hugging Face model", field="base_model") from error
+            raise InvalidInput(
+                f"{path} is missing: not a Hugging Face model", field="base_model"
+            ) from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise InvalidInput(f"{path} can't be read as JSON: {error}", field="base_model") from error
+            raise InvalidInput(
+                f"{path} can't be read as JSON: {error}", field="base_model"
+            ) from error
         if not isinstance(values, dict):
             raise InvalidInput(f"{path} is not a JSON object", field="base_model")
         return cls(values, str(path))
@@ -91,10 +116,17 @@ class ModelConfig:
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
-    def positive(self, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+    def positive(
+        self, key: str, kind: type[int] | type[float], default: float | None = None
+    ) -> Any:
         """A positive number, as `given`. Raises InvalidInput."""
         value = self.given(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or kind(value) != value
+            or value <= 0
+        ):
             raise self.invalid(f"{key} is {value!r}, not a positive {kind.__name__}")
         return kind(value)
 
@@ -104,10 +136,13 @@ class ModelConfig:
 
     def unsupported(self, variant: str) -> UnknownArchitecture:
         """The error to raise for a variant that would give other logits."""
-        return UnknownArchitecture(f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model")
+        return UnknownArchitecture(
+            f"{self.source} asks for {variant}, which Tandem doesn't build", field="base_model"
+        )
 
     def refuse(self, variants: Mapping[str, object]) -> None:
-        """Raise `unsupported` for the first variant with a true value. `variants`: words -> whether asked for."""
+        """Raise `unsupported` for the first variant with a true value. `variants`: words -> whether
+        asked for."""
         for variant, asked in variants.items():
             if asked:
                 raise self.unsupported(variant)

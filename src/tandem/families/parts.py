@@ -1,5 +1,5 @@
-"""Which part of which weight a trainer's rank has, and which of these it sends to vLLM, in which order. Both sides
-compute the same list, so only bytes travel."""
+"""Which part of which weight a trainer's rank has, and which of these it sends to vLLM, in which
+order. Both sides compute the same list, so only bytes travel."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -15,7 +15,8 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a Hugging Face tensor; of experts: of the tensors of all experts, stacked along a first dimension."""
+    """A box of a Hugging Face tensor; of experts: of the tensors of all experts, stacked along a
+    first dimension."""
 
     name: str  # with `*` for an expert's number
     of: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
@@ -40,9 +41,11 @@ def senders(sizes: Sizes) -> list[int]:
     return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in of_stage]
 
 
-def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all ranks each element
-    once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
+def buffers(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
+) -> Iterator[list[Part]]:
+    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all
+    ranks each element once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
     full: list[Part] = []
     for part in parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:
@@ -54,7 +57,8 @@ def buffers(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: 
 
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts take turns."""
+    """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts
+    take turns."""
     in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.experts)
     first = rank - in_stage + in_stage % different  # of those that hold the same
     for number, some in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
@@ -76,11 +80,13 @@ class Turn:
 
 
 def turns(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int) -> list[Turn]:
-    """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is on its way, the
-    next sender fills its own."""
+    """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is
+    on its way, the next sender fills its own."""
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
-    return [Turn(sender, parts) for of_all in rounds for sender, parts in enumerate(of_all) if parts]
+    return [
+        Turn(sender, parts) for of_all in rounds for sender, parts in enumerate(of_all) if parts
+    ]
 
 
 def layout(whole: list[Turn], dtype: str) -> list[object]:
@@ -88,16 +94,20 @@ def layout(whole: list[Turn], dtype: str) -> list[object]:
     return [dtype, [[turn.sender, turn.size] for turn in whole]]
 
 
-def parts(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int) -> Iterator[Part]:
-    """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one head group or one
-    expert."""
+def parts(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
+) -> Iterator[Part]:
+    """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one
+    head group or one expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
         ranks = sizes.tensor if rule.experts is None else sizes.experts
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
         # The first stage that has it: the last one has a tied table too.
-        if place.pipeline != next(s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)):
+        if place.pipeline != next(
+            s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
+        ):
             continue
         for part in own_parts(rule, sizes, place):
             if chosen(part.name, targets):
@@ -108,7 +118,9 @@ def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
     """What a rank has of each source of a rule without `turns`."""
     cut, number = rule.parts(sizes), rule.part(place)
     cut_rows = cut if rule.cut == "rows" else 1
-    blocks = max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+    blocks = (
+        max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+    )
     begin = 0
     # Of experts the first one's sources, which stand for all.
     for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.experts or 1)]:
@@ -128,7 +140,8 @@ def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
 
 
 def _cut(part: Part, most: int) -> Iterator[Part]:
-    """`part` in parts of at most `most` elements: along the rows of a single block, else along the blocks."""
+    """`part` in parts of at most `most` elements: along the rows of a single block, else along the
+    blocks."""
     (blocks, rows), stacked, of = part.at, "*" in part.name, part.of[0]
     by_rows = part.blocks == 1 and not stacked
     cut = rows if by_rows else blocks

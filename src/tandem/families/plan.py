@@ -1,7 +1,9 @@
-"""Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No torch.
+"""Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No
+torch.
 
-Speed is an estimate: the model's operations over rates measured on one H200 (bench/results/train.json), plus the bytes
-that ranks exchange over an assumed bandwidth, times what two ranks reached of that (bench/results/topologies.json).
+Speed is an estimate: the model's operations over rates measured on one H200
+(bench/results/train.json), plus the bytes that ranks exchange over an assumed bandwidth, times what
+two ranks reached of that (bench/results/topologies.json).
 """
 
 from dataclasses import dataclass
@@ -16,31 +18,39 @@ from tandem.families.topology import Sizes, of_world, problem
 from tandem.spool.schema import LoraShape
 
 DENSE_RATE = 567e12
-"""Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of 8192, everything kept,
-where attention takes 34 % of 0.663 s (docs/performance.md)."""
+"""Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of
+8192, everything kept, where attention takes 34 % of 0.663 s (docs/performance.md)."""
 ATTENTION_RATE = 307e12
 """Of the attention, in the same row."""
 EXPERTS_RATE = 361e12
-"""Of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where attention takes 51 %."""
+"""Of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where attention takes 51
+%."""
 ADAPTED_EXPERTS_RATE = 260e12
 """The same with LoRA on all experts."""
 EXCHANGE_RATE = 300e9
-"""Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of NVLink 4's 450 GB/s
-per direction. No computation is assumed to go on meanwhile."""
+"""Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
+NVLink 4's 450 GB/s per direction. No computation is assumed to go on meanwhile."""
 SHARES = {
-    "tensor": 0.95, "sequence": 0.82, "pipeline": 0.82, "expert": 0.80, "expert_tensor": 0.80, "context": 1.0,
-}  # fmt: skip
-"""Measured speed of two ranks of a dimension over what operations and bytes give; context's beside DP=2
-(bench/results/topologies-4.json). Not measured: expert tensor, which exchanges what expert does and has smaller
-products."""
+    "tensor": 0.95,
+    "sequence": 0.82,
+    "pipeline": 0.82,
+    "expert": 0.80,
+    "expert_tensor": 0.80,
+    "context": 1.0,
+}
+"""Measured speed of two ranks of a dimension over what operations and bytes give; context's beside
+DP=2 (bench/results/topologies-4.json). Not measured: expert tensor, which exchanges what expert
+does and has smaller products."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9
-"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights are trained, with
-the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two (bench/results/train-full.json, topologies.json)."""
+"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights
+are trained, with the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two
+(bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
-"""Of a layer's forward and backward pass, however short the row: Python and the launches of its kernels. Measured with
-Qwen3-0.6B's shape and rows of 2048 on an H100's host (bench/results/small-jobs.json)."""
+"""Of a layer's forward and backward pass, however short the row: Python and the launches of its
+kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
+(bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
 ROW = 8192
@@ -75,39 +85,63 @@ class Plan:
 
 
 def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if none fits."""
-    found = [_candidate(job, sizes, gpu_memory) for sizes in of_world(gpus) if problem(job.arch, sizes) is None]
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if
+    none fits."""
+    found = [
+        _candidate(job, sizes, gpu_memory)
+        for sizes in of_world(gpus)
+        if problem(job.arch, sizes) is None
+    ]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]
     if not fitting:
         smallest = min(found, key=lambda one: one.total)
-        need = f"the smallest, {describe(smallest.sizes)}, needs {smallest.total / GIB:.1f} GiB per GPU"
+        need = (
+            f"the smallest, {describe(smallest.sizes)}, needs {smallest.total / GIB:.1f} GiB"
+            " per GPU"
+        )
         remedy = "use more GPUs, larger ones, or shorter rows (--sequence-length)"
-        raise InvalidInput(f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}")
+        raise InvalidInput(
+            f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}"
+        )
     return Plan(found, _why(found, fitting))
 
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
-    """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of `ROW` slots, or as
-    many as the model has positions, and the largest LoRA that a run may have by default. `gpu_memory`: bytes of the
-    smallest of their GPUs. InvalidInput if it is 0 or no topology fits."""
+    """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of
+    `ROW` slots, or as many as the model has positions, and the largest LoRA that a run may have by
+    default. `gpu_memory`: bytes of the smallest of their GPUs. InvalidInput if it is 0 or no
+    topology fits."""
     if gpu_memory == 0:
-        problem = "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave it out"
+        problem = (
+            "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
+            " it out"
+        )
         raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
     arch = read_arch(settings.model_path())
     of_experts = EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
     targets = (*default_targets(arch), *of_experts)
     lora = LoraShape.model_validate({"rank": settings.max_lora_rank, "targets": targets})
-    return plan(Training(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory)
+    return plan(
+        Training(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory
+    )
 
 
 def describe(sizes: Sizes) -> str:
     """`TP=2+SP EP=4`: the dimensions of several ranks."""
     names = {
-        "TP": sizes.tensor, "CP": sizes.context, "PP": sizes.pipeline, "EP": sizes.expert, "ETP": sizes.expert_tensor,
+        "TP": sizes.tensor,
+        "CP": sizes.context,
+        "PP": sizes.pipeline,
+        "EP": sizes.expert,
+        "ETP": sizes.expert_tensor,
         "DP": sizes.data,
-    }  # fmt: skip
-    parts = [f"{name}={size}" + "+SP" * (name == "TP" and sizes.sequence) for name, size in names.items() if size > 1]
+    }
+    parts = [
+        f"{name}={size}" + "+SP" * (name == "TP" and sizes.sequence)
+        for name, size in names.items()
+        if size > 1
+    ]
     return " ".join(parts) or "1 GPU"
 
 
@@ -129,7 +163,11 @@ def _share(job: Training, sizes: Sizes) -> float:
     for dimension, of_two in SHARES.items():
         if dimension == "sequence" and job.arch.moe is not None:
             of_two = MIXTURES_SEQUENCE_SHARE
-        share *= of_two if getattr(sizes, dimension) > 1 or (dimension == "sequence" and sizes.sequence) else 1.0
+        share *= (
+            of_two
+            if getattr(sizes, dimension) > 1 or (dimension == "sequence" and sizes.sequence)
+            else 1.0
+        )
     return share
 
 
@@ -137,7 +175,11 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     """Of one optimizer step; of LoRA without Adam, which takes 2 ms."""
     arch, slots, hidden, moe = job.arch, job.sequence_length, job.arch.hidden_size, job.arch.moe
     # Weights of a layer that each token uses.
-    mlp = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
+    mlp = (
+        arch.ffn_hidden_size
+        if moe is None
+        else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
+    )
     qkv, proj = hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size
     gate_up, down = 2 * hidden * mlp, hidden * mlp
     layer = qkv + proj + gate_up + down
@@ -149,16 +191,23 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
-        rate = ADAPTED_EXPERTS_RATE if job.lora is None or adapts_experts(job.lora) else EXPERTS_RATE
+        rate = (
+            ADAPTED_EXPERTS_RATE if job.lora is None or adapts_experts(job.lora) else EXPERTS_RATE
+        )
     everything, some = levels
     least = needs.layers - everything - some
-    # What layers compute again, as a part of a forward pass: of those that keep their input all but down.
+    # What layers compute again, as a part of a forward pass: of those that keep their input all but
+    # down.
     again = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
-    seconds = seconds / (sizes.tensor * sizes.context * sizes.pipeline) + _exchange_bytes(job, sizes) / EXCHANGE_RATE
+    seconds = (
+        seconds / (sizes.tensor * sizes.context * sizes.pipeline)
+        + _exchange_bytes(job, sizes) / EXCHANGE_RATE
+    )
     seconds = max(seconds, LAUNCH_SECONDS * needs.layers)
     rows = -(-job.rows // sizes.data)
-    step = seconds * (rows + sizes.pipeline - 1)  # the pipeline is not full at a step's begin and end
+    # The pipeline is not full at a step's begin and end.
+    step = seconds * (rows + sizes.pipeline - 1)
     if job.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
@@ -196,21 +245,31 @@ def _exchange_bytes(job: Training, sizes: Sizes) -> float:
 
 
 def _order(one: Candidate) -> tuple[float, int, int]:
-    """The fastest first, where a speed that was not measured counts a tenth less. Of equally fast ones the one that
-    cuts no expert, whose products are larger, then the one that needs less memory."""
+    """The fastest first, where a speed that was not measured counts a tenth less. Of equally fast
+    ones the one that cuts no expert, whose products are larger, then the one that needs less
+    memory."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 
 
 def _why(found: list[Candidate], fitting: list[Candidate]) -> str:
     best = fitting[0]
-    name, kept = describe(best.sizes), f"{best.levels[0] if best.levels else 0} of {best.memory.layers}"
+    name, kept = (
+        describe(best.sizes),
+        f"{best.levels[0] if best.levels else 0} of {best.memory.layers}",
+    )
     if len(found) == 1:
-        return f"{name} is the only topology that the trainer builds for this model on so many GPUs."
+        return (
+            f"{name} is the only topology that the trainer builds for this model on so many GPUs."
+        )
     also = f"its layers keep everything for the backward pass in {kept}"
     if len(fitting) == 1:
         return f"{name} is the only one of {len(found)} topologies that fits; {also}."
     if best.tokens_per_second < max(one.tokens_per_second for one in fitting):
-        near = "its speed was measured, and no other of the {} that fit is expected to be much faster"
+        near = (
+            "its speed was measured, and no other of the {} that fit is expected to be much faster"
+        )
         return f"{name} is recommended because {near.format(len(fitting))}; {also}."
-    return f"{name} is expected to be the fastest of the {len(fitting)} topologies that fit; {also}."
+    return (
+        f"{name} is expected to be the fastest of the {len(fitting)} topologies that fit; {also}."
+    )

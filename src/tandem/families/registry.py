@@ -11,13 +11,21 @@ from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
 
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_QWEN = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 _QWEN_MOE = {"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False}
 FAMILIES: dict[str, Decoder] = {
     family.model_type: family
     for family in (
         Decoder("llama", {"max_position_embeddings": 2048}),
-        Decoder("mistral", {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}),
+        Decoder(
+            "mistral",
+            {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        ),
         Decoder("qwen2", _QWEN, qkv_bias=True),
         Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
         Decoder("qwen3_moe", _QWEN_MOE, qk_norm=True, mixture=True),
@@ -29,10 +37,13 @@ FAMILIES: dict[str, Decoder] = {
 
 
 def read_arch(model: str) -> Arch:
-    """The architecture of `model`, a directory or a hub name; only its `config.json` is read. Raises InvalidInput for
-    what can't be read or is wrong, UnknownArchitecture for a family, or a variant of one, that Tandem doesn't build."""
+    """The architecture of `model`, a directory or a hub name; only its `config.json` is read.
+    Raises InvalidInput for what can't be read or is wrong, UnknownArchitecture for a family, or a
+    variant of one, that Tandem doesn't build.
+    """
     config = ModelConfig.of(model)
-    if Path(config.source).with_name("hf_quant_config.json").is_file():  # of ModelOpt, which vLLM reads, too
+    # Of ModelOpt, which vLLM reads, too.
+    if Path(config.source).with_name("hf_quant_config.json").is_file():
         raise config.unsupported("quantised weights (hf_quant_config.json)")
     return arch_from_config(config.values, config.source)
 
@@ -42,12 +53,17 @@ def arch_from_config(values: dict[str, Any], source: str = "config.json") -> Arc
     config = ModelConfig(values, source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        problem = f"{config.source} is of model_type {model_type!r}; Tandem knows {', '.join(sorted(FAMILIES))}"
+        problem = (
+            f"{config.source} is of model_type {model_type!r}; Tandem knows"
+            f" {', '.join(sorted(FAMILIES))}"
+        )
         raise UnknownArchitecture(problem, field="base_model")
     try:
         return FAMILIES[model_type].arch(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise config.invalid(f"a value has the wrong type ({type(error).__name__}: {error})") from error
+        raise config.invalid(
+            f"a value has the wrong type ({type(error).__name__}: {error})"
+        ) from error
 
 
 @functools.lru_cache(2)

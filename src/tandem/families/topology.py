@@ -1,4 +1,5 @@
-"""How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in them. No torch."""
+"""How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in
+them. No torch."""
 
 import math
 import re
@@ -31,9 +32,9 @@ class Place:
 class Sizes:
     """Numbers of ranks in each parallel dimension.
 
-    Ranks count through the tensor dimension first, then context, data and pipeline. In the experts of a mixture, the
-    ranks of one pipeline stage count through expert_tensor first, then expert and expert_data. Both are Megatron-core's
-    order (`parallel_state.initialize_model_parallel`).
+    Ranks count through the tensor dimension first, then context, data and pipeline. In the experts
+    of a mixture, the ranks of one pipeline stage count through expert_tensor first, then expert and
+    expert_data. Both are Megatron-core's order (`parallel_state.initialize_model_parallel`).
     """
 
     tensor: int = 1
@@ -43,7 +44,8 @@ class Sizes:
     expert_tensor: int = 1
     expert: int = 1
     sequence: bool = False
-    """Tensor-parallel ranks divide the tokens of what is not cut by features (sequence parallelism)."""
+    """Tensor-parallel ranks divide the tokens of what is not cut by features (sequence
+    parallelism)."""
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
@@ -62,12 +64,14 @@ class Sizes:
 
     @property
     def experts(self) -> int:
-        """Ranks that a mixture's experts are cut over. They are consecutive, and gather their tokens."""
+        """Ranks that a mixture's experts are cut over. They are consecutive, and gather their
+        tokens."""
         return self.expert_tensor * self.expert
 
     @property
     def experts_apart(self) -> bool:
-        """Whether other ranks than those of the data dimension hold the same part of the same experts."""
+        """Whether other ranks than those of the data dimension hold the same part of the same
+        experts."""
         return self.experts > 1 or self.tensor > 1
 
     @property
@@ -77,7 +81,8 @@ class Sizes:
 
     @property
     def layers_shared(self) -> bool:
-        """Whether a rank computes its layers together with others, which wait for it in collectives."""
+        """Whether a rank computes its layers together with others, which wait for it in
+        collectives."""
         return self.world > self.data or self.experts > 1
 
     def place(self, rank: int) -> Place:
@@ -95,8 +100,8 @@ class Sizes:
         )
 
     def layers(self, count: int, stage: int) -> range:
-        """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last stage, which has the
-        output layer too, has the fewest."""
+        """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last
+        stage, which has the output layer too, has the fewest."""
         return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
@@ -117,7 +122,8 @@ class Sizes:
 
 
 def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
-    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first stage and the last."""
+    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
+    stage and the last."""
     if layer := re.search(r"layers\.(\d+)\.", parameter):
         return int(layer[1]) in sizes.layers(arch.num_layers, stage)
     first, last = stage == 0, stage == sizes.pipeline - 1
@@ -125,12 +131,16 @@ def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
 
 
 def check(arch: Arch, sizes: Sizes) -> None:
-    """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest sizes that work."""
+    """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest
+    sizes that work."""
     if found := problem(arch, sizes):
         field, reason = found
-        works = [other for other in of_world(sizes.world) if problem(arch, other) is None]  # data parallelism always
+        # Data parallelism always.
+        works = [other for other in of_world(sizes.world) if problem(arch, other) is None]
         nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
-        raise InvalidInput(f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field)
+        raise InvalidInput(
+            f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field
+        )
 
 
 def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
@@ -145,21 +155,39 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
         if size % sizes.tensor:
             return "tensor_parallel", f"{size} {parts} don't divide over {ranks}"
     if sizes.pipeline > arch.num_layers:
-        return "pipeline_parallel", f"{arch.num_layers} layers don't divide over {sizes.pipeline} pipeline stages"
+        return (
+            "pipeline_parallel",
+            f"{arch.num_layers} layers don't divide over {sizes.pipeline} pipeline stages",
+        )
     if sizes.sequence and sizes.tensor == 1:
-        return "sequence_parallel", "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1"
+        return (
+            "sequence_parallel",
+            "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1",
+        )
     if moe is None:
         dense = f"{arch.model_type} has no experts that {sizes.experts} ranks could divide"
         return ("expert_parallel", dense) if sizes.experts > 1 else None
     if sizes.stage % sizes.experts:
-        return "expert_parallel", f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
+        return (
+            "expert_parallel",
+            f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts",
+        )
     if moe.num_experts % sizes.expert:
-        return "expert_parallel", f"{moe.num_experts} experts don't divide over {sizes.expert} expert-parallel ranks"
+        return (
+            "expert_parallel",
+            f"{moe.num_experts} experts don't divide over {sizes.expert} expert-parallel ranks",
+        )
     if moe.ffn_hidden_size % sizes.expert_tensor:
-        reason = f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor} ranks"
+        reason = (
+            f"{moe.ffn_hidden_size} features of an expert don't divide over {sizes.expert_tensor}"
+            " ranks"
+        )
         return "expert_tensor_parallel", reason
     if sizes.tensor > 1 and not sizes.sequence:
-        return "sequence_parallel", f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1"
+        return (
+            "sequence_parallel",
+            f"a mixture of experts on {ranks} needs TANDEM_SEQUENCE_PARALLEL=1",
+        )
     return None
 
 
@@ -174,9 +202,11 @@ def of_world(world: int) -> Iterator[Sizes]:
 
 
 def _distance(one: Sizes, other: Sizes) -> float:
-    """How many halvings and doublings lie between them; a changed number of model copies weighs less, sequence
-    parallelism least."""
+    """How many halvings and doublings lie between them; a changed number of model copies weighs
+    less, sequence parallelism least."""
     ratios = {
-        name: abs(math.log2(size / getattr(other, name))) for name, size in asdict(one).items() if name != "sequence"
+        name: abs(math.log2(size / getattr(other, name)))
+        for name, size in asdict(one).items()
+        if name != "sequence"
     }
     return sum(ratios.values()) - 0.5 * ratios["data"] + 0.1 * (one.sequence != other.sequence)

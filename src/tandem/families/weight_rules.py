@@ -7,8 +7,8 @@ from typing import Literal
 from tandem.families.topology import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
-"""The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all. Tensor-parallel ranks,
-or, of experts, expert-tensor-parallel ranks."""
+"""The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
+Tensor-parallel ranks, or, of experts, expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,24 @@ class WeightRule:
     parameter: str
     sources: Mapping[str, tuple[int, ...]]  # Hugging Face name -> uncut shape
     cut: Cut = "whole"
-    groups: int = 1  # blocks of rows, each with its share of every source; for Megatron's `linear_qkv`
-    experts: int | None = None  # stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert
-    # The only source stacks all experts, [experts, columns, rows] or [experts, rows], and its rows take turns among so
-    # many blocks of the parameter's: with 2 the even ones are gate, the odd ones up. None: the sources are matrices.
+    # Blocks of rows, each with its share of every source; for Megatron's `linear_qkv`.
+    groups: int = 1
+    # Stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert.
+    experts: int | None = None
+    # The only source stacks all experts, [experts, columns, rows] or [experts, rows], and its rows
+    # take turns among so many blocks of the parameter's: with 2 the even ones are gate, the odd
+    # ones up. None: the sources are matrices.
     turns: int | None = None
-    fp32: bool = False  # the parameter is fp32, whatever the dtype of the others; only where it is not cut
+    # The parameter is fp32, whatever the dtype of the others; only where it is not cut.
+    fp32: bool = False
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The parameter's shape on each rank: [rows], [rows, columns], or such of [experts, ...]."""
-        rows, rest = sum(shape[0] for shape in self.sources.values()), next(iter(self.sources.values()))[1:]
+        """The parameter's shape on each rank: [rows], [rows, columns], or such of [experts,
+        ...]."""
+        rows, rest = (
+            sum(shape[0] for shape in self.sources.values()),
+            next(iter(self.sources.values()))[1:],
+        )
         if self.turns is not None:
             rows, rest = rows * rest[-1], rest[:-1]
         parts, experts = self.parts(sizes), self.experts
@@ -35,7 +43,9 @@ class WeightRule:
             rows //= parts
         if self.cut == "columns":
             rest = (rest[0] // parts,)
-        return (rows, *rest) if experts is None else (experts // sizes.expert, rows // experts, *rest)
+        return (
+            (rows, *rest) if experts is None else (experts // sizes.expert, rows // experts, *rest)
+        )
 
     def parts(self, sizes: Sizes) -> int:
         """How many parts the rows or columns are cut into."""
@@ -50,5 +60,6 @@ class WeightRule:
         return place.tensor if self.experts is None else place.expert_tensor
 
     def first_expert(self, sizes: Sizes, place: Place) -> int:
-        """The first of the experts that the rank has; expert-parallel ranks have equal consecutive parts."""
+        """The first of the experts that the rank has; expert-parallel ranks have equal consecutive
+        parts."""
         return 0 if self.experts is None else place.expert * (self.experts // sizes.expert)

@@ -15,10 +15,15 @@ from tandem.metrics.ranks import RanksCollector
 # prometheus_client makes these, of the exporter's or the controller's own process.
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter"}
 PROCESS_METRICS = tuple(
-    Metric(family.samples[0].name, f"{family.documentation} Of the exporter, or the controller, itself.",
-           "prometheus_client", _KINDS[family.type], ALL)
+    Metric(
+        family.samples[0].name,
+        f"{family.documentation} Of the exporter, or the controller, itself.",
+        "prometheus_client",
+        _KINDS[family.type],
+        ALL,
+    )
     for family in ProcessCollector(registry=None).collect()
-)  # fmt: skip
+)
 
 CATALOGUE: tuple[Metric, ...] = (
     *BuildCollector.metrics,

@@ -1,7 +1,7 @@
 """Collectors run in a thread each and keep what they collected; a scrape only reads that.
 
-A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success` and delays neither the
-scrape nor the other collectors. docs/metrics.md describes this for users.
+A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success` and
+delays neither the scrape nor the other collectors. docs/metrics.md describes this for users.
 """
 
 import abc
@@ -21,24 +21,46 @@ from tandem.metrics.metric import ALL, STALE_SECONDS, Metric, Samples
 from tandem.spool import Spool
 from tandem.system.logs import Log
 
-COLLECTORS = ("build", "nvml", "ranks", "jobs", "policy", "publish", "merged", "checkpoints", "supervisor", "volumes",
-              "queue")  # fmt: skip
+COLLECTORS = (
+    "build",
+    "nvml",
+    "ranks",
+    "jobs",
+    "policy",
+    "publish",
+    "merged",
+    "checkpoints",
+    "supervisor",
+    "volumes",
+    "queue",
+)
 OpenSpool = Callable[[], Spool]
 """Always the same spool, which remembers the directories that have not changed."""
 
-_about_collector = partial(Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS})
+_about_collector = partial(
+    Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS}
+)
 COLLECTOR_METRICS = (
-    _about_collector("tandem_collector_success", "1 if the collector's last collection succeeded; 0 if it failed, or "
-                     "hangs for more than a minute."),
-    _about_collector("tandem_collector_duration_seconds", "How long the last finished collection took."),
-    _about_collector("tandem_collector_last_success_timestamp_seconds", "When the collector last succeeded; 0: never."),
-)  # fmt: skip
+    _about_collector(
+        "tandem_collector_success",
+        "1 if the collector's last collection succeeded; 0 if it failed, or "
+        "hangs for more than a minute.",
+    ),
+    _about_collector(
+        "tandem_collector_duration_seconds", "How long the last finished collection took."
+    ),
+    _about_collector(
+        "tandem_collector_last_success_timestamp_seconds",
+        "When the collector last succeeded; 0: never.",
+    ),
+)
 
 log = Log("exporter")
 
 
 class Collector(abc.ABC):
-    """Collects `metrics` every `interval` seconds, in a thread of its own, and keeps the last gauges."""
+    """Collects `metrics` every `interval` seconds, in a thread of its own, and keeps the last
+    gauges."""
 
     name: ClassVar[str]  # one of COLLECTORS
     metrics: ClassVar[Sequence[Metric]]
@@ -58,26 +80,31 @@ class Collector(abc.ABC):
     def collect(self, gauges: Samples) -> None:
         """Sets `gauges`, which are empty at first, and counts in `self.counts`.
 
-        Exceptions and `self.errors` make it a failure. After an exception the gauges of the collection before stay,
-        perishable ones for STALE_SECONDS.
+        Exceptions and `self.errors` make it a failure. After an exception the gauges of the
+        collection before stay, perishable ones for STALE_SECONDS.
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
-        """Calls `action` for every item, also after an error: whatever one file holds, the others are collected."""
+        """Calls `action` for every item, also after an error: whatever one file holds, the others
+        are collected."""
         for item in items:
             with self.part(item):
                 action(item)
 
     @contextmanager
     def part(self, what: object) -> Iterator[None]:
-        """An exception in this part of a collection is one of its errors, and the other parts go on."""
+        """An exception in this part of a collection is one of its errors, and the other parts go
+        on."""
         try:
             yield
         except Exception as error:
-            self.errors.append(f"{what}: {error if isinstance(error, TandemError) else repr(error)}")
+            self.errors.append(
+                f"{what}: {error if isinstance(error, TandemError) else repr(error)}"
+            )
 
     def start(self, stop: threading.Event) -> None:
-        """Collects in a thread until `stop` is set. Nobody waits for its end, because a collection may hang."""
+        """Collects in a thread until `stop` is set. Nobody waits for its end, because a collection
+        may hang."""
 
         def run() -> None:
             while not stop.is_set():
@@ -100,7 +127,8 @@ class Collector(abc.ABC):
         if not failure:
             self._last_success = time.time()
         self._seconds, self._began = time.monotonic() - begin, None
-        if failure and not self._failure:  # one line when it begins to fail, and one when that is over
+        # One line when it begins to fail, and one when that is over.
+        if failure and not self._failure:
             log.warning("can't collect", collector=self.name, error=failure)
         elif self._failure and not failure:
             log.info("collects again", collector=self.name)
@@ -108,15 +136,25 @@ class Collector(abc.ABC):
 
     def families(self) -> Iterator[Family]:
         """The collected metrics, without perishable ones that are too old."""
-        yield from self._gauges.families(perishable=time.monotonic() - self._gauges_at <= STALE_SECONDS)
+        yield from self._gauges.families(
+            perishable=time.monotonic() - self._gauges_at <= STALE_SECONDS
+        )
         yield from self.counts.families()
 
     def describe(self, gauges: Samples) -> None:
         """Sets COLLECTOR_METRICS of this collector."""
         began = self._began  # read once: the collection may end meanwhile
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
-        gauges.set("tandem_collector_success", float(self._failure == "" and not hangs), collector=self.name)
-        gauges.set("tandem_collector_last_success_timestamp_seconds", self._last_success, collector=self.name)
+        gauges.set(
+            "tandem_collector_success",
+            float(self._failure == "" and not hangs),
+            collector=self.name,
+        )
+        gauges.set(
+            "tandem_collector_last_success_timestamp_seconds",
+            self._last_success,
+            collector=self.name,
+        )
         if self._seconds is not None:
             gauges.set("tandem_collector_duration_seconds", self._seconds, collector=self.name)
 

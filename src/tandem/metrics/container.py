@@ -1,4 +1,5 @@
-"""A container: which versions are installed, its programs, the shared volume, and its own file systems."""
+"""A container: which versions are installed, its programs, the shared volume, and its own file
+systems."""
 
 import os
 import platform
@@ -25,10 +26,16 @@ PROBE_SECONDS = 60.0  # between two writes to the shared volume
 class BuildCollector(Collector):
     name = "build"
     metrics = (
-        Metric("tandem_build_info", "1; versions of this container. Empty: not installed.",
-               "package metadata, TANDEM_REVISION", exporters=ALL,
-               labels=dict.fromkeys(("version", "revision", "python", "torch", "cuda", "vllm", "megatron"), OPEN)),
-    )  # fmt: skip
+        Metric(
+            "tandem_build_info",
+            "1; versions of this container. Empty: not installed.",
+            "package metadata, TANDEM_REVISION",
+            exporters=ALL,
+            labels=dict.fromkeys(
+                ("version", "revision", "python", "torch", "cuda", "vllm", "megatron"), OPEN
+            ),
+        ),
+    )
     interval = 3600.0
 
     def collect(self, gauges: Samples) -> None:
@@ -48,14 +55,29 @@ class BuildCollector(Collector):
 class SupervisorCollector(Collector):
     name = "supervisor"
     metrics = (
-        _of_program("tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"),
-        _of_program("tandem_supervisor_process_state", "1 for the state that the program is in, 0 for the other "
-                    "states.", "supervisord", labels=_PROGRAM | {"state": STATES}),
-        Metric("tandem_supervisor_process_restarts_total", "How often the program was started again.", "supervisord",
-               "counter", BOTH, _PROGRAM),
-        _of_program("tandem_supervisor_process_start_time_seconds", "When the program's process started.",
-                    "supervisord"),
-    )  # fmt: skip
+        _of_program(
+            "tandem_supervisor_process_up", "1 if the program runs, else 0.", "supervisord"
+        ),
+        _of_program(
+            "tandem_supervisor_process_state",
+            "1 for the state that the program is in, 0 for the other states.",
+            "supervisord",
+            labels=_PROGRAM | {"state": STATES},
+        ),
+        Metric(
+            "tandem_supervisor_process_restarts_total",
+            "How often the program was started again.",
+            "supervisord",
+            "counter",
+            BOTH,
+            _PROGRAM,
+        ),
+        _of_program(
+            "tandem_supervisor_process_start_time_seconds",
+            "When the program's process started.",
+            "supervisord",
+        ),
+    )
     interval = 2.0
 
     def __init__(self, settings: Settings) -> None:
@@ -70,27 +92,45 @@ class SupervisorCollector(Collector):
         for program, status in programs.items():
             state = status.state.lower()
             for name in STATES:
-                gauges.set("tandem_supervisor_process_state", float(name == state), program=program, state=name)
+                gauges.set(
+                    "tandem_supervisor_process_state",
+                    float(name == state),
+                    program=program,
+                    state=name,
+                )
             gauges.set("tandem_supervisor_process_up", float(state == "running"), program=program)
             if status.pid:
-                gauges.set("tandem_supervisor_process_start_time_seconds", status.started, program=program)
+                gauges.set(
+                    "tandem_supervisor_process_start_time_seconds", status.started, program=program
+                )
             before = self._pids.get(program, 0)
             restarted = 0 not in (before, status.pid) and before != status.pid
-            self.counts.inc("tandem_supervisor_process_restarts_total", float(restarted), program=program)
+            self.counts.inc(
+                "tandem_supervisor_process_restarts_total", float(restarted), program=program
+            )
             self._pids[program] = status.pid or before
 
 
 class VolumesCollector(SpoolCollector):
-    """`directories`: volume -> directory, of the volumes besides the shared one; a missing directory is no failure."""
+    """`directories`: volume -> directory, of the volumes besides the shared one; a missing
+    directory is no failure."""
 
     name = "volumes"
     metrics = (
-        _of_volume("tandem_volume_total_bytes", "Size of the file system: of `shared` (the spool), `downloads` "
-                   "(of models, HF_HOME), and the container's own.", "statvfs"),
+        _of_volume(
+            "tandem_volume_total_bytes",
+            "Size of the file system: of `shared` (the spool), `downloads` "
+            "(of models, HF_HOME), and the container's own.",
+            "statvfs",
+        ),
         _of_volume("tandem_volume_free_bytes", "Bytes that this user can still write.", "statvfs"),
-        _of_volume("tandem_volume_write_probe_seconds", "How long a write of 4 KiB with fsync and rename took; once a "
-                   "minute, on the shared volume.", "write probe"),
-    )  # fmt: skip
+        _of_volume(
+            "tandem_volume_write_probe_seconds",
+            "How long a write of 4 KiB with fsync and rename took; once a "
+            "minute, on the shared volume.",
+            "write probe",
+        ),
+    )
     interval = 10.0
 
     def __init__(self, open_spool: OpenSpool, directories: dict[str, Path]) -> None:
@@ -122,11 +162,16 @@ def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:
 
 def local_directories() -> dict[str, Path]:
     """The volume of downloaded models, and those that belong to this container alone."""
-    return downloads() | {"shm": Path("/dev/shm"), "cache": _cache(), "tmp": Path(tempfile.gettempdir())}
+    return downloads() | {
+        "shm": Path("/dev/shm"),
+        "cache": _cache(),
+        "tmp": Path(tempfile.gettempdir()),
+    }
 
 
 def downloads() -> dict[str, Path]:
-    """Where models are downloaded to. Before the first download only directories above may exist."""
+    """Where models are downloaded to. Before the first download only directories above may
+    exist."""
     home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
     return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
 

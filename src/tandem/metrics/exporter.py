@@ -1,9 +1,10 @@
-"""`python -m tandem.metrics.exporter`: serves the metrics of the trainer's and the inference container to Prometheus.
+"""`python -m tandem.metrics.exporter`: serves the metrics of the trainer's and the inference
+container to Prometheus.
 
-It needs nothing of what it watches: it imports no torch, makes no CUDA context and writes nothing but the write probe.
-TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts before the spool and the programs
-exist; until they do, `tandem_collector_success` is 0. Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address
-is taken.
+It needs nothing of what it watches: it imports no torch, makes no CUDA context and writes nothing
+but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts
+before the spool and the programs exist; until they do, `tandem_collector_success` is 0. Exits with
+0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
 """
 
 import os
@@ -22,7 +23,12 @@ from prometheus_client.registry import Collector as PrometheusCollector
 from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.metrics.collector import Collector, Page
-from tandem.metrics.container import BuildCollector, SupervisorCollector, VolumesCollector, local_directories
+from tandem.metrics.container import (
+    BuildCollector,
+    SupervisorCollector,
+    VolumesCollector,
+    local_directories,
+)
 from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.metric import BOTH, Exporter
@@ -44,7 +50,8 @@ def exported_sides() -> tuple[Exporter, ...]:
 
 
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
-    open_spool = cache(partial(Spool, settings.root))  # a full or read-only volume can still be read
+    # A full or read-only volume can still be read.
+    open_spool = cache(partial(Spool, settings.root))
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
     collectors: list[Collector] = [
@@ -55,7 +62,10 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
         VolumesCollector(open_spool, local_directories()),
     ]
     if "trainer" in sides:
-        collectors += [RanksCollector(open_spool, settings.trainer_ranks), JobsCollector(open_spool)]
+        collectors += [
+            RanksCollector(open_spool, settings.trainer_ranks),
+            JobsCollector(open_spool),
+        ]
         collectors.append(CheckpointsCollector(open_spool))
     if "inference" in sides:
         collectors.append(PublishCollector(open_spool))
@@ -71,7 +81,8 @@ class MetricsServer(ThreadingTCPServer):
     """
 
     daemon_threads = True
-    allow_reuse_address = True  # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT
+    # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT.
+    allow_reuse_address = True
 
     def __init__(self, host: str, port: int, page: PrometheusCollector) -> None:
         if ":" in host:
@@ -119,13 +130,18 @@ def main() -> int:
     try:
         server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors))
     except OSError as error:
-        log.error(f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set TANDEM_METRICS_PORT")
+        log.error(
+            f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set"
+            " TANDEM_METRICS_PORT"
+        )
         return 1
     for collector in collectors:
         collector.start(stop)
     server.serve_in_background()
     names = ", ".join(collector.name for collector in collectors)
-    log.info("exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names)
+    log.info(
+        "exporter is up", address=f"{settings.metrics_host}:{server.server_port}", collectors=names
+    )
     stop.wait()
     return 0
 

@@ -19,40 +19,80 @@ _INFO = ("index", "name", "driver_version", "cuda_version", "pci_bus_id", "mig_p
 _measured = partial(Metric, exporters=BOTH, labels=_GPU, perishable=True)
 _total = partial(Metric, kind="counter", exporters=BOTH, labels=_GPU)
 METRICS = (
-    _measured("tandem_gpu_info", "1; what the device is. MIG devices have UUIDs of their own.", "NVML",
-              labels=_GPU | dict.fromkeys(_INFO, OPEN)),
-    _measured("tandem_gpu_memory_total_bytes", "Memory of the device.", "nvmlDeviceGetMemoryInfo v2"),
-    _measured("tandem_gpu_memory_free_bytes", "Memory that is not in use.", "nvmlDeviceGetMemoryInfo v2"),
-    _measured("tandem_gpu_memory_reserved_bytes", "Memory that the driver keeps for itself.",
-              "nvmlDeviceGetMemoryInfo v2"),
-    _measured("tandem_gpu_memory_used_bytes", "Memory in use by any process, other containers' included: total - free "
-              "- reserved.", "nvmlDeviceGetMemoryInfo v2"),
-    _measured("tandem_gpu_compute_processes", "Processes with a context on the device, of those that the driver shows "
-              "to this container.", "nvmlDeviceGetComputeRunningProcesses"),
-    _measured("tandem_gpu_utilization_ratio", "Share of the last sample period with a kernel running; not for MIG "
-              "devices.", "nvmlDeviceGetUtilizationRates"),
-    _measured("tandem_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperatureV"),
-    _total("tandem_gpu_energy_joules_total", "Energy used since the driver was loaded; rate() is watts.",
-           "nvmlDeviceGetTotalEnergyConsumption"),
-    _measured("tandem_gpu_power_limit_watts", "Power that the device may draw.", "nvmlDeviceGetEnforcedPowerLimit"),
-    _measured("tandem_gpu_throttle_active", "1 while clocks are reduced for this reason, else 0.",
-              "nvmlDeviceGetCurrentClocksEventReasons", labels=_GPU | {"reason": tuple(_THROTTLE_REASONS)}),
-    _total("tandem_gpu_ecc_uncorrected_errors_total", "Uncorrected ECC errors since the driver was loaded.",
-           "nvmlDeviceGetTotalEccErrors"),
-)  # fmt: skip
+    _measured(
+        "tandem_gpu_info",
+        "1; what the device is. MIG devices have UUIDs of their own.",
+        "NVML",
+        labels=_GPU | dict.fromkeys(_INFO, OPEN),
+    ),
+    _measured(
+        "tandem_gpu_memory_total_bytes", "Memory of the device.", "nvmlDeviceGetMemoryInfo v2"
+    ),
+    _measured(
+        "tandem_gpu_memory_free_bytes", "Memory that is not in use.", "nvmlDeviceGetMemoryInfo v2"
+    ),
+    _measured(
+        "tandem_gpu_memory_reserved_bytes",
+        "Memory that the driver keeps for itself.",
+        "nvmlDeviceGetMemoryInfo v2",
+    ),
+    _measured(
+        "tandem_gpu_memory_used_bytes",
+        "Memory in use by any process, other containers' included: total - free - reserved.",
+        "nvmlDeviceGetMemoryInfo v2",
+    ),
+    _measured(
+        "tandem_gpu_compute_processes",
+        "Processes with a context on the device, of those that the driver shows to this container.",
+        "nvmlDeviceGetComputeRunningProcesses",
+    ),
+    _measured(
+        "tandem_gpu_utilization_ratio",
+        "Share of the last sample period with a kernel running; not for MIG devices.",
+        "nvmlDeviceGetUtilizationRates",
+    ),
+    _measured(
+        "tandem_gpu_temperature_celsius", "Temperature of the GPU.", "nvmlDeviceGetTemperatureV"
+    ),
+    _total(
+        "tandem_gpu_energy_joules_total",
+        "Energy used since the driver was loaded; rate() is watts.",
+        "nvmlDeviceGetTotalEnergyConsumption",
+    ),
+    _measured(
+        "tandem_gpu_power_limit_watts",
+        "Power that the device may draw.",
+        "nvmlDeviceGetEnforcedPowerLimit",
+    ),
+    _measured(
+        "tandem_gpu_throttle_active",
+        "1 while clocks are reduced for this reason, else 0.",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        labels=_GPU | {"reason": tuple(_THROTTLE_REASONS)},
+    ),
+    _total(
+        "tandem_gpu_ecc_uncorrected_errors_total",
+        "Uncorrected ECC errors since the driver was loaded.",
+        "nvmlDeviceGetTotalEccErrors",
+    ),
+)
 
 
 class NvmlCollector(Collector):
-    """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all that there are."""
+    """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all that
+    there are."""
 
     name = "nvml"
     metrics = METRICS
 
-    def __init__(self, device: Literal["auto", "cpu", "cuda"], selected: Sequence[str] = ()) -> None:
+    def __init__(
+        self, device: Literal["auto", "cpu", "cuda"], selected: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # It stays open between collections: without persistence mode a GPU that no process has open loses its state.
+        # It stays open between collections: without persistence mode a GPU that no process has open
+        # loses its state.
         self._driver: Driver | None = None
         self._seen = False  # whether there ever was a GPU
 
@@ -81,7 +121,8 @@ class NvmlCollector(Collector):
                 self._driver = None
 
     def _measure(self, driver: Driver, gpu: Gpu, gauges: Samples) -> None:
-        """A MIG device has memory and processes of its own, and shares the rest with its whole GPU."""
+        """A MIG device has memory and processes of its own, and shares the rest with its whole
+        GPU."""
         nvml, ask = driver.nvml, driver.ask
         self._describe(driver, gpu, gauges)
 
@@ -99,10 +140,14 @@ class NvmlCollector(Collector):
         if temperature is None:  # an older driver
             temperature = ask("nvmlDeviceGetTemperature", gpu.whole, nvml.NVML_TEMPERATURE_GPU)
         gauge("tandem_gpu_temperature_celsius", temperature)
-        gauge("tandem_gpu_power_limit_watts", ask("nvmlDeviceGetEnforcedPowerLimit", gpu.whole), 1000)
+        gauge(
+            "tandem_gpu_power_limit_watts", ask("nvmlDeviceGetEnforcedPowerLimit", gpu.whole), 1000
+        )
         if (reasons := ask("nvmlDeviceGetCurrentClocksEventReasons", gpu.whole)) is not None:
             for reason, bit in _THROTTLE_REASONS.items():
-                gauge("tandem_gpu_throttle_active", bool(reasons & getattr(nvml, bit)), reason=reason)
+                gauge(
+                    "tandem_gpu_throttle_active", bool(reasons & getattr(nvml, bit)), reason=reason
+                )
         if (energy := ask("nvmlDeviceGetTotalEnergyConsumption", gpu.whole)) is not None:
             self.counts.set("tandem_gpu_energy_joules_total", energy / 1000, uuid=gpu.uuid)
         kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -115,9 +160,13 @@ class NvmlCollector(Collector):
         bus = "" if pci is None else pci.busId
         cuda = driver.ask("nvmlSystemGetCudaDriverVersion_v2")
         gauges.set(
-            "tandem_gpu_info", 1, uuid=gpu.uuid, index=gpu.index, name=name,
+            "tandem_gpu_info",
+            1,
+            uuid=gpu.uuid,
+            index=gpu.index,
+            name=name,
             driver_version=str(driver.ask("nvmlSystemGetDriverVersion") or ""),
             cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
             pci_bus_id=bus if isinstance(bus, str) else bus.decode(),
             mig_profile=name.rpartition(" ")[2] if gpu.is_mig else "",
-        )  # fmt: skip
+        )

@@ -1,7 +1,8 @@
 """Jobs, from their events, each of which is counted once. Counters begin when the exporter starts.
 
-The cost does not grow with the number of queued or finished jobs: only jobs that have begun are read, and of those that
-ended before the exporter started only the newest. A directory of finished jobs is listed only after it has changed.
+The cost does not grow with the number of queued or finished jobs: only jobs that have begun are
+read, and of those that ended before the exporter started only the newest. A directory of finished
+jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
@@ -19,14 +20,32 @@ from tandem.spool.schema import TERMINAL, Event, JobKey
 from tandem.system.gpus import beyond
 
 ERRORS = (
-    "oom", "rank_crashed", "rank_hung", "rank_error", "launch_failed", "no_checkpoint", "deadline", "non_finite",
-    "runner_lost", "runner_stopped", "invalid_input", "conflict", "checkpoint_damaged", "base_missing",
-    "spool_unusable", "hub_unreachable", "inference_unavailable", "gpus_not_freed", "job_damaged", "other",
-)  # fmt: skip
+    "oom",
+    "rank_crashed",
+    "rank_hung",
+    "rank_error",
+    "launch_failed",
+    "no_checkpoint",
+    "deadline",
+    "non_finite",
+    "runner_lost",
+    "runner_stopped",
+    "invalid_input",
+    "conflict",
+    "checkpoint_damaged",
+    "base_missing",
+    "spool_unusable",
+    "hub_unreachable",
+    "inference_unavailable",
+    "gpus_not_freed",
+    "job_damaged",
+    "other",
+)
 """Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-_MOST_ENDED = 20  # jobs of each terminal state that a new exporter reads, to find the one that ended last
+# Jobs of each terminal state that a new exporter reads, to find the one that ended last.
+_MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
 # Key in the event `step` -> tandem_train_<name> of the last optimizer step, and what it is.
@@ -38,18 +57,26 @@ _LAST_STEP = {
     "kl_reference": ("kl", "KL to the reference, in nats; absent where it is not measured"),
     "kl_sampler": ("kl_sampler", "KL of the sampler to the trainer, in nats (RL)"),
     "sampler_logprob_difference": (
-        "logprob_mismatch", "Mean absolute difference of the trainer's and the sampler's log-probs, in nats (RL)"),
+        "logprob_mismatch",
+        "Mean absolute difference of the trainer's and the sampler's log-probs, in nats (RL)",
+    ),
     "clip_fraction": ("clip_ratio", "Share of tokens whose importance ratio was clipped (RL)"),
     "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
     "reward_mean": ("reward_mean", "Mean reward (RL)"),
     "reward_std": ("reward_std", "Standard deviation of the rewards (RL)"),
-    "off_policy_steps_max": ("off_policy_steps", "Steps that the oldest turn is older than the base step (RL)"),
-}  # fmt: skip
+    "off_policy_steps_max": (
+        "off_policy_steps",
+        "Steps that the oldest turn is older than the base step (RL)",
+    ),
+}
 _HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
 # Key in the event `step` -> the counter that adds it up, and what it counts.
 _TOTALS = {
-    "tokens": ("tandem_train_tokens_total", "Tokens of the trained rows, without padding, shared prefixes once."),
+    "tokens": (
+        "tandem_train_tokens_total",
+        "Tokens of the trained rows, without padding, shared prefixes once.",
+    ),
     "trainable_tokens": ("tandem_train_trainable_tokens_total", "Tokens with a loss."),
     "trajectories": ("tandem_train_samples_total", "Trained trajectories (RL) or examples (SFT)."),
 }
@@ -57,36 +84,99 @@ _TOTALS = {
 _counter = partial(Metric, kind="counter")
 _histogram = partial(Metric, kind="histogram")
 METRICS = (
-    Metric(_HELD_OUT, "The loss of the held-out examples after the last job that had any (SFT, DPO).",
-           "event evaluated"),
-    Metric(_LAST_STEP_AT, "When the running job last finished an optimizer step; absent before its first one, and "
-           "without a job.", "event step"),
-    _histogram("tandem_train_step_duration_seconds", "Forward, backward and optimizer of one step, on the slowest "
-               "rank.", "event step", buckets=_STEP_BUCKETS),
-    _histogram("tandem_train_phase_duration_seconds", "Each phase: a step's phases on the slowest rank, others on rank "
-               "0.", "events loaded, step, checkpoint", labels={"phase": PHASES}, buckets=_STEP_BUCKETS),
+    Metric(
+        _HELD_OUT,
+        "The loss of the held-out examples after the last job that had any (SFT, DPO).",
+        "event evaluated",
+    ),
+    Metric(
+        _LAST_STEP_AT,
+        "When the running job last finished an optimizer step; absent before its first one, and "
+        "without a job.",
+        "event step",
+    ),
+    _histogram(
+        "tandem_train_step_duration_seconds",
+        "Forward, backward and optimizer of one step, on the slowest rank.",
+        "event step",
+        buckets=_STEP_BUCKETS,
+    ),
+    _histogram(
+        "tandem_train_phase_duration_seconds",
+        "Each phase: a step's phases on the slowest rank, others on rank 0.",
+        "events loaded, step, checkpoint",
+        labels={"phase": PHASES},
+        buckets=_STEP_BUCKETS,
+    ),
     *(_counter(name, text, "event step") for name, text in _TOTALS.values()),
-    *(Metric(f"tandem_train_{name}", f"{text}. Of the last optimizer step; stays between jobs.", f"event step, {key}")
-      for key, (name, text) in _LAST_STEP.items()),
-    _counter("tandem_jobs_finished_total", "Jobs that ended.", "events succeeded, failed, cancelled",
-             labels={"outcome": ("succeeded", "failed", "cancelled")}),
-    _counter("tandem_job_attempts_failed_total", "Attempts that ended without their checkpoint, by the error type of "
-             "docs/jobs.md; cancelled ones are not counted.", "events requeued, failed", labels={"error": ERRORS}),
-    _histogram("tandem_job_queue_wait_seconds", "From submission to the first claim.", "event claimed",
-               labels={"kind": JOB_KINDS}, buckets=_JOB_BUCKETS),
-    _histogram("tandem_job_duration_seconds", "From the first claim to the end.", "terminal events",
-               labels={"kind": JOB_KINDS}, buckets=_JOB_BUCKETS),
-    Metric("tandem_job_gpu_released_bytes", "Device memory that the last attempt gave back: the most in use while it "
-           "ran, less what was left.", "event released", labels={"uuid": OPEN}),
-    Metric("tandem_job_gpu_left_bytes", "Device memory in use after the last attempt's ranks had exited; with resident "
-           "ranks, what is in use beyond what they keep.", "event released", labels={"uuid": OPEN}),
-    Metric("tandem_job_gpu_resident_bytes", "Device memory that resident ranks keep between jobs; absent without them "
-           "(TANDEM_LAUNCH=resident).", "event released", labels={"uuid": OPEN}),
-    _histogram("tandem_job_release_seconds", "From the last rank's end to free devices.", "event released",
-               buckets=(0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20)),
-    Metric("tandem_checkpoint_duration_seconds", "How long the last checkpoint took to make, hash and commit.",
-           "event checkpoint"),
-)  # fmt: skip
+    *(
+        Metric(
+            f"tandem_train_{name}",
+            f"{text}. Of the last optimizer step; stays between jobs.",
+            f"event step, {key}",
+        )
+        for key, (name, text) in _LAST_STEP.items()
+    ),
+    _counter(
+        "tandem_jobs_finished_total",
+        "Jobs that ended.",
+        "events succeeded, failed, cancelled",
+        labels={"outcome": ("succeeded", "failed", "cancelled")},
+    ),
+    _counter(
+        "tandem_job_attempts_failed_total",
+        "Attempts that ended without their checkpoint, by the error type of "
+        "docs/jobs.md; cancelled ones are not counted.",
+        "events requeued, failed",
+        labels={"error": ERRORS},
+    ),
+    _histogram(
+        "tandem_job_queue_wait_seconds",
+        "From submission to the first claim.",
+        "event claimed",
+        labels={"kind": JOB_KINDS},
+        buckets=_JOB_BUCKETS,
+    ),
+    _histogram(
+        "tandem_job_duration_seconds",
+        "From the first claim to the end.",
+        "terminal events",
+        labels={"kind": JOB_KINDS},
+        buckets=_JOB_BUCKETS,
+    ),
+    Metric(
+        "tandem_job_gpu_released_bytes",
+        "Device memory that the last attempt gave back: the most in use while it "
+        "ran, less what was left.",
+        "event released",
+        labels={"uuid": OPEN},
+    ),
+    Metric(
+        "tandem_job_gpu_left_bytes",
+        "Device memory in use after the last attempt's ranks had exited; with resident "
+        "ranks, what is in use beyond what they keep.",
+        "event released",
+        labels={"uuid": OPEN},
+    ),
+    Metric(
+        "tandem_job_gpu_resident_bytes",
+        "Device memory that resident ranks keep between jobs; absent without them "
+        "(TANDEM_LAUNCH=resident).",
+        "event released",
+        labels={"uuid": OPEN},
+    ),
+    _histogram(
+        "tandem_job_release_seconds",
+        "From the last rank's end to free devices.",
+        "event released",
+        buckets=(0.1, 0.25, 0.5, 1, 2, 3, 5, 10, 20),
+    ),
+    Metric(
+        "tandem_checkpoint_duration_seconds",
+        "How long the last checkpoint took to make, hash and commit.",
+        "event checkpoint",
+    ),
+)
 
 
 @dataclass
@@ -107,9 +197,11 @@ class JobsCollector(SpoolCollector):
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
         self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
-        self._listed: dict[Path, tuple[JobKey, ...]] = {}  # directories of finished jobs, as they were last listed
+        # Directories of finished jobs, as they were last listed.
+        self._listed: dict[Path, tuple[JobKey, ...]] = {}
         self._caught_up = False
-        self._uncounted = Samples(self.metrics)  # of events from before this process, which only set gauges
+        # Of events from before this process, which only set gauges.
+        self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
@@ -119,7 +211,9 @@ class JobsCollector(SpoolCollector):
             self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
         # A job that has ended is known until its file has moved, so that it is not counted twice.
-        self._followed = {known: job for known, job in self._followed.items() if known in found or not job.ended}
+        self._followed = {
+            known: job for known, job in self._followed.items() if known in found or not job.ended
+        }
         self._unread = found - self._followed.keys()
         self.try_each(sorted(self._unread), lambda job_id: self._follow(spool, job_id))
         self.try_each(list(self._followed), lambda job_id: self._read_job(spool, job_id))
@@ -131,9 +225,9 @@ class JobsCollector(SpoolCollector):
                 gauges.set(name, value, uuid=uuid)
 
     def _begun(self, spool: Spool) -> list[str]:
-        """Ids of the jobs whose attempts began before this process: the last one that ended, then requeued ones, then
-        running ones, which set the gauges last. `_find` lists the running jobs again, since a requeued one may be
-        claimed meanwhile."""
+        """Ids of the jobs whose attempts began before this process: the last one that ended, then
+        requeued ones, then running ones, which set the gauges last. `_find` lists the running jobs
+        again, since a requeued one may be claimed meanwhile."""
         running = [key.id for key in spool.jobs.index.running()]
         requeued = []
         for head in spool.jobs.index.heads():
@@ -143,11 +237,17 @@ class JobsCollector(SpoolCollector):
         return list(dict.fromkeys([*_last_ended(spool), *requeued, *running]))
 
     def _find(self, spool: Spool) -> set[str]:
-        """Ids of running jobs, of those that ended since the last collection, and of those that were not read then."""
+        """Ids of running jobs, of those that ended since the last collection, and of those that
+        were not read then."""
         index = spool.jobs.index
-        # Running jobs are listed first: a job that ends meanwhile is then found in at least one of the two lists.
+        # Running jobs are listed first: a job that ends meanwhile is then found in at least one of
+        # the two lists.
         found = self._unread | {key.id for key in index.running()}
-        listed = {directory: index.keys(directory) for state in TERMINAL for directory in index.directories(state)}
+        listed = {
+            directory: index.keys(directory)
+            for state in TERMINAL
+            for directory in index.directories(state)
+        }
         for directory, finished in listed.items() if self._caught_up else ():
             if (before := self._listed.get(directory, ())) is not finished:
                 found |= {key.id for key in set(finished).difference(before)}
@@ -173,7 +273,9 @@ class JobsCollector(SpoolCollector):
             self._last.pop(_LAST_STEP_AT, None)
         if event.type == "claimed" and job.first_claimed is None:
             job.first_claimed = event.time
-            counts.observe("tandem_job_queue_wait_seconds", max(event.time - job.created, 0.0), kind=job.kind)
+            counts.observe(
+                "tandem_job_queue_wait_seconds", max(event.time - job.created, 0.0), kind=job.kind
+            )
         elif event.type == "loaded":
             _count_phases(counts, data.get("seconds"))
         elif event.type == "step":
@@ -193,7 +295,9 @@ class JobsCollector(SpoolCollector):
         if event.type in ("requeued", "failed"):
             error = data.get("error")
             kind = error.get("type") if isinstance(error, dict) else None
-            counts.inc("tandem_job_attempts_failed_total", error=kind if kind in ERRORS else "other")
+            counts.inc(
+                "tandem_job_attempts_failed_total", error=kind if kind in ERRORS else "other"
+            )
         if event.type in TERMINAL:
             counts.inc("tandem_jobs_finished_total", outcome=event.type)
             if job.first_claimed is not None:
@@ -206,21 +310,33 @@ class JobsCollector(SpoolCollector):
             if (value := number(metrics, key)) is not None:
                 self._last[f"tandem_train_{name}"] = value
         _count_phases(counts, metrics, prefix="seconds_")
-        parts = [number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")]
+        parts = [
+            number(metrics, f"seconds_{name}") or 0.0 for name in ("forward_backward", "optimizer")
+        ]
         counts.observe("tandem_train_step_duration_seconds", sum(parts))
         for key, (name, _) in _TOTALS.items():
             counts.inc(name, number(metrics, key) or 0.0)
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """The id of the job that the present runner, or the last one, ended last, of those submitted last; or none. What
-    an earlier runner's jobs left on the devices says nothing: resident ranks end with their runner."""
+    """The id of the job that the present runner, or the last one, ended last, of those submitted
+    last; or none. What an earlier runner's jobs left on the devices says nothing: resident ranks
+    end with their runner.
+    """
     ended = list[tuple[float, str]]()
     runner = spool.runner()
-    for key in (key for state in TERMINAL for key in islice(spool.jobs.index.newest_first(state), _MOST_ENDED)):
+    for key in (
+        key
+        for state in TERMINAL
+        for key in islice(spool.jobs.index.newest_first(state), _MOST_ENDED)
+    ):
         with suppress(NotFound):
             _, job = spool.jobs.get(key.id)
-            if job.attempt and job.result and (runner is None or job.result.finished >= runner.since):
+            if (
+                job.attempt
+                and job.result
+                and (runner is None or job.result.finished >= runner.since)
+            ):
                 ended.append((job.result.finished, key.id))
     return [job_id for _, job_id in sorted(ended)[-1:]]
 
@@ -232,13 +348,21 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`, where None is a size that nobody could measure."""
-    before, left, floor, kept = (released.get(key) or {} for key in ("before", "devices", "floor", "resident"))
+    """Gauge -> UUID -> bytes, from the data of an event `released`, where None is a size that
+    nobody could measure."""
+    before, left, floor, kept = (
+        released.get(key) or {} for key in ("before", "devices", "floor", "resident")
+    )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Memory below the floor is a sleeping vLLM's, and resident ranks keep theirs: the job left neither.
+    # Memory below the floor is a sleeping vLLM's, and resident ranks keep theirs: the job left
+    # neither.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
-    given_back = {uuid: max((size or 0) - measured[uuid], 0) for uuid, size in before.items() if uuid in measured}
+    given_back = {
+        uuid: max((size or 0) - measured[uuid], 0)
+        for uuid, size in before.items()
+        if uuid in measured
+    }
     return {
         "tandem_job_gpu_resident_bytes": resident,
         "tandem_job_gpu_left_bytes": measured,

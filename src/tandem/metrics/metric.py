@@ -2,8 +2,9 @@
 
 The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
 
-No metric has the labels that say where a series comes from (job, instance, namespace, pod, role): the scrape adds them.
-Devices are named by UUID, because an index restarts at 0 in each container; "cpu" is the machine without a GPU.
+No metric has the labels that say where a series comes from (job, instance, namespace, pod, role):
+the scrape adds them. Devices are named by UUID, because an index restarts at 0 in each container;
+"cpu" is the machine without a GPU.
 """
 
 import bisect
@@ -27,21 +28,33 @@ OPEN: tuple[str, ...] = ()
 """The values of a label whose values are not known beforehand."""
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 PHASES = (
-    "rendezvous", "data", "build", "rehearsal", "base_weights", "state", "probe",
-    "old_logprobs", "reference", "forward_backward", "optimizer", "evaluate",
-    "checkpoint", "offload",
-)  # fmt: skip
-"""What a rank does, in this order. "old_logprobs" to "optimizer" repeat for each optimizer step. Only resident ranks
-offload, and only ranks on a GPU rehearse a new model's first pass."""
+    "rendezvous",
+    "data",
+    "build",
+    "rehearsal",
+    "base_weights",
+    "state",
+    "probe",
+    "old_logprobs",
+    "reference",
+    "forward_backward",
+    "optimizer",
+    "evaluate",
+    "checkpoint",
+    "offload",
+)
+"""What a rank does, in this order. "old_logprobs" to "optimizer" repeat for each optimizer step.
+Only resident ranks offload, and only ranks on a GPU rehearse a new model's first pass."""
 
 STALE_SECONDS = 60.0
-"""A rank without a new heartbeat for this long is not up. Perishable metrics of a collector that has failed for this
-long are no longer exported."""
+"""A rank without a new heartbeat for this long is not up. Perishable metrics of a collector that
+has failed for this long are no longer exported."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum` and `_count`."""
+    """One metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum`
+    and `_count`."""
 
     name: str
     help: str
@@ -50,7 +63,8 @@ class Metric:
     kind: Kind = "gauge"
     exporters: tuple[Exporter, ...] = ("trainer",)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Label -> its values, or OPEN. Counters and histograms without open labels exist from the start, at 0."""
+    """Label -> its values, or OPEN. Counters and histograms without open labels exist from the
+    start, at 0."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without +Inf."""
     perishable: bool = False
@@ -58,16 +72,17 @@ class Metric:
 
 
 _Series = dict[tuple[str, ...], tuple[float, ...]]
-"""Label values, in the order of the metric's labels -> the value. A histogram has the number of observations in each
-bucket (the last bucket is above all bounds), and then the sum of the observed values."""
+"""Label values, in the order of the metric's labels -> the value. A histogram has the number of
+observations in each bucket (the last bucket is above all bounds), and then the sum of the observed
+values."""
 
 
 class Samples:
     """The series of some metrics. Several threads may write and read them.
 
-    A counter or histogram without open labels has all its series from the start, at 0, because PromQL's increase()
-    does not see a series' first event. Every method raises KeyError for a metric that is not one of these, and for
-    labels that are not the metric's.
+    A counter or histogram without open labels has all its series from the start, at 0, because
+    PromQL's increase() does not see a series' first event. Every method raises KeyError for a
+    metric that is not one of these, and for labels that are not the metric's.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -100,7 +115,8 @@ class Samples:
             self._series[name][key] = (*counts, total + value)
 
     def families(self, *, perishable: bool = True) -> Iterator[Family]:
-        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out perishable metrics."""
+        """The metrics that have a series, for prometheus_client. `perishable=False` leaves out
+        perishable metrics."""
         for metric in self._metrics.values():
             with self._lock:
                 series = dict(self._series[metric.name])
@@ -110,7 +126,9 @@ class Samples:
     def _key(self, name: str, labels: Mapping[str, str]) -> tuple[str, ...]:
         metric = self._metrics[name]
         if labels.keys() != metric.labels.keys():
-            raise KeyError(f"{name} has the labels {', '.join(metric.labels)}, not {', '.join(labels)}")
+            raise KeyError(
+                f"{name} has the labels {', '.join(metric.labels)}, not {', '.join(labels)}"
+            )
         return tuple(labels[label] for label in metric.labels)
 
 
@@ -123,7 +141,9 @@ def _family(metric: Metric, series: _Series) -> Family:
         histogram = HistogramMetricFamily(metric.name, metric.help, labels=tuple(metric.labels))
         bounds = [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
         for key, (*counts, total) in series.items():
-            histogram.add_metric(key, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+            histogram.add_metric(
+                key, list(zip(bounds, itertools.accumulate(counts), strict=True)), total
+            )
         return histogram
     cls = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     family = cls(metric.name, metric.help, labels=tuple(metric.labels))
@@ -133,6 +153,7 @@ def _family(metric: Metric, series: _Series) -> Family:
 
 
 def number(values: Any, key: str) -> float | None:
-    """`values[key]` if that is a number. Events have null in place of numbers that are not finite."""
+    """`values[key]` if that is a number. Events have null in place of numbers that are not
+    finite."""
     value = values.get(key) if isinstance(values, dict) else None
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,5 @@
-"""Which step of each run is the newest and which one is served; the newest checkpoint of all runs."""
+"""Which step of each run is the newest and which one is served; the newest checkpoint of all
+runs."""
 
 from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import BOTH, OPEN, Exporter, Metric, Samples
@@ -6,7 +7,8 @@ from tandem.spool import Spool
 
 PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
 RUNS = 20
-"""Only so many runs, those that changed last, are exported: each run is a label value, which stays in Prometheus."""
+"""Only so many runs, those that changed last, are exported: each run is a label value, which stays
+in Prometheus."""
 
 
 class PolicyCollector(SpoolCollector):
@@ -14,22 +16,47 @@ class PolicyCollector(SpoolCollector):
 
     name = "policy"
     metrics = (
-        Metric("tandem_policy_version", "Newest step of each run: made (side trainer), verified and served (side "
-               "inference). The 20 runs that changed last.", "checkpoints, served.json", exporters=BOTH,
-               labels={"side": BOTH, "run": OPEN}),
-        Metric("tandem_policy_refused", "1 while a step of the run is refused, else 0; the same runs.", "served.json",
-               exporters=("inference",), labels={"run": OPEN}),
-        Metric("tandem_policy_info", "1; how the run is served; the same runs.", "served.json",
-               exporters=("inference",), labels={"run": OPEN, "weights": ("adapter", "merged"), "transport": OPEN}),
-        Metric("tandem_publish_seconds", "How long each part of serving the run's step took; the same runs. Of merged "
-               "weights stage (vLLM reads the adapter), drain (requests end, if they must) and swap (no request runs) "
-               "are in load. since_checkpoint is from the commit to served, also if a new vLLM is served an old step.",
-               "served.json",
-               exporters=("inference",), labels={"run": OPEN, "part": PARTS}),
-        Metric("tandem_run_bytes", "Bytes of the run's checkpoints on the volume, discarded ones too, and of its whole "
-               "merged weights; the same runs.", "checkpoints/, discarded/, merged/",
-               exporters=("trainer",), labels={"run": OPEN}),
-    )  # fmt: skip
+        Metric(
+            "tandem_policy_version",
+            "Newest step of each run: made (side trainer), verified and served (side "
+            "inference). The 20 runs that changed last.",
+            "checkpoints, served.json",
+            exporters=BOTH,
+            labels={"side": BOTH, "run": OPEN},
+        ),
+        Metric(
+            "tandem_policy_refused",
+            "1 while a step of the run is refused, else 0; the same runs.",
+            "served.json",
+            exporters=("inference",),
+            labels={"run": OPEN},
+        ),
+        Metric(
+            "tandem_policy_info",
+            "1; how the run is served; the same runs.",
+            "served.json",
+            exporters=("inference",),
+            labels={"run": OPEN, "weights": ("adapter", "merged"), "transport": OPEN},
+        ),
+        Metric(
+            "tandem_publish_seconds",
+            "How long each part of serving the run's step took; the same runs. Of merged weights"
+            " stage (vLLM reads the adapter), drain (requests end, if they must) and swap (no"
+            " request runs) are in load. since_checkpoint is from the commit to served, also if a"
+            " new vLLM is served an old step.",
+            "served.json",
+            exporters=("inference",),
+            labels={"run": OPEN, "part": PARTS},
+        ),
+        Metric(
+            "tandem_run_bytes",
+            "Bytes of the run's checkpoints on the volume, discarded ones too, and of its whole "
+            "merged weights; the same runs.",
+            "checkpoints/, discarded/, merged/",
+            exporters=("trainer",),
+            labels={"run": OPEN},
+        ),
+    )
 
     def __init__(self, open_spool: OpenSpool, sides: tuple[Exporter, ...]) -> None:
         super().__init__(open_spool)
@@ -48,13 +75,17 @@ class PolicyCollector(SpoolCollector):
 
     def _set_run(self, spool: Spool, gauges: Samples, run: str) -> None:
         if "trainer" in self._sides:
-            gauges.set("tandem_policy_version", spool.checkpoints.newest(run), side="trainer", run=run)
+            gauges.set(
+                "tandem_policy_version", spool.checkpoints.newest(run), side="trainer", run=run
+            )
             gauges.set("tandem_run_bytes", spool.checkpoints.size(run), run=run)
         served = spool.served.get(run)
         if served is not None and "inference" in self._sides:
             gauges.set("tandem_policy_version", served.step, side="inference", run=run)
             gauges.set("tandem_policy_refused", float(served.refused_step is not None), run=run)
-            gauges.set("tandem_policy_info", 1, run=run, weights=served.weights, transport=served.transport)
+            gauges.set(
+                "tandem_policy_info", 1, run=run, weights=served.weights, transport=served.transport
+            )
             for part, seconds in served.seconds.items():
                 gauges.set("tandem_publish_seconds", seconds, run=run, part=part)
 
@@ -62,15 +93,19 @@ class PolicyCollector(SpoolCollector):
 class CheckpointsCollector(SpoolCollector):
     name = "checkpoints"
     metrics = (
-        Metric("tandem_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint of any job was made; "
-               "absent before the first one.", "manifests"),
+        Metric(
+            "tandem_checkpoint_last_success_timestamp_seconds",
+            "When the newest checkpoint of any job was made; absent before the first one.",
+            "manifests",
+        ),
         Metric("tandem_checkpoint_size_bytes", "Size of that checkpoint.", "manifests"),
-    )  # fmt: skip
+    )
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
         self._newest_step: dict[str, int] = {}  # of each run
-        self._newest: tuple[float, int] | None = None  # Unix seconds and bytes of the newest checkpoint of all runs
+        # Unix seconds and bytes of the newest checkpoint of all runs.
+        self._newest: tuple[float, int] | None = None
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()

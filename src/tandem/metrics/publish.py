@@ -1,4 +1,5 @@
-"""What vLLM is given to serve: the publisher's work, counted from the exporter's start on, and merged weights."""
+"""What vLLM is given to serve: the publisher's work, counted from the exporter's start on, and
+merged weights."""
 
 from contextlib import suppress
 from typing import get_args
@@ -19,20 +20,39 @@ STAGES = ("copy", "load", "verify", "since_checkpoint")
 class PublishCollector(SpoolCollector):
     name = "publish"
     metrics = (
-        Metric("tandem_publish_total", "Steps that were verified and served, or refused.", "served.json", "counter",
-               ("inference",), {"outcome": ("served", "refused")}),
-        Metric("tandem_publish_duration_seconds", "Stages of serving a step; since_checkpoint is from the commit to "
-               "served.", "served.json, event served", "histogram", ("inference",), {"stage": STAGES},
-               (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)),
-        Metric("tandem_publish_logprob_error_nats", "Mean absolute log-prob difference of trainer and vLLM in the last "
-               "verification that served a step.", "served.json", exporters=("inference",)),
-    )  # fmt: skip
+        Metric(
+            "tandem_publish_total",
+            "Steps that were verified and served, or refused.",
+            "served.json",
+            "counter",
+            ("inference",),
+            {"outcome": ("served", "refused")},
+        ),
+        Metric(
+            "tandem_publish_duration_seconds",
+            "Stages of serving a step; since_checkpoint is from the commit to served.",
+            "served.json, event served",
+            "histogram",
+            ("inference",),
+            {"stage": STAGES},
+            (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300),
+        ),
+        Metric(
+            "tandem_publish_logprob_error_nats",
+            "Mean absolute log-prob difference of trainer and vLLM in the last "
+            "verification that served a step.",
+            "served.json",
+            exporters=("inference",),
+        ),
+    )
     interval = 2.0
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        self._records: dict[str, tuple[float, Served | None]] = {}  # run -> when served.json was written, and what
-        self._error: tuple[float, float] | None = None  # Unix seconds and nats of the last verification
+        # Run -> when served.json was written, and what.
+        self._records: dict[str, tuple[float, Served | None]] = {}
+        # Unix seconds and nats of the last verification.
+        self._error: tuple[float, float] | None = None
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
@@ -51,16 +71,21 @@ class PublishCollector(SpoolCollector):
         if record is None:
             return
         self._records[run] = written, record
-        self._error = max(self._error or (0.0, 0.0), (record.verified, record.mean_abs_logprob_error))
+        self._error = max(
+            self._error or (0.0, 0.0), (record.verified, record.mean_abs_logprob_error)
+        )
         if self._caught_up:
             self._count(spool, run, before, record)
 
     def _count(self, spool: Spool, run: str, before: Served | None, record: Served) -> None:
-        if record.refused_step is not None and (before is None or before.refused_step != record.refused_step):
+        if record.refused_step is not None and (
+            before is None or before.refused_step != record.refused_step
+        ):
             self.counts.inc("tandem_publish_total", outcome="refused")
         if before is not None and before.step == record.step:
             return
-        # Several steps may have been served since the last collection; after a rollback an older one is served.
+        # Several steps may have been served since the last collection; after a rollback an older
+        # one is served.
         first = record.step if before is None or before.step > record.step else before.step + 1
         for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
             with suppress(NotFound):  # it was removed meanwhile
@@ -81,18 +106,31 @@ class PublishCollector(SpoolCollector):
 class MergedCollector(SpoolCollector):
     """Whether vLLM has whole and verified weights, and which runs want to be served.
 
-    Asks vLLM's server itself: it answers while the publisher waits for a swap, and without a publisher.
+    Asks vLLM's server itself: it answers while the publisher waits for a swap, and without a
+    publisher.
     """
 
     name = "merged"
     metrics = (
-        Metric("tandem_merged_phase", "1 for the phase of vLLM's merged weights, else 0. Requests are answered in "
-               "phase served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing was served "
-               "yet) and torn (a swap failed). Absent while vLLM does not answer, and with TANDEM_WEIGHTS=adapter.",
-               "GET /tandem/merged", exporters=("inference",), labels={"phase": PHASES}, perishable=True),
-        Metric("tandem_merged_runs", "Runs on the volume whose weights are merged into vLLM's; it can serve one. "
-               "Absent with TANDEM_WEIGHTS=adapter.", "run.json", exporters=("inference",)),
-    )  # fmt: skip
+        Metric(
+            "tandem_merged_phase",
+            "1 for the phase of vLLM's merged weights, else 0. Requests are answered in phase"
+            " served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing"
+            " was served yet) and torn (a swap failed). Absent while vLLM does not answer, and with"
+            " TANDEM_WEIGHTS=adapter.",
+            "GET /tandem/merged",
+            exporters=("inference",),
+            labels={"phase": PHASES},
+            perishable=True,
+        ),
+        Metric(
+            "tandem_merged_runs",
+            "Runs on the volume whose weights are merged into vLLM's; it can serve one. "
+            "Absent with TANDEM_WEIGHTS=adapter.",
+            "run.json",
+            exporters=("inference",),
+        ),
+    )
 
     def __init__(self, open_spool: OpenSpool, settings: Settings) -> None:
         super().__init__(open_spool)
@@ -101,9 +139,13 @@ class MergedCollector(SpoolCollector):
 
     def collect(self, gauges: Samples) -> None:
         self._client = self._client or VllmClient(self._settings, timeout=5.0)
-        with suppress(InferenceUnavailable):  # it starts, or is gone: Prometheus' `up` of vLLM says so
+        # It starts, or is gone: Prometheus' `up` of vLLM says so.
+        with suppress(InferenceUnavailable):
             current = self._client.merged()["phase"]
             for phase in PHASES:
                 gauges.set("tandem_merged_phase", phase == current, phase=phase)
         with self.part("runs"):  # what vLLM says does not depend on the volume
-            gauges.set("tandem_merged_runs", sum(run.weights == "merged" for run in self.spool().runs.list()))
+            gauges.set(
+                "tandem_merged_runs",
+                sum(run.weights == "merged" for run in self.spool().runs.list()),
+            )

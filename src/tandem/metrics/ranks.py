@@ -1,4 +1,5 @@
-"""The ranks of the running job, from the heartbeats that they write to the attempt's work directory."""
+"""The ranks of the running job, from the heartbeats that they write to the attempt's work
+directory."""
 
 import time
 from dataclasses import dataclass, field
@@ -18,61 +19,141 @@ _ALLOCATOR_BYTES = {
     "allocated": f"in tensors{_CPU}",
     "reserved": f"taken from the device, in use or cached{_CPU}",
     "active": "in blocks that are in use or can't be reused yet; not on the CPU",
-    "inactive_split": "free in blocks that are partly in use, which can't be given back; not on the CPU",
+    "inactive_split": (
+        "free in blocks that are partly in use, which can't be given back; not on the CPU"
+    ),
     "requested": "asked for, before rounding up to blocks; not on the CPU",
 }
 _ALLOCATOR_COUNTS = {
-    "alloc_retries": ("tandem_torch_memory_alloc_retries_total", "num_alloc_retries",
-                      "Allocations that succeeded only after the cache was emptied."),
-    "ooms": ("tandem_torch_memory_ooms_total", "num_ooms", "Allocations that failed because the memory was full."),
-    "device_allocs": ("tandem_torch_device_allocs_total", "num_device_alloc",
-                      "Blocks taken from the device (cudaMalloc)."),
-    "device_frees": ("tandem_torch_device_frees_total", "num_device_free",
-                     "Blocks given back to the device (cudaFree)."),
-}  # fmt: skip
+    "alloc_retries": (
+        "tandem_torch_memory_alloc_retries_total",
+        "num_alloc_retries",
+        "Allocations that succeeded only after the cache was emptied.",
+    ),
+    "ooms": (
+        "tandem_torch_memory_ooms_total",
+        "num_ooms",
+        "Allocations that failed because the memory was full.",
+    ),
+    "device_allocs": (
+        "tandem_torch_device_allocs_total",
+        "num_device_alloc",
+        "Blocks taken from the device (cudaMalloc).",
+    ),
+    "device_frees": (
+        "tandem_torch_device_frees_total",
+        "num_device_free",
+        "Blocks given back to the device (cudaFree).",
+    ),
+}
 _PHASE_BYTES = {
-    "allocated": (f"Bytes in tensors when the phase last ended{_CPU}.", "allocated_bytes.all.current"),
-    "reserved": (f"Bytes taken from the device when the phase last ended{_CPU}.", "reserved_bytes.all.current"),
-    "device_used": ("Bytes in use on the whole device, by any process, when the phase last ended; on the CPU the "
-                    "machine's memory.", "cudaMemGetInfo"),
-    "host_pinned": ("Page-locked host memory that torch held when the phase last ended; 0 on the CPU.",
-                    "torch.cuda.host_memory_stats"),
-    "peak": (f"Most bytes allocated in the last such phase{_CPU}.",
-             "allocated_bytes.all.peak, reset as each phase begins"),
-}  # fmt: skip
+    "allocated": (
+        f"Bytes in tensors when the phase last ended{_CPU}.",
+        "allocated_bytes.all.current",
+    ),
+    "reserved": (
+        f"Bytes taken from the device when the phase last ended{_CPU}.",
+        "reserved_bytes.all.current",
+    ),
+    "device_used": (
+        (
+            "Bytes in use on the whole device, by any process, when the phase last ended; on the"
+            " CPU the machine's memory."
+        ),
+        "cudaMemGetInfo",
+    ),
+    "host_pinned": (
+        "Page-locked host memory that torch held when the phase last ended; 0 on the CPU.",
+        "torch.cuda.host_memory_stats",
+    ),
+    "peak": (
+        f"Most bytes allocated in the last such phase{_CPU}.",
+        "allocated_bytes.all.peak, reset as each phase begins",
+    ),
+}
 
 _measured = partial(Metric, labels=_RANK_AND_GPU, perishable=True)
 METRICS = (
-    _measured("tandem_rank_up", f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s, else 0; absent "
-              "without a job.", "beat.<rank>", labels=_RANK),
-    *(
-        _measured(f"tandem_torch_memory_{key}{suffix}_bytes", f"{begin} {text}.",
-                  f"memory_stats {key}_bytes.all.{stat}")
-        for key, text in _ALLOCATOR_BYTES.items()
-        for suffix, stat, begin in (("", "current", "Bytes of torch's allocator"),
-                                    ("_peak", "peak", "Since the attempt began, most bytes"))
+    _measured(
+        "tandem_rank_up",
+        f"1 if the rank's heartbeat changed within {STALE_SECONDS:.0f} s, else 0; absent "
+        "without a job.",
+        "beat.<rank>",
+        labels=_RANK,
     ),
     *(
-        Metric(name, f"{text} Summed over attempts; not on the CPU.", f"memory_stats {stat}", "counter",
-               labels=_RANK_AND_GPU)
+        _measured(
+            f"tandem_torch_memory_{key}{suffix}_bytes",
+            f"{begin} {text}.",
+            f"memory_stats {key}_bytes.all.{stat}",
+        )
+        for key, text in _ALLOCATOR_BYTES.items()
+        for suffix, stat, begin in (
+            ("", "current", "Bytes of torch's allocator"),
+            ("_peak", "peak", "Since the attempt began, most bytes"),
+        )
+    ),
+    *(
+        Metric(
+            name,
+            f"{text} Summed over attempts; not on the CPU.",
+            f"memory_stats {stat}",
+            "counter",
+            labels=_RANK_AND_GPU,
+        )
         for name, stat, text in _ALLOCATOR_COUNTS.values()
     ),
-    *(_measured(f"tandem_torch_memory_phase_{key}_bytes", text, source, labels=_RANK_AND_GPU | {"phase": PHASES})
-      for key, (text, source) in _PHASE_BYTES.items()),
-    _measured("tandem_torch_memory_step_floor_bytes", "Bytes allocated right after zero_grad, once per optimizer step: "
-              f"constant unless something leaks{_CPU}.", "allocated_bytes.all.current"),
-    _measured("tandem_torch_host_pinned_bytes", "Page-locked host memory that torch holds; not on the CPU.",
-              "torch.cuda.host_memory_stats", labels=_RANK),
+    *(
+        _measured(
+            f"tandem_torch_memory_phase_{key}_bytes",
+            text,
+            source,
+            labels=_RANK_AND_GPU | {"phase": PHASES},
+        )
+        for key, (text, source) in _PHASE_BYTES.items()
+    ),
+    _measured(
+        "tandem_torch_memory_step_floor_bytes",
+        "Bytes allocated right after zero_grad, once per optimizer step: "
+        f"constant unless something leaks{_CPU}.",
+        "allocated_bytes.all.current",
+    ),
+    _measured(
+        "tandem_torch_host_pinned_bytes",
+        "Page-locked host memory that torch holds; not on the CPU.",
+        "torch.cuda.host_memory_stats",
+        labels=_RANK,
+    ),
     Metric("tandem_train_active", "1 while a job is running, else 0.", "jobs/running"),
-    Metric("tandem_train_step", "Optimizer steps done by the running job; absent without one.", "beat.0"),
-    Metric("tandem_train_steps", "All optimizer steps of the running job; absent without one.", "beat.0"),
-    Metric("tandem_train_rank_step", "Optimizer steps done by each rank of the running job.", "beat.<rank>",
-           labels=_RANK),
-    Metric("tandem_job_last_progress_timestamp_seconds", "When the rank that has been silent for longest wrote its "
-           "last heartbeat, or the attempt began; absent without a job.", "beat.<rank>"),
-    Metric("tandem_job_info", "1; the running job, and no other.", "jobs/running",
-           labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS}),
-)  # fmt: skip
+    Metric(
+        "tandem_train_step",
+        "Optimizer steps done by the running job; absent without one.",
+        "beat.0",
+    ),
+    Metric(
+        "tandem_train_steps",
+        "All optimizer steps of the running job; absent without one.",
+        "beat.0",
+    ),
+    Metric(
+        "tandem_train_rank_step",
+        "Optimizer steps done by each rank of the running job.",
+        "beat.<rank>",
+        labels=_RANK,
+    ),
+    Metric(
+        "tandem_job_last_progress_timestamp_seconds",
+        "When the rank that has been silent for longest wrote its "
+        "last heartbeat, or the attempt began; absent without a job.",
+        "beat.<rank>",
+    ),
+    Metric(
+        "tandem_job_info",
+        "1; the running job, and no other.",
+        "jobs/running",
+        labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS},
+    ),
+)
 
 
 @dataclass
@@ -81,7 +162,8 @@ class _Attempt:
     number: int
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's clock may be wrong.
+    # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
+    # clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
 
@@ -139,7 +221,8 @@ class RanksCollector(SpoolCollector):
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """A rank counts from 0 in each attempt, also a resident one; our counters continue from attempt to attempt."""
+        """A rank counts from 0 in each attempt, also a resident one; our counters continue from
+        attempt to attempt."""
         for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
                 earlier = 0 if before is None else before.memory.get(key, 0)

@@ -22,7 +22,7 @@ class AdapterParts:
 
     def __init__(
         self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`layers`: those of this rank's stage."""
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
@@ -32,18 +32,22 @@ class AdapterParts:
                 self._keys.setdefault(stacked_name(key), []).append(key)
         found = _tensors(gpt, layers)
         self.tensors = {name: found[name] for name in self._keys}
-        """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all ranks of a stage."""
+        """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all
+        ranks of a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every rank's `local`, by LoRA
-        parameter. A collective of all ranks that hold one copy of the model."""
+        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every
+        rank's `local`, by LoRA parameter. A collective of all ranks that hold one copy of the
+        model."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             found |= self.gather(name, tensor)
         sizes = self._topology.sizes
         for stage in range(sizes.pipeline if sizes.pipeline > 1 else 0):
             layers = sizes.layers(self._num_layers, stage)
-            of_stage = {key: shape for key, shape in self._shapes.items() if layer_of(key) in layers}
+            of_stage = {
+                key: shape for key, shape in self._shapes.items() if layer_of(key) in layers
+            }
             memory, views = allocate(of_stage, torch.float32, torch.device("cpu"))
             if stage == self._topology.place.pipeline:
                 for key, view in views.items():
@@ -53,8 +57,10 @@ class AdapterParts:
         return {key: found[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of LoRA parameter `name`
-        (a moment of Adam, for example). A collective of the tensor-parallel ranks, in the same order on each."""
+        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of
+        LoRA parameter `name` (a moment of Adam, for example). A collective of the tensor-parallel
+        ranks, in the same order on each.
+        """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.experts if tensor.experts else self._topology.tensor
         local = local.detach().contiguous()
@@ -70,16 +76,35 @@ class AdapterParts:
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
     @torch.no_grad()
-    def read(self, stored: Mapping[str, StoredTensor], local: Mapping[str, torch.Tensor], suffix: str = "") -> None:
-        """Undo `whole`: fill `local`, this rank's part of each LoRA parameter, from a file's whole tensors, which are
-        named `<PEFT key><suffix>`. Reads no other bytes. Raises as `read_tensors`."""
-        pieces = [piece for name, part in local.items() for piece in self._pieces(name, stored, part, suffix)]
-        read_tensors(next(iter(stored.values())).path, {name + suffix: part for name, part in local.items()}, pieces)
+    def read(
+        self,
+        stored: Mapping[str, StoredTensor],
+        local: Mapping[str, torch.Tensor],
+        suffix: str = "",
+    ) -> None:
+        """Undo `whole`: fill `local`, this rank's part of each LoRA parameter, from a file's whole
+        tensors, which are named `<PEFT key><suffix>`. Reads no other bytes. Raises as
+        `read_tensors`."""
+        pieces = [
+            piece
+            for name, part in local.items()
+            for piece in self._pieces(name, stored, part, suffix)
+        ]
+        read_tensors(
+            next(iter(stored.values())).path,
+            {name + suffix: part for name, part in local.items()},
+            pieces,
+        )
 
     def _pieces(
         self, name: str, stored: Mapping[str, StoredTensor], local: torch.Tensor, suffix: str
     ) -> Iterator[Piece]:
-        keys, cut, sizes, place = self._keys[name], self.tensors[name].cut, self._topology.sizes, self._topology.place
+        keys, cut, sizes, place = (
+            self._keys[name],
+            self.tensors[name].cut,
+            self._topology.sizes,
+            self._topology.place,
+        )
         if self.tensors[name].experts:
             mine = len(keys) // sizes.expert
             own = keys[place.expert * mine : (place.expert + 1) * mine]
@@ -114,5 +139,7 @@ def _piece(stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor) -> P
     """How the part `part` of a whole tensor gets into `target`, which has its shape."""
     rows, columns = target.shape
     if cut == "columns":
-        return Piece(stored, 0, stored.shape[1], target, slice(part * columns, (part + 1) * columns))
+        return Piece(
+            stored, 0, stored.shape[1], target, slice(part * columns, (part + 1) * columns)
+        )
     return Piece(stored, part * rows * columns if cut == "rows" else 0, columns, target)

@@ -1,9 +1,10 @@
-"""Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q < subtree_end[k]`. With a sliding
-window q sees the last `window` of these keys in its sequence, itself included.
+"""Attention over packed prefix-tree rows: query q sees key k exactly when `k <= q <
+subtree_end[k]`. With a sliding window q sees the last `window` of these keys in its sequence,
+itself included.
 
-Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is PyTorch's compiled
-FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without visible keys. The mask is made once per
-row for all layers.
+Two kernels give the same result: `sdpa` materialises the mask and runs on every device; `flex` is
+PyTorch's compiled FlexAttention (Dong et al., 2024, arXiv:2412.05496), which skips blocks without
+visible keys. The mask is made once per row for all layers.
 """
 
 from dataclasses import dataclass
@@ -32,23 +33,30 @@ class TreeParams:
     mask: "torch.Tensor | Blocks"  # bool [S, S] for `sdpa`, Blocks for `flex`
     length: int  # of the attention's queries, to which the layers' slots are padded
     rotation: tuple[torch.Tensor, torch.Tensor]  # of the layers' slots, from `rotation`
-    # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its reach.
+    # For `flex` in a sliding window: each slot's depth, and the depth that is just out of its
+    # reach.
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-    deal: "Deal | None" = None  # which slots the queries are of, where context-parallel ranks share the row
+    # Which slots the queries are of, where context-parallel ranks share the row.
+    deal: "Deal | None" = None
     experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
     windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
 
 
 def tree_params(
-    subtree_end: torch.Tensor, kernel: Kernel, rotation: tuple[torch.Tensor, torch.Tensor], window: int | None = None,
+    subtree_end: torch.Tensor,
+    kernel: Kernel,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    window: int | None = None,
     deal: "Deal | None" = None,
-) -> TreeParams:  # fmt: skip
+) -> TreeParams:
     """The parameters of a row.
 
     Args:
-        subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself, so no softmax is
+        subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself,
+        so no softmax is
             empty.
-        rotation: of the slots that the layers compute, which are the row's first; all others are padding.
+        rotation: of the slots that the layers compute, which are the row's first; all others are
+        padding.
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
         deal: which slots of the row this rank computes; None: the row's first.
     """
@@ -70,7 +78,8 @@ def tree_params(
 def rotation(
     positions: torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim / 2] each.
+    """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim /
+    2] each.
 
     `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
     """
@@ -79,8 +88,8 @@ def rotation(
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those whose subtrees have
-    ended."""
+    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those
+    whose subtrees have ended."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
 
@@ -99,9 +108,9 @@ def dense_mask(subtree_end: torch.Tensor, window: int | None = None) -> torch.Te
 class Blocks(NamedTuple):
     """The mask as FlexAttention takes it.
 
-    For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly (`full_kv`), int32
-    [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1, blocks, blocks]. The same for each block
-    of keys (`q`, `full_q`).
+    For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly
+    (`full_kv`), int32 [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1,
+    blocks, blocks]. The same for each block of keys (`q`, `full_q`).
     """
 
     ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
@@ -116,13 +125,18 @@ class Blocks(NamedTuple):
 
 
 def block_mask(
-    subtree_end: torch.Tensor, device: torch.device, window: int | None = None, slots: torch.Tensor | None = None
+    subtree_end: torch.Tensor,
+    device: torch.device,
+    window: int | None = None,
+    slots: torch.Tensor | None = None,
 ) -> Blocks:
-    """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no [S, S] is made.
+    """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no
+    [S, S] is made.
 
-    A key block before the queries' own is needed if any of its subtrees reaches the first query, and needs no mask if
-    all of them reach past the last query. The queries' own block is always needed, with the mask. A window drops the
-    blocks that lie wholly out of it, by the smallest and largest depths of the two blocks.
+    A key block before the queries' own is needed if any of its subtrees reaches the first query,
+    and needs no mask if all of them reach past the last query. The queries' own block is always
+    needed, with the mask. A window drops the blocks that lie wholly out of it, by the smallest and
+    largest depths of the two blocks.
 
     Computed on the host, because on a GPU it would be about forty small kernels for each row.
     """
@@ -142,7 +156,8 @@ def block_mask(
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which blocks of keys each block of queries sees partly, and which wholly: bool [query blocks, key blocks].
+    """Which blocks of keys each block of queries sees partly, and which wholly: bool [query blocks,
+    key blocks].
 
     `ends`: `subtree_end` of whole blocks, of which the slots from `length` on are padding.
     """
@@ -169,10 +184,17 @@ def _padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: torch.Tensor | None,
-    depth: torch.Tensor | None, out: torch.Tensor | None, sinks: torch.Tensor | None, ends: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    slots: torch.Tensor | None,
+    depth: torch.Tensor | None,
+    out: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ends: torch.Tensor,
     *blocks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         slot = query if slots is None else slots[query]
         seen = (key <= slot) & (slot < ends[key])
@@ -184,7 +206,13 @@ def _attend(
     if sinks is None:
         return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
     output, aux = flex_attention(
-        query, key, value, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
     )
     assert aux.lse is not None
     # The sink adds exp(sink) to the sum of exponentials.
@@ -192,16 +220,23 @@ def _attend(
 
 
 flex = Compiled(_attend)
-"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, keys, head_dim], scale, the
-queries' slots if they are not all of the row's (`Deal.slots`), `TreeParams.reach` or two None, sinks, *Blocks."""
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, keys,
+head_dim], scale, the queries' slots if they are not all of the row's (`Deal.slots`),
+`TreeParams.reach` or two None, sinks, *Blocks."""
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: TreeParams, scale: float,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: TreeParams,
+    scale: float,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value [keys, key heads,
-    head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of each head's softmax, without a value."""
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value
+    [keys, key heads, head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of
+    each head's softmax, without a value.
+    """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(row.mask, Blocks):
         slots = None if row.deal is None else row.deal.slots
@@ -214,15 +249,23 @@ def attend(
         mask, size = row.mask, query.shape[-1]
         if sinks is not None:
             query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale)
-        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[..., :size]
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[
+            ..., :size
+        ]
     return output[0].transpose(0, 1)
 
 
 def _with_sinks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a key that every query sees and whose value is zero. Its product with each query is the head's sink: eight
-    dimensions are added (kernels want multiples of eight), and the first of them is 1 in queries."""
+    """Add a key that every query sees and whose value is zero. Its product with each query is the
+    head's sink: eight dimensions are added (kernels want multiples of eight), and the first of them
+    is 1 in queries.
+    """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)
     one[0] = 1

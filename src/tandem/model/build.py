@@ -1,4 +1,5 @@
-"""Builds Megatron's GPTModel for an `Arch`, with our attention and LoRA; no weight is initialised."""
+"""Builds Megatron's GPTModel for an `Arch`, with our attention and LoRA; no weight is
+initialised."""
 
 import logging
 import math
@@ -22,7 +23,8 @@ from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
 
-# GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a job's log.
+# GPTModel warns at every build that HybridModel is its successor, which doesn't help a reader of a
+# job's log.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
@@ -34,32 +36,43 @@ def build_policy(
     recompute: Recompute = "none",
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """This rank's part of the policy, on this process's device. Its base weights are uninitialised, its adapter is
-    zero; `load_weights` and `Policy.load_adapter` fill them.
+    """This rank's part of the policy, on this process's device. Its base weights are uninitialised,
+    its adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
-    Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting: the model is made in
-    host memory that is never touched, so it takes none, and moves to the device at the end.
+    Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting:
+    the model is made in host memory that is never touched, so it takes none, and moves to the
+    device at the end.
 
     Args:
         lora: None trains all weights (`Policy.train_base`).
         dtype: of base weights and activations (LoRA is fp32); the default is the device's.
-        recompute: "full" keeps only each layer's input and its attention's output for the backward pass. The others
+        recompute: "full" keeps only each layer's input and its attention's output for the backward
+        pass. The others
             keep everything, until `recompute.fit` chooses.
-        base: returns the memory for the base weights (`BaseWeights.parameters`); the default allocates it.
+        base: returns the memory for the base weights (`BaseWeights.parameters`); the default
+        allocates it.
 
     Raises:
         InvalidInput: the model can't be cut over the ranks so.
     """
     topology = parallel.current()
     check(arch, topology.sizes)
-    stage, switch, dtype = Pipeline(topology, arch.num_layers), AdapterSwitch(), dtype or device.default_dtype()
+    stage, switch, dtype = (
+        Pipeline(topology, arch.num_layers),
+        AdapterSwitch(),
+        dtype or device.default_dtype(),
+    )
     layers = [
-        mcore.ModuleSpec(DecoderLayer, params={"arch": arch, "index": index, "lora": lora, "switch": switch})
+        mcore.ModuleSpec(
+            DecoderLayer, params={"arch": arch, "index": index, "lora": lora, "switch": switch}
+        )
         for index in stage.layers
     ]
     gpt = mcore.GPTModel(
         _transformer_config(arch, dtype),
-        mcore.TransformerBlockSubmodules(layer_specs=layers, layer_norm=partial(make_norm, arch, dtype)),
+        mcore.TransformerBlockSubmodules(
+            layer_specs=layers, layer_norm=partial(make_norm, arch, dtype)
+        ),
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_positions,
         share_embeddings_and_output_weights=arch.tie_embeddings,
@@ -74,7 +87,9 @@ def build_policy(
     for layer in gpt.decoder.layers:
         layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
     policy = Policy(gpt, arch, lora, switch, stage, inv_freq=rope_frequencies(arch))
-    policy.place(base() if base is not None else BaseWeights(arch, dtype, topology.sizes).parameters)
+    policy.place(
+        base() if base is not None else BaseWeights(arch, dtype, topology.sizes).parameters
+    )
     return policy
 
 
@@ -95,11 +110,12 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
-    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864): fp32
-    [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the second.
+    """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
+    fp32 [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the
+    second.
 
-    With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`, those below
-    original / high_freq_factor stay, and between them the two are blended.
+    With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
+    those below original / high_freq_factor stay, and between them the two are blended.
     """
     size = arch.head_dim if arch.rotary_size is None else arch.rotary_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
@@ -130,11 +146,17 @@ def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torc
 
     def pair(rotations: float) -> float:
         """Which pair of dimensions turns so often within the original positions."""
-        return pairs * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / math.log(theta)
+        return (
+            pairs
+            * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))
+            / math.log(theta)
+        )
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    stretch = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretch = ((torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(
+        0, 1
+    )
     return stretch * frequencies / scaling.factor + (1 - stretch) * frequencies

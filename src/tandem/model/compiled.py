@@ -1,9 +1,10 @@
 """Functions that torch.compile compiles once, and later processes load from files.
 
-torch itself caches kernels in files, but each process must trace the function to learn which kernels it needs. A
-function compiled ahead of time (`aot_compile`) loads sooner. The files are pickles beside torch's own, in
-TORCHINDUCTOR_CACHE_DIR, and are trusted like those: whoever can write there runs code in the ranks. In containers the
-directory is on a volume that only the trainer has.
+torch itself caches kernels in files, but each process must trace the function to learn which
+kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
+pickles beside torch's own, in TORCHINDUCTOR_CACHE_DIR, and are trusted like those: whoever can
+write there runs code in the ranks. In containers the directory is on a volume that only the trainer
+has.
 """
 
 import contextlib
@@ -21,13 +22,15 @@ import torch
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 
-_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")  # prefixes of variables that may change what the compiler makes
+# Prefixes of variables that may change what the compiler makes.
+_ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
 
 
 class Compiled[**P, T]:
     """`function`, compiled with its gradients for every kind of arguments that it is called with.
 
-    `function` takes tensors and numbers, computes on one device, and depends only on them and its module's source.
+    `function` takes tensors and numbers, computes on one device, and depends only on them and its
+    module's source.
     """
 
     def __init__(self, function: Callable[P, T]) -> None:
@@ -35,11 +38,13 @@ class Compiled[**P, T]:
         self._compiled: dict[tuple[object, ...], Any] = {}  # by kind of arguments
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Takes positional arguments only. The first call of a kind loads its file, or takes seconds to compile it."""
+        """Takes positional arguments only. The first call of a kind loads its file, or takes
+        seconds to compile it."""
         assert not kwargs
         kind = _kind(args)
         if kind not in self._compiled:
-            from torch._inductor.runtime.cache_dir_utils import cache_dir  # late: it loads a part of the compiler
+            # Late: it loads a part of the compiler.
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
 
             file = Path(cache_dir()) / "tandem" / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
@@ -49,8 +54,15 @@ class Compiled[**P, T]:
 
     def _digest(self, kind: tuple[object, ...], arguments: tuple[object, ...]) -> str:
         """A hash of everything that decides what the compiler makes."""
-        gpus = {argument.device for argument in arguments if isinstance(argument, torch.Tensor) and argument.is_cuda}
-        made_for = [(gpu.name, gpu.multi_processor_count) for gpu in map(torch.cuda.get_device_properties, gpus)]
+        gpus = {
+            argument.device
+            for argument in arguments
+            if isinstance(argument, torch.Tensor) and argument.is_cuda
+        }
+        made_for = [
+            (gpu.name, gpu.multi_processor_count)
+            for gpu in map(torch.cuda.get_device_properties, gpus)
+        ]
         source = Path(inspect.getfile(self._function)).read_bytes()
         environment = sorted(
             (name, value)
@@ -64,7 +76,9 @@ class Compiled[**P, T]:
     def _load(self, file: Path) -> Any:
         try:
             with file.open("rb") as opened:
-                return torch.compiler.load_compiled_function(opened, f_globals=self._function.__globals__)
+                return torch.compiler.load_compiled_function(
+                    opened, f_globals=self._function.__globals__
+                )
         except FileNotFoundError:
             return None
         except Exception as error:  # a damaged pickle may raise anything
@@ -78,18 +92,25 @@ class Compiled[**P, T]:
         with contextlib.ExitStack() as settings:
             if hasattr(config, "enable_aot_compile"):  # off by default in torch 2.11
                 settings.enter_context(config.patch(enable_aot_compile=True))
-            # Since torch 2.12 each thread has settings of its own. torch.use_deterministic_algorithms sets this one in
-            # the thread that calls it, and a new rank's rehearsal compiles in another.
-            settings.enter_context(inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled()))
+            # Since torch 2.12 each thread has settings of its own.
+            # torch.use_deterministic_algorithms sets this one in the thread that calls it, and a
+            # new rank's rehearsal compiles in another.
+            settings.enter_context(
+                inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
+            )
             # Guards on globals are about torch's own, and some can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
-            lazy: Any = torch.compile(self._function, fullgraph=True, dynamic=False, options=options)
+            lazy: Any = torch.compile(
+                self._function, fullgraph=True, dynamic=False, options=options
+            )
             compiled = lazy.aot_compile((arguments, {}))
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             fs.write_atomic(file, type(compiled).serialize(compiled).serialized_data)
         except (OSError, RuntimeError, SpoolUnusable) as error:
-            warnings.warn(f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2)
+            warnings.warn(
+                f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2
+            )
         return compiled
 
 
@@ -101,9 +122,17 @@ def _kind(arguments: tuple[object, ...]) -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         *(
-            (argument.dtype, argument.device, argument.shape, argument.stride(), gradients and argument.requires_grad)
-            if isinstance(argument, torch.Tensor)
-            else argument
+            (
+                (
+                    argument.dtype,
+                    argument.device,
+                    argument.shape,
+                    argument.stride(),
+                    gradients and argument.requires_grad,
+                )
+                if isinstance(argument, torch.Tensor)
+                else argument
+            )
             for argument in arguments
         ),
     )

@@ -11,7 +11,8 @@ from tandem.model.parallel import Topology
 
 
 def embedded(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
-    """tokens int64 [S] -> [S, 1, hidden]; with sequence parallelism this rank's part of the slots, which divide evenly.
+    """tokens int64 [S] -> [S, 1, hidden]; with sequence parallelism this rank's part of the slots,
+    which divide evenly.
 
     The vocabulary is cut over tensor-parallel ranks.
     """
@@ -24,9 +25,18 @@ def embedded(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology
 class _Embedded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _leaf: torch.Tensor, tokens: torch.Tensor, gpt: GPTModel, scale: float | None, topology: Topology
+        ctx: Any,
+        _leaf: torch.Tensor,
+        tokens: torch.Tensor,
+        gpt: GPTModel,
+        scale: float | None,
+        topology: Topology,
     ) -> torch.Tensor:
-        ctx.weight, ctx.tokens, ctx.topology = gpt.embedding.word_embeddings.weight, tokens, topology
+        ctx.weight, ctx.tokens, ctx.topology = (
+            gpt.embedding.word_embeddings.weight,
+            tokens,
+            topology,
+        )
         hidden: torch.Tensor = gpt.embedding(input_ids=tokens[None], position_ids=None)
         # The scale is rounded to the dtype, as elsewhere.
         ctx.scale = None if scale is None else torch.tensor(scale, dtype=hidden.dtype)

@@ -1,8 +1,8 @@
 """A mixture's experts with LoRA. Megatron's need TransformerEngine or run one by one.
 
-The weights of all experts are stacked [experts, out, in] and multiplied by torch's grouped matrix product. The
-adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows are ordered by expert. As in `lora.py`,
-gradients are computed here, not by autograd.
+The weights of all experts are stacked [experts, out, in] and multiplied by torch's grouped matrix
+product. The adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows are
+ordered by expert. As in `lora.py`, gradients are computed here, not by autograd.
 """
 
 from collections.abc import Mapping
@@ -28,15 +28,20 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
     """
     if _on_tensor_cores(x, *matrices.shape[1:]):
         return torch.nn.functional.grouped_mm(x, matrices, offs=ends)
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(_sizes(ends)), matrices, strict=True)])
+    return torch.cat(
+        [rows @ matrix for rows, matrix in zip(x.split(_sizes(ends)), matrices, strict=True)]
+    )
 
 
 def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`left^T right` of each group's rows: [N, a] and [N, b] -> [groups, a, b], zero for an empty group."""
+    """`left^T right` of each group's rows: [N, a] and [N, b] -> [groups, a, b], zero for an empty
+    group."""
     if _on_tensor_cores(left, left.shape[1], right.shape[1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     sizes = _sizes(ends)
-    return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
+    return torch.stack(
+        [a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)]
+    )
 
 
 def _on_tensor_cores(x: torch.Tensor, *sizes: int) -> bool:
@@ -49,18 +54,28 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 
 class ExpertLinear(Adapters):
-    """The same linear layer of each of this rank's experts: frozen, with adapters; or trained itself. Uninitialised.
+    """The same linear layer of each of this rank's experts: frozen, with adapters; or trained
+    itself. Uninitialised.
 
-    Ranks that cut the same experts (ETP) have the same rows in the same order. Outputs, gradients of rows and gradients
-    of probabilities are then this rank's summands; gradients of adapters are complete.
+    Ranks that cut the same experts (ETP) have the same rows in the same order. Outputs, gradients
+    of rows and gradients of probabilities are then this rank's summands; gradients of adapters are
+    complete.
     """
 
     aligned = _ALIGNED
 
     def __init__(
-        self, experts: int, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None,
-        switch: AdapterSwitch, *, dtype: torch.dtype, bias: bool,
-    ) -> None:  # fmt: skip
+        self,
+        experts: int,
+        in_features: int,
+        rows: Mapping[str, int],
+        cut: Cut,
+        lora: LoraShape | None,
+        switch: AdapterSwitch,
+        *,
+        dtype: torch.dtype,
+        bias: bool,
+    ) -> None:
         """`experts`, `in_features` and `rows` are of all ranks together; see `Adapters`."""
         topology = parallel.current()
         sizes = topology.sizes
@@ -71,20 +86,24 @@ class ExpertLinear(Adapters):
         experts //= sizes.expert
         super().__init__(in_features, rows, cut, lora, switch, experts=experts)
         self.topology = topology
-        self.weight = nn.Parameter(torch.empty(experts, sum(rows.values()), in_features, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(experts, sum(rows.values()), in_features, dtype=dtype)
+        )
         self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
     def row_biases(self, ends: torch.Tensor, rows: int) -> torch.Tensor | None:
-        """The bias of each of the `rows` rows, or None. Where ranks cut an expert and their outputs are summed, only
-        the first has one."""
+        """The bias of each of the `rows` rows, or None. Where ranks cut an expert and their outputs
+        are summed, only the first has one."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         row = torch.arange(rows, device=ends.device)
         return self.bias[torch.searchsorted(ends, row, right=True)]
 
-    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [N, in], whose groups end at `ends` -> (output [N, out] without bias; A x [N, targets * rank],
-        padded)."""
+    def forward(
+        self, rows: torch.Tensor, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows [N, in], whose groups end at `ends` -> (output [N, out] without bias; A x [N,
+        targets * rank], padded)."""
         output = grouped_product(rows, self.weight.transpose(1, 2), ends)
         if not self.adapted:
             return output, None
@@ -92,7 +111,9 @@ class ExpertLinear(Adapters):
         inner = grouped_product(rows, of_a.transpose(1, 2), ends)
         return output.add_(grouped_product(inner, of_b.transpose(1, 2), ends)), inner
 
-    def input_gradient(self, gradient: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def input_gradient(
+        self, gradient: torch.Tensor, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output, those of the rows and of A x."""
         of_rows = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
@@ -102,15 +123,23 @@ class ExpertLinear(Adapters):
         return of_rows.add_(grouped_product(of_inner, of_a, ends)), of_inner
 
     def add_gradients(
-        self, gradient: torch.Tensor, of_inner: torch.Tensor | None, rows: torch.Tensor, inner: torch.Tensor | None,
+        self,
+        gradient: torch.Tensor,
+        of_inner: torch.Tensor | None,
+        rows: torch.Tensor,
+        inner: torch.Tensor | None,
         ends: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add the gradients of the adapters, and of the weight where it is trained, to theirs."""
         if gradients.wanted(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, rows, ends))
         if of_inner is None or inner is None:
             return
-        of_a, of_b = grouped_outer(of_inner, rows, ends).float(), grouped_outer(gradient, inner, ends).float()
-        # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this rank's summands.
+        of_a, of_b = (
+            grouped_outer(of_inner, rows, ends).float(),
+            grouped_outer(gradient, inner, ends).float(),
+        )
+        # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this
+        # rank's summands.
         parallel.all_reduce(of_a if self.column else of_b, group=self.topology.expert_tensor)
         self._add_gradients(of_a, of_b)

@@ -1,7 +1,9 @@
-"""Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs from compute capability 8.9.
+"""Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs from compute
+capability 8.9.
 
-A weight is quantised once, row by row for the forward product and column by column for the backward one. The two take
-the memory of the bfloat16 weight. Activations and gradients are quantised row by row at each product.
+A weight is quantised once, row by row for the forward product and column by column for the backward
+one. The two take the memory of the bfloat16 weight. Activations and gradients are quantised row by
+row at each product.
 """
 
 import torch
@@ -15,7 +17,8 @@ _MULTIPLE = 16  # sizes that torch's scaled product takes
 
 
 class Fp8Weight:
-    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, which has no other values then."""
+    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, which has no
+    other values then."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight`: bfloat16, contiguous, on a GPU."""
@@ -45,7 +48,9 @@ def check_device() -> None:
         name = torch.cuda.get_device_name()
     else:
         return
-    raise InvalidInput(f"{name} has no FP8; set TANDEM_BASE_PRECISION=same", field="TANDEM_BASE_PRECISION")
+    raise InvalidInput(
+        f"{name} has no FP8; set TANDEM_BASE_PRECISION=same", field="TANDEM_BASE_PRECISION"
+    )
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -64,5 +69,10 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> 
     """rows [S, k] and weight [n, k] with scales [n, 1] -> rows weight^T, bfloat16 [S, n]."""
     quantised, row_scales = _quantised(rows)
     return torch._scaled_mm(
-        quantised, weight.t(), scale_a=row_scales, scale_b=scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        quantised,
+        weight.t(),
+        scale_a=row_scales,
+        scale_b=scales.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )

@@ -1,7 +1,8 @@
-"""Where layers add the gradients that they compute: those of adapters, and where a run trains all weights, of these.
+"""Where layers add the gradients that they compute: those of adapters, and where a run trains all
+weights, of these.
 
-Gradients of base weights have fp32 buffers. Only the last norm's comes from autograd, which would give each in the
-weight's dtype, as a new tensor for every row.
+Gradients of base weights have fp32 buffers. Only the last norm's comes from autograd, which would
+give each in the weight's dtype, as a new tensor for every row.
 """
 
 from typing import Any
@@ -27,11 +28,13 @@ def add(parameter: Any, gradient: Tensor) -> None:
 
 
 def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
-    """Add `left^T right` of [S, a] and [S, b], the gradient of a weight [a, b], with sums in fp32."""
+    """Add `left^T right` of [S, a] and [S, b], the gradient of a weight [a, b], with sums in
+    fp32."""
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
         return
-    # Some rows at a time, because the product in fp32 takes memory of its own: of an output layer gigabytes.
+    # Some rows at a time, because the product in fp32 takes memory of its own: of an output layer
+    # gigabytes.
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
         buffer.add_(product(part, right))

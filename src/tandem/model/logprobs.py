@@ -1,7 +1,8 @@
-"""Log-probs and entropies of items from hidden states, with the vocabulary cut over tensor-parallel ranks.
+"""Log-probs and entropies of items from hidden states, with the vocabulary cut over tensor-parallel
+ranks.
 
-All logits [items, vocabulary] never exist at once: items are computed in chunks, and each chunk's logits are computed
-again in the backward pass.
+All logits [items, vocabulary] never exist at once: items are computed in chunks, and each chunk's
+logits are computed again in the backward pass.
 """
 
 from typing import Any
@@ -23,18 +24,21 @@ def item_logprobs(
     temperature: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32 [n].
+    """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32
+    [n].
 
     Args:
         hidden: [n, hidden], the state each item is predicted from.
         targets: int64 [n], token ids.
         weight: [vocabulary of this rank, hidden]; logits are `hidden @ weight.T` in hidden's dtype.
         vocab_start: the first token of this rank.
-        group: the tensor-parallel ranks; all of them call this with the same hidden states and targets. None: this
+        group: the tensor-parallel ranks; all of them call this with the same hidden states and
+        targets. None: this
             rank has the whole vocabulary.
     """
     if not len(targets):
-        # Still a function of `hidden`, so that a rank whose row has no items takes part in the backward pass.
+        # Still a function of `hidden`, so that a rank whose row has no items takes part in the
+        # backward pass.
         empty = hidden.sum(-1).float()
         return empty, empty
     logprobs, entropy = _Statistics.apply(hidden, targets - vocab_start, weight, temperature, group)
@@ -42,8 +46,8 @@ def item_logprobs(
 
 
 def working_bytes(items: int, weight: torch.Tensor) -> int:
-    """What `item_logprobs` and its backward pass take for a while on a GPU: one chunk of logits, and four tensors of
-    the items' hidden states or their gradients."""
+    """What `item_logprobs` and its backward pass take for a while on a GPU: one chunk of logits,
+    and four tensors of the items' hidden states or their gradients."""
     vocabulary, hidden = weight.shape
     return (min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
 
@@ -51,15 +55,19 @@ def working_bytes(items: int, weight: torch.Tensor) -> int:
 class _Statistics(torch.autograd.Function):
     """With l = logits / temperature, m = max l, Z = sum exp(l - m):
 
-    log p = l - m - log Z, H = log Z - sum exp(l - m) (l - m) / Z, d log p(t) / d l_j = [j = t] - p_j and
-    d H / d l_j = -p_j (log p_j + H).
+    log p = l - m - log Z, H = log Z - sum exp(l - m) (l - m) / Z, d log p(t) / d l_j = [j = t] -
+    p_j and d H / d l_j = -p_j (log p_j + H).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor, temperature: float,
+        ctx: Any,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weight: torch.Tensor,
+        temperature: float,
         group: dist.ProcessGroup | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = []
         for chunk in _chunks(len(targets), len(weight)):
             logits = linear(hidden[chunk], weight)
@@ -76,9 +84,14 @@ class _Statistics(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         for chunk in _chunks(len(targets), len(weight)):
             of_logits = _logits_gradient(
-                linear(hidden[chunk], weight), targets[chunk], normaliser[chunk], entropy[chunk], of_logprobs[chunk],
-                of_entropy[chunk], ctx.temperature,
-            )  # fmt: skip
+                linear(hidden[chunk], weight),
+                targets[chunk],
+                normaliser[chunk],
+                entropy[chunk],
+                of_logprobs[chunk],
+                of_entropy[chunk],
+                ctx.temperature,
+            )
             torch.mm(of_logits, weight, out=of_hidden[chunk])
             if gradients.wanted(ctx.parameter):
                 gradients.add_product(ctx.parameter, of_logits, hidden[chunk])
@@ -96,8 +109,8 @@ def _chunks(items: int, vocabulary: int) -> list[slice]:
 def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
-    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank] and indices into them,
-    int64 [n], which are out of range on all ranks but one."""
+    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank] and
+    indices into them, int64 [n], which are out of range on all ranks but one."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 
@@ -106,7 +119,9 @@ def _statistics(
         scaled = logits.float() / temperature
         largest = scaled.amax(-1)
         mine = (targets >= 0) & (targets < scaled.shape[-1])
-        target = torch.where(mine, scaled.gather(-1, torch.where(mine, targets, 0)[:, None]).squeeze(-1), 0.0)
+        target = torch.where(
+            mine, scaled.gather(-1, torch.where(mine, targets, 0)[:, None]).squeeze(-1), 0.0
+        )
         shifted = scaled - largest[:, None]
         weights = shifted.exp()
         total, weighted = weights.sum(-1), (weights * shifted).sum(-1)
@@ -122,10 +137,16 @@ def _statistics(
 
 
 def _logits_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor,
-    of_logprobs: torch.Tensor, of_entropy: torch.Tensor, temperature: float,
-) -> torch.Tensor:  # fmt: skip
-    """The gradient of `logits`, in their dtype; on CUDA it is written over them. `normaliser`: m + log Z."""
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normaliser: torch.Tensor,
+    entropy: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    of_entropy: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """The gradient of `logits`, in their dtype; on CUDA it is written over them. `normaliser`: m +
+    log Z."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 
@@ -133,7 +154,9 @@ def _logits_gradient(
             logits, targets, normaliser, entropy, of_logprobs, of_entropy, temperature
         )
     log_p = logits.float() / temperature - normaliser[:, None]
-    gradient = -log_p.exp() * (of_logprobs[:, None] + of_entropy[:, None] * (log_p + entropy[:, None]))
+    gradient = -log_p.exp() * (
+        of_logprobs[:, None] + of_entropy[:, None] * (log_p + entropy[:, None])
+    )
     mine = (targets >= 0) & (targets < logits.shape[-1])
     rows = torch.arange(len(logits), device=logits.device)
     gradient[rows, torch.where(mine, targets, 0)] += torch.where(mine, of_logprobs, 0.0)

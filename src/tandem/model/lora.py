@@ -1,23 +1,24 @@
 """LoRA on linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
 
-Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, also where Megatron fuses
-the base weights. All are fp32 and cast to the activations' dtype in use, so they are their own master weights.
+Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, also
+where Megatron fuses the base weights. All are fp32 and cast to the activations' dtype in use, so
+they are their own master weights.
 
-Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is kept for them. Across
-tensor-parallel ranks:
+Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is kept for
+them. Across tensor-parallel ranks:
 
-| layer | A | B | collective |
-|---|---|---|---|
-| column parallel (q, k, v, gate, up) | replicated | cut along out | backward sums the gradients of x and A x |
-| row parallel (o, down) | cut along in | replicated | forward sums the output and A x |
+- Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. Backward
+  sums the gradients of x and A x.
+- Row-parallel layers (o, down): A is cut along its inputs, B is replicated. Forward sums the output
+  and A x.
 
-With sequence parallelism a rank has a part of the tokens outside of these layers: x of a column-parallel layer, output
-and A x of a row-parallel layer.
+With sequence parallelism a rank has a part of the tokens outside of these layers: x of a
+column-parallel layer, output and A x of a row-parallel layer.
 
-| layer | forward | backward |
-|---|---|---|
-| column parallel | gathers x | sums the gradients of x and A x, of its own tokens; sums A's gradient over the ranks |
-| row parallel | sums output and A x, of its own tokens | gathers those of the output and A x; sums B's gradient |
+- Column-parallel layers gather x in forward. Backward sums the gradients of x and A x, of the
+  rank's own tokens, and sums A's gradient over the ranks.
+- Row-parallel layers sum the output and A x, of the rank's own tokens, in forward. Backward gathers
+  the gradients of the output and A x, and sums B's gradient.
 
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
@@ -52,20 +53,31 @@ class LoraTensor:
 
 
 class Adapters(nn.Module):
-    """A and B, uninitialised, of each adapted target of a weight: a matrix that fuses several, or that of each expert.
+    """A and B, uninitialised, of each adapted target of a weight: a matrix that fuses several, or
+    that of each expert.
 
-    The weight's rows, or those of all experts, are `blocks` equal blocks, each with its share of every target's rows.
+    The weight's rows, or those of all experts, are `blocks` equal blocks, each with its share of
+    every target's rows.
     """
 
     aligned = 1
-    """The rows of A of all targets, and the columns of B, are padded with zeros to a multiple of it."""
+    """The rows of A of all targets, and the columns of B, are padded with zeros to a multiple of
+    it."""
 
     def __init__(
-        self, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None, switch: AdapterSwitch, *,
-        groups: int = 1, experts: int | None = None,
-    ) -> None:  # fmt: skip
-        """`in_features`, `rows`: of this rank, the latter for each target, adapted or not; `cut`: how ranks cut the
-        weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv` has one per key head."""
+        self,
+        in_features: int,
+        rows: Mapping[str, int],
+        cut: Cut,
+        lora: LoraShape | None,
+        switch: AdapterSwitch,
+        *,
+        groups: int = 1,
+        experts: int | None = None,
+    ) -> None:
+        """`in_features`, `rows`: of this rank, the latter for each target, adapted or not; `cut`:
+        how ranks cut the weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv` has one
+        per key head."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self.rank, self.scale = (lora.rank, lora.alpha / lora.rank) if lora else (0, 0.0)
@@ -96,9 +108,10 @@ class Adapters(nn.Module):
         return bool(self.targets) and self.switch.on
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A of all adapted targets [targets * rank, in], of experts [experts, targets * rank, in]; and alpha / rank * B
-        of them [out, targets * rank] in the order of the weight's rows, of experts [experts, out, targets * rank]. Both
-        are padded. B is zero where a row is of one target and a column of another."""
+        """A of all adapted targets [targets * rank, in], of experts [experts, targets * rank, in];
+        and alpha / rank * B of them [out, targets * rank] in the order of the weight's rows, of
+        experts [experts, out, targets * rank]. Both are padded. B is zero where a row is of one
+        target and a column of another."""
         if self._held is None:
             of_a, of_b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(of_a, of_b)
@@ -108,8 +121,8 @@ class Adapters(nn.Module):
         return self._held
 
     def hold(self, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with None. Meanwhile the
-        parameters may not change."""
+        """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with
+        None. Meanwhile the parameters may not change."""
         self._held, self._written = memory, False
 
     def cast_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,7 +132,9 @@ class Adapters(nn.Module):
         return (*stack, self._columns, self._a[0].shape[-1]), (*stack, rows, self._columns)
 
     @torch.no_grad()
-    def _write_cast(self, of_a: torch.Tensor, of_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _write_cast(
+        self, of_a: torch.Tensor, of_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         torch._foreach_copy_(self._target_rows(of_a), self._a)
         blocks = self._target_blocks(of_b.view(self.blocks, -1, self._columns))
         for b, block in zip(self._b, blocks, strict=True):
@@ -127,9 +142,12 @@ class Adapters(nn.Module):
         return of_a, of_b
 
     def _add_gradients(self, of_a: torch.Tensor, of_b: torch.Tensor) -> None:
-        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `of_b` before it is scaled."""
+        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `of_b` before it is
+        scaled."""
         blocks = self._target_blocks(of_b.view(self.blocks, -1, of_b.shape[-1]))
-        own_b = [gradients.own(b).view(block.shape) for b, block in zip(self._b, blocks, strict=True)]
+        own_b = [
+            gradients.own(b).view(block.shape) for b, block in zip(self._b, blocks, strict=True)
+        ]
         torch._foreach_add_([gradients.own(a) for a in self._a], self._target_rows(of_a))
         torch._foreach_add_(own_b, blocks, alpha=self.scale)
 
@@ -138,8 +156,8 @@ class Adapters(nn.Module):
         return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of [blocks, sum of rows, columns] each adapted target's own rows, and `rank` columns after those of the
-        adapted targets before it."""
+        """Of [blocks, sum of rows, columns] each adapted target's own rows, and `rank` columns
+        after those of the adapted targets before it."""
         blocks: list[torch.Tensor] = []
         begin = 0
         for target, count in self.block_rows.items():
@@ -151,14 +169,23 @@ class Adapters(nn.Module):
 
 
 class LoraLinear(Adapters):
-    """A linear layer: frozen, with adapters; or trained itself. Column parallel if its rows are cut, else row
-    parallel. Uninitialised."""
+    """A linear layer: frozen, with adapters; or trained itself. Column parallel if its rows are
+    cut, else row parallel. Uninitialised."""
 
     def __init__(
-        self, in_features: int, rows: Mapping[str, int], cut: Cut, lora: LoraShape | None, switch: AdapterSwitch, *,
-        dtype: torch.dtype, groups: int = 1, bias: bool = False,
-    ) -> None:  # fmt: skip
-        """`in_features` and `rows` are of all ranks together, `groups` is of this rank; see `Adapters`."""
+        self,
+        in_features: int,
+        rows: Mapping[str, int],
+        cut: Cut,
+        lora: LoraShape | None,
+        switch: AdapterSwitch,
+        *,
+        dtype: torch.dtype,
+        groups: int = 1,
+        bias: bool = False,
+    ) -> None:
+        """`in_features` and `rows` are of all ranks together, `groups` is of this rank; see
+        `Adapters`."""
         topology = parallel.current()
         parts = topology.sizes.tensor
         if cut == "rows":
@@ -166,7 +193,11 @@ class LoraLinear(Adapters):
         else:
             in_features //= parts
         super().__init__(in_features, rows, cut, lora, switch, groups=groups)
-        self.group, self.sequence, self._alone = topology.tensor, topology.sizes.sequence, parts == 1
+        self.group, self.sequence, self._alone = (
+            topology.tensor,
+            topology.sizes.sequence,
+            parts == 1,
+        )
         self.weight = nn.Parameter(torch.empty(sum(rows.values()), in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
@@ -175,14 +206,15 @@ class LoraLinear(Adapters):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`; A x of all targets
-        [S, targets * rank], for `parameter_gradients`)."""
+        """x [S, in] (of this rank, for a row-parallel layer) -> (output [S, out], plus `residual`;
+        A x of all targets [S, targets * rank], for `parameter_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
         # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
         bias = None if self.column else self.bias
         if residual is not None and self._alone and self.fp8 is None and bias is None:
-            output = torch.addmm(residual, x, self.weight.t())  # one pass less than the product and a sum
+            # One pass less than the product and a sum.
+            output = torch.addmm(residual, x, self.weight.t())
         else:
             output = self._product(x)
             if not self.column:
@@ -216,10 +248,14 @@ class LoraLinear(Adapters):
         return of_x.addmm_(of_inner, of_a), of_inner
 
     def add_gradients(
-        self, gradient: torch.Tensor, of_inner: torch.Tensor | None, x: torch.Tensor, inner: torch.Tensor | None
+        self,
+        gradient: torch.Tensor,
+        of_inner: torch.Tensor | None,
+        x: torch.Tensor,
+        inner: torch.Tensor | None,
     ) -> None:
-        """Add the gradients of the adapters, and of the layer's own weight and bias where these are trained, to theirs.
-        `of_inner`: from `input_gradient`; `inner`: from the forward."""
+        """Add the gradients of the adapters, and of the layer's own weight and bias where these are
+        trained, to theirs. `of_inner`: from `input_gradient`; `inner`: from the forward."""
         if gradients.wanted(self.weight):
             self._add_base_gradients(gradient, x)
         if of_inner is None or inner is None:

@@ -31,16 +31,19 @@ class Topology:
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
     data: dist.ProcessGroup
-    """The ranks that gradients are summed over: data and context together. Megatron has other groups of the same ranks,
-    but each group in use makes a communicator of its own, which takes time and half a gigabyte of device memory."""
+    """The ranks that gradients are summed over: data and context together. Megatron has other
+    groups of the same ranks, but each group in use makes a communicator of its own, which takes
+    time and half a gigabyte of device memory."""
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
     experts: dist.ProcessGroup
-    """The ranks that the experts are cut over: expert_tensor and expert together, in the order of their ranks."""
+    """The ranks that the experts are cut over: expert_tensor and expert together, in the order of
+    their ranks."""
     expert_data: dist.ProcessGroup
     forward: dist.ProcessGroup
-    """The pipeline's ranks, for hidden states. With one stage, this and the next two groups are `pipeline`."""
+    """The pipeline's ranks, for hidden states. With one stage, this and the next two groups are
+    `pipeline`."""
     backward: dist.ProcessGroup
     """The pipeline's ranks, for the gradients of hidden states."""
     ends: dist.ProcessGroup
@@ -48,7 +51,8 @@ class Topology:
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""The ranks that share the reading of a model's weights, and of its experts where other ranks hold the same ones."""
+"""The ranks that share the reading of a model's weights, and of its experts where other ranks hold
+the same ones."""
 
 _current: Topology | None = None
 
@@ -63,8 +67,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo looks up this host's name
-    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such collective of each group
-    # would create an NCCL communicator, which takes time once and device memory for as long as the process lives.
+    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such
+    # collective of each group would create an NCCL communicator, which takes time once and device
+    # memory for as long as the process lives.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -72,8 +77,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups, after `device.activate`.
 
-    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) with all its ranks, else alone. A
-    collective that waits longer than `timeout_seconds` fails. `sizes.data` is not read: the number of ranks gives it.
+    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) with all its ranks,
+    else alone. A collective that waits longer than `timeout_seconds` fails. `sizes.data` is not
+    read: the number of ranks gives it.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of the other sizes.
@@ -90,7 +96,9 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
     world_size = dist.get_world_size()
     sizes = replace(sizes, data=1)
     if world_size % sizes.world:
-        raise InvalidInput(f"{world_size} ranks don't divide into groups of {sizes.world}", field="tensor_parallel")
+        raise InvalidInput(
+            f"{world_size} ranks don't divide into groups of {sizes.world}", field="tensor_parallel"
+        )
     sizes = replace(sizes, data=world_size // sizes.world)
     if sizes.stage % sizes.experts:
         problem = f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
@@ -128,8 +136,8 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of this rank's: the one of `groups` that it is in. The pipeline's where that is one rank, or where it
-    is in none."""
+    """A new group of this rank's: the one of `groups` that it is in. The pipeline's where that is
+    one rank, or where it is in none."""
     own: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     if own.size() > 1:
         for ranks in groups:
@@ -139,24 +147,31 @@ def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup
 
 
 def reading_groups() -> ReadingGroups | None:
-    """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of them.
+    """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of
+    them.
 
-    They read together if several ranks need the same weights and their GPUs reach one another's memory, because the
-    host's memory bounds how fast ranks read at once. All ranks get the same answer. Ranks of several hosts don't read
-    together, because no GPU reaches another host's memory.
+    They read together if several ranks need the same weights and their GPUs reach one another's
+    memory, because the host's memory bounds how fast ranks read at once. All ranks get the same
+    answer. Ranks of several hosts don't read together, because no GPU reaches another host's
+    memory.
     """
     groups, world = (current().data, current().expert_data), range(dist.get_world_size())
     alone = all(group.size() == 1 for group in groups)
     if alone or not device.is_cuda() or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return None
-    reach = all(torch.cuda.can_device_access_peer(one, other) for one in world for other in world if one != other)
+    reach = all(
+        torch.cuda.can_device_access_peer(one, other)
+        for one in world
+        for other in world
+        if one != other
+    )
     return groups if reach else None
 
 
 def connect_gradients(*, experts: bool) -> None:
-    """Have NCCL connect the groups that gradients are summed over, so that its memory is counted from here on. NCCL
-    can't get any once torch's allocator has taken the rest. A collective of all ranks. `experts`: whether the gradients
-    of experts are summed over a group of their own."""
+    """Have NCCL connect the groups that gradients are summed over, so that its memory is counted
+    from here on. NCCL can't get any once torch's allocator has taken the rest. A collective of all
+    ranks. `experts`: whether the gradients of experts are summed over a group of their own."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -166,8 +181,8 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`, skipped in a group of one rank, where NCCL would make a communicator in vain: that takes time,
-    and device memory for as long as the process lives."""
+    """`dist.all_reduce`, skipped in a group of one rank, where NCCL would make a communicator in
+    vain: that takes time, and device memory for as long as the process lives."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
@@ -182,8 +197,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Of every rank's [ranks * n, ...] this rank's n, summed over the ranks in their order, so that two runs have the
-    same bits."""
+    """Of every rank's [ranks * n, ...] this rank's n, summed over the ranks in their order, so that
+    two runs have the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -192,7 +207,8 @@ def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, by rank; pickled, through host memory. A collective of the group (default: all ranks)."""
+    """Every rank's `value`, by rank; pickled, through host memory. A collective of the group
+    (default: all ranks)."""
     values = [value] * dist.get_world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)

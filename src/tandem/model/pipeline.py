@@ -1,7 +1,8 @@
 """Carries hidden states to the next pipeline stage, and their gradients back.
 
-Stages exchange rows within the policy's own forward and backward passes, so a training step is the same loop on every
-stage. `Pipeline.backward` has the schedule, 1F1B of PipeDream-Flush (Narayanan et al., 2021, arXiv:2006.09503).
+Stages exchange rows within the policy's own forward and backward passes, so a training step is the
+same loop on every stage. `Pipeline.backward` has the schedule, 1F1B of PipeDream-Flush (Narayanan
+et al., 2021, arXiv:2006.09503).
 """
 
 from collections import deque
@@ -15,15 +16,17 @@ from tandem.model.parallel import Topology
 
 
 class _Lane:
-    """Sends tensors one after the other to the rank that is `step` stages further, which receives them in this order.
+    """Sends tensors one after the other to the rank that is `step` stages further, which receives
+    them in this order.
 
-    Each direction has a process group of its own: NCCL runs what is queued in a group in order, so a send that waits
-    for its receiver would stop the other direction.
+    Each direction has a process group of its own: NCCL runs what is queued in a group in order, so
+    a send that waits for its receiver would stop the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         self._group, self._step = group, step
-        self._sending: tuple[Any, torch.Tensor] | None = None  # the work, and what must live until it is done
+        # The work, and what must live until it is done.
+        self._sending: tuple[Any, torch.Tensor] | None = None
 
     def send(self, tensor: torch.Tensor) -> None:
         self.finish()
@@ -37,7 +40,9 @@ class _Lane:
             self._sending[0].wait()
             self._sending = None
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
+    ) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=where)
         dist.recv(tensor, group=self._group, group_src=self._group.rank() - self._step)
         return tensor
@@ -56,8 +61,10 @@ class Pipeline:
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
-        """Go back from each loss, in the order in which `losses` computes them. `losses` computes `ahead` rows before
-        the first backward pass, and then one row before each, so that the later stages have work."""
+        """Go back from each loss, in the order in which `losses` computes them. `losses` computes
+        `ahead` rows before the first backward pass, and then one row before each, so that the later
+        stages have work.
+        """
         waiting = deque[torch.Tensor]()
         for loss in losses:
             waiting.append(loss)
@@ -71,7 +78,9 @@ class Pipeline:
         self._forward.finish()
         self._backward.finish()
 
-    def received(self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    def received(
+        self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
+    ) -> torch.Tensor:
         """The hidden states that the stage before sends. Going back, it gets their gradient."""
         hidden = self._forward.receive(shape, dtype, where)
         if not torch.is_grad_enabled():
@@ -80,13 +89,14 @@ class Pipeline:
         return got
 
     def sent(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
-        """Send hidden states to the next stage; returns zeros [items], fp32. Going back from them, whatever their
-        gradient, the next stage sends that of `hidden`."""
+        """Send hidden states to the next stage; returns zeros [items], fp32. Going back from them,
+        whatever their gradient, the next stage sends that of `hidden`."""
         zeros: torch.Tensor = _Sent.apply(hidden, items, self._forward, self._backward)
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """The last stage's values, on every stage, which all give tensors of this shape. Through host memory."""
+        """The last stage's values, on every stage, which all give tensors of this shape. Through
+        host memory."""
         if self.first and self.last:
             return values
         shared = values.detach().cpu()
@@ -108,7 +118,9 @@ class _Received(torch.autograd.Function):
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, items: int, there: _Lane, back: _Lane) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, items: int, there: _Lane, back: _Lane
+    ) -> torch.Tensor:
         there.send(hidden)
         ctx.back, ctx.like = back, (tuple(hidden.shape), hidden.dtype, hidden.device)
         return torch.zeros(items, dtype=torch.float32, device=hidden.device)

@@ -41,16 +41,23 @@ class ItemOutputs:
 class Policy(nn.Module):
     """Built by `tandem.model.build.build_policy`.
 
-    `config` is Megatron's TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are
-    trained: layers add their gradients to buffers (`tandem.model.gradients`).
+    `config` is Megatron's TransformerConfig. Only LoRA tensors require gradients. Without `lora`
+    all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
 
-    After `backward` only the sum of gradients over data-parallel ranks is left to do (see `tandem.model.lora`).
+    After `backward` only the sum of gradients over data-parallel ranks is left to do (see
+    `tandem.model.lora`).
     """
 
     def __init__(
-        self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, switch: AdapterSwitch, stage: Pipeline, *,
+        self,
+        gpt: GPTModel,
+        arch: Arch,
+        lora: LoraShape | None,
+        switch: AdapterSwitch,
+        stage: Pipeline,
+        *,
         inv_freq: torch.Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.gpt, self.arch, self.lora, self.config = gpt, arch, lora, gpt.config
         self.attention_kernel: Kernel = "flex" if device.is_cuda() else "sdpa"  # the faster one
@@ -62,15 +69,23 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Move all parameters to the device: `base` (`BaseWeights.parameters`) becomes the base weights, the adapter
-        becomes zero, which leaves the base model's function unchanged. Waits for the device to start."""
+        """Move all parameters to the device: `base` (`BaseWeights.parameters`) becomes the base
+        weights, the adapter becomes zero, which leaves the base model's function unchanged. Waits
+        for the device to start.
+        """
         where, own = device.device(), self.base()
-        assert base.keys() == own.keys(), f"the rules and the model differ in {sorted(base.keys() ^ own.keys())}"
+        assert base.keys() == own.keys(), (
+            f"the rules and the model differ in {sorted(base.keys() ^ own.keys())}"
+        )
         for name, parameter in own.items():
-            assert parameter.shape == base[name].shape, f"{name} is {parameter.shape}, not {base[name].shape}"
+            assert parameter.shape == base[name].shape, (
+                f"{name} is {parameter.shape}, not {base[name].shape}"
+            )
             parameter.data = base[name]
         adapter = self.lora_parameters()
-        whole, parts = allocate({name: parameter.shape for name, parameter in adapter.items()}, torch.float32, where)
+        whole, parts = allocate(
+            {name: parameter.shape for name, parameter in adapter.items()}, torch.float32, where
+        )
         whole.zero_()
         for name, parameter in adapter.items():
             parameter.data = parts[name]
@@ -86,16 +101,19 @@ class Policy(nn.Module):
         }
 
     def _base_name(self, name: str) -> str:
-        """The `WeightRule`'s name of this stage's parameter: Megatron counts the layers of each stage from 0, and has a
-        tied table of the last stage in its output layer."""
+        """The `WeightRule`'s name of this stage's parameter: Megatron counts the layers of each
+        stage from 0, and has a tied table of the last stage in its output layer."""
         if name == "output_layer.weight" and self.arch.tie_embeddings:
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
         index, dot, rest = rest.partition(".")
-        return f"{head}{layers}{int(index) + self.stage.layers.start}{dot}{rest}" if layers else name
+        return (
+            f"{head}{layers}{int(index) + self.stage.layers.start}{dot}{rest}" if layers else name
+        )
 
     def train_base(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by `base`'s names."""
+        """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by
+        `base`'s names."""
         for name, parameter in self.base().items():
             gradients.attach(parameter, buffers[name])
         if not self.stage.last:
@@ -112,14 +130,16 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def quantise_base(self) -> None:
-        """Quantise the base weights of all linear layers, when they have been read. Their values are lost.
+        """Quantise the base weights of all linear layers, when they have been read. Their values
+        are lost.
 
         Raises InvalidInput for a model or a GPU that FP8 is not for.
         """
         fp8.check_device()
         if self.arch.moe is not None:
             raise InvalidInput(
-                f"FP8 is built for dense models, not for {self.arch.model_type}; set TANDEM_BASE_PRECISION=same",
+                f"FP8 is built for dense models, not for {self.arch.model_type}; set"
+                " TANDEM_BASE_PRECISION=same",
                 field="TANDEM_BASE_PRECISION",
             )
         for layer in self._linear_layers():
@@ -136,8 +156,9 @@ class Policy(nn.Module):
     def offload(self) -> int:
         """Give back the device memory of all parameters; returns the bytes given back.
 
-        What is trained goes to host memory. Frozen base weights are dropped, because they are in files. Nothing may be
-        computed until `restore`, and until the base weights that were dropped are read again.
+        What is trained goes to host memory. Frozen base weights are dropped, because they are in
+        files. Nothing may be computed until `restore`, and until the base weights that were dropped
+        are read again.
         """
         self.stage.finish()
         for layer in self._linear_layers():
@@ -146,29 +167,35 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
 
     def restore(self) -> None:
-        """Undo `offload`: the same memory and adapter, but frozen base weights are uninitialised."""
+        """Undo `offload`: the same memory and adapter, but frozen base weights are
+        uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files. Raises as `check_adapter`, with the adapter in memory unchanged, and as
-        `AdapterParts.read`."""
+        """Fill the adapter from PEFT's files. Raises as `check_adapter`, with the adapter in memory
+        unchanged, and as `AdapterParts.read`."""
         assert self.lora is not None
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """PEFT key -> whole fp32 tensor on the CPU, on every rank. A collective of all ranks."""
-        return self.adapter.whole({name: parameter.data for name, parameter in self.lora_parameters().items()})
+        return self.adapter.whole(
+            {name: parameter.data for name, parameter in self.lora_parameters().items()}
+        )
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all ranks of a stage."""
+        """Name (`stacked_name`) -> this rank's part, fp32, trainable; in the same order on all
+        ranks of a stage."""
         return {name: tensor.parameter for name, tensor in self.adapter.tensors.items()}
 
     @contextlib.contextmanager
     def adapter_fixed(self) -> Iterator[None]:
-        """Within the block nobody may change the adapter, so layers cast it once and not in each pass. The experts'
-        adapters are too large to be kept twice."""
-        layers = {str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets}
+        """Within the block nobody may change the adapter, so layers cast it once and not in each
+        pass. The experts' adapters are too large to be kept twice."""
+        layers = {
+            str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets
+        }
         shapes = {
             name + part: shape
             for name, layer in layers.items()
@@ -195,10 +222,11 @@ class Policy(nn.Module):
             self._switch.on = before
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """log p and entropy of every item at `temperature`; logits are computed at the items' sources only.
+        """log p and entropy of every item at `temperature`; logits are computed at the items'
+        sources only.
 
-        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`). Every stage goes back
-        from its own, by `Pipeline.backward`.
+        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`).
+        Every stage goes back from its own, by `Pipeline.backward`.
         """
         items, row = len(row.item_token), self.laid_out(row)
         hidden = self.gpt.decoder(self._first_hidden(row), **self.decoder_inputs(row))[:, 0]
@@ -209,13 +237,17 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """Load and compile the kernels that a process's first `forward` would load. Runs one layer with whatever is in
-        the weights' memory, which may be written meanwhile. A collective of the ranks that share layers."""
+        """Load and compile the kernels that a process's first `forward` would load. Runs one layer
+        with whatever is in the weights' memory, which may be written meanwhile. A collective of the
+        ranks that share layers.
+        """
         decoder, row = self.gpt.decoder, self.laid_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
         hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
         if self.stage.last:
-            self._outputs(row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0).logprobs.cpu()
+            self._outputs(
+                row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0
+            ).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
         """`hidden`: the final hidden states [S, hidden] (`sequence`: of this rank's tokens)."""
@@ -234,8 +266,8 @@ class Policy(nn.Module):
         return ItemOutputs(logprobs, entropy)
 
     def laid_out(self, row: RowTensors) -> RowTensors:
-        """What this rank has of the row, in slots that tensor-parallel ranks can divide. What makes the layers' inputs
-        takes such a row."""
+        """What this rank has of the row, in slots that tensor-parallel ranks can divide. What makes
+        the layers' inputs takes such a row."""
         sizes, row = self.topology.sizes, dealt(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
@@ -252,12 +284,20 @@ class Policy(nn.Module):
         """Zeros in the shape of what a layer gets."""
         sizes = self.topology.sizes
         slots = len(row.tokens) // (sizes.tensor if sizes.sequence else 1)
-        return torch.zeros(slots, 1, self.arch.hidden_size, dtype=self.config.params_dtype, device=row.tokens.device)
+        return torch.zeros(
+            slots,
+            1,
+            self.arch.hidden_size,
+            dtype=self.config.params_dtype,
+            device=row.tokens.device,
+        )
 
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers, beside the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
-        rotations = [rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq]
+        rotations = [
+            rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq
+        ]
         params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
             params.windowed = tree_params(
@@ -272,11 +312,14 @@ class Policy(nn.Module):
     def head(self) -> torch.Tensor:
         """The output layer's weight [vocabulary of this rank, hidden]."""
         tied = self.arch.tie_embeddings
-        return self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        return (
+            self.gpt.shared_embedding_or_output_weight() if tied else self.gpt.output_layer.weight
+        )
 
 
 class _AllTokens(torch.autograd.Function):
-    """[S / ranks, hidden] -> [S, hidden]. Every rank has the whole gradient of the result, so none is summed."""
+    """[S / ranks, hidden] -> [S, hidden]. Every rank has the whole gradient of the result, so none
+    is summed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

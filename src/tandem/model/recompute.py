@@ -1,4 +1,5 @@
-"""Chooses what each layer keeps for its backward pass, so that a row fits the device's memory (`Keep`).
+"""Chooses what each layer keeps for its backward pass, so that a row fits the device's memory
+(`Keep`).
 
 Levels change neither results nor their bits, only memory and time.
 """
@@ -15,15 +16,17 @@ from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 
 LEAST_HEADROOM = 2**29
-"""Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help, twice what a
-layer's passes take stays free: gaps grow with the tensors."""
+"""Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,
+twice what a layer's passes take stays free: gaps grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[Keep]:
-    """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by layer.
+    """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by
+    layer.
 
-    It measures one layer at each level on the device, which takes as long as a few layers of a training step. On the
-    CPU everything is kept. A collective of all ranks; those of a pipeline stage choose the same.
+    It measures one layer at each level on the device, which takes as long as a few layers of a
+    training step. On the CPU everything is kept. A collective of all ranks; those of a pipeline
+    stage choose the same.
     """
     layers = policy.gpt.decoder.layers
     levels = [Keep.ALL] * len(layers)
@@ -31,11 +34,14 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
         try:
             levels = _fitting(policy, row)
         except torch.OutOfMemoryError:  # of one layer that keeps everything
-            if policy.topology.sizes.layers_shared:  # others wait in the layer's collectives: this rank must end
+            # Others wait in the layer's collectives: this rank must end.
+            if policy.topology.sizes.layers_shared:
                 raise
             levels = [Keep.INPUT] * len(layers)  # others wait for this rank's levels
     stage = policy.topology.place.pipeline
-    of_stage = [theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage]
+    of_stage = [
+        theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage
+    ]
     levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
     for layer, level in zip(layers, levels, strict=True):
         layer.keep = level
@@ -44,7 +50,9 @@ def fit(policy: Policy, row: RowTensors) -> list[Keep]:
 
 def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     """The levels that this rank's device has room for."""
-    parallel.connect_gradients(experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes))
+    parallel.connect_gradients(
+        experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
+    )
     kept, working = _measure(policy, row)
     total = torch.cuda.get_device_properties(device.device()).total_memory
     most = min(
@@ -56,17 +64,24 @@ def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
         transient = 2 * max(working.values())
     else:
         transient = max(kept[level] + working[level] for level in Keep) - kept[Keep.ALL]
-    budget = most - max(HEADROOM * most, LEAST_HEADROOM) - torch.cuda.memory_allocated() - max(transient, head)
+    budget = (
+        most
+        - max(HEADROOM * most, LEAST_HEADROOM)
+        - torch.cuda.memory_allocated()
+        - max(transient, head)
+    )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
-    everything, attention = choose_levels(Kept(*(in_flight * kept[level] for level in Keep)), layers, budget)
+    everything, attention = choose_levels(
+        Kept(*(in_flight * kept[level] for level in Keep)), layers, budget
+    )
     least = layers - everything - attention
     return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least
 
 
 def lower(policy: Policy) -> bool:
-    """After the memory ran out: halve the number of layers that keep more than their input, the fullest ones first to
-    their attention block alone. False if there are none, or if other ranks share this rank's layers: they would wait
-    for it in a collective.
+    """After the memory ran out: halve the number of layers that keep more than their input, the
+    fullest ones first to their attention block alone. False if there are none, or if other ranks
+    share this rank's layers: they would wait for it in a collective.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
@@ -80,9 +95,10 @@ def lower(policy: Policy) -> bool:
 
 
 def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:
-    """Bytes that one layer keeps at each level, and those that its passes take beside what layers keep: most at
-    `INPUT`, where the backward pass makes again what the others kept."""
-    layer, row = policy.gpt.decoder.layers[-1], policy.laid_out(row)  # a mixture's first layers may be dense
+    """Bytes that one layer keeps at each level, and those that its passes take beside what layers
+    keep: most at `INPUT`, where the backward pass makes again what the others kept."""
+    # A mixture's first layers may be dense.
+    layer, row = policy.gpt.decoder.layers[-1], policy.laid_out(row)
     # Random, because a router sends equal rows to the same experts; the same on all ranks.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
@@ -98,4 +114,6 @@ def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Kee
 
     passes(Keep.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
     measured = {level: passes(level) for level in Keep}
-    return {level: of[0] for level, of in measured.items()}, {level: of[1] for level, of in measured.items()}
+    return {level: of[0] for level, of in measured.items()}, {
+        level: of[1] for level, of in measured.items()
+    }

@@ -1,7 +1,8 @@
 """A packed row on the device, and the part of it that one rank computes.
 
-Context-parallel ranks share each row: its slots are dealt in blocks. Each rank computes its blocks' queries; keys and
-values are gathered for each layer and not kept. What is computed per slot needs nothing else.
+Context-parallel ranks share each row: its slots are dealt in blocks. Each rank computes its blocks'
+queries; keys and values are gathered for each layer and not kept. What is computed per slot needs
+nothing else.
 """
 
 import math
@@ -26,8 +27,10 @@ class Deal:
 
     slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's, rising
     place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
-    by_rank: torch.Tensor  # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank
-    items: torch.Tensor  # int64 [own items], on the device: those of the row that this rank predicts
+    # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank.
+    by_rank: torch.Tensor
+    # int64 [own items], on the device: those of the row that this rank predicts.
+    items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
 
@@ -39,13 +42,17 @@ class Deal:
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """From the gradients of what `gather` returned those of its arguments, summed over the ranks in their order."""
+        """From the gradients of what `gather` returned those of its arguments, summed over the
+        ranks in their order."""
         q, k, v = gradients
-        k, v = parallel.scatter_sum(_reordered(torch.cat([k, v], 1), self.by_rank), self.group).chunk(2, 1)
+        k, v = parallel.scatter_sum(
+            _reordered(torch.cat([k, v], 1), self.by_rank), self.group
+        ).chunk(2, 1)
         return q, k, v
 
     def together(self, own: torch.Tensor) -> torch.Tensor:
-        """[own items] -> [items], of all ranks. Every rank computes the loss of all, so no gradient is summed."""
+        """[own items] -> [items], of all ranks. Every rank computes the loss of all, so no gradient
+        is summed."""
         whole: torch.Tensor = _Together.apply(own, self)
         return whole
 
@@ -64,9 +71,11 @@ class _Together(torch.autograd.Function):
 
 
 def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
-    """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many blocks of keys.
+    """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many
+    blocks of keys.
 
-    Blocks are dealt in the order of how many blocks of keys they see, the most first: to rank 0, 1, ..., and back.
+    Blocks are dealt in the order of how many blocks of keys they see, the most first: to rank 0, 1,
+    ..., and back.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
     order = np.argsort(-(partial | full).sum(1), kind="stable")
@@ -82,16 +91,20 @@ def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the model needs of a packed row, int64, on the device unless noted. Slots are indices into the row."""
+    """What the model needs of a packed row, int64, on the device unless noted. Slots are indices
+    into the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
-    subtree_end: torch.Tensor  # [S], or longer if the attention's row is: the rest is padding; on the host
+    # [S], or longer if the attention's row is: the rest is padding; on the host.
+    subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the router chooses.
+    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the
+    # router chooses.
     slot_experts: torch.Tensor | None = None
-    deal: Deal | None = None  # the other fields but `subtree_end` are then of this rank's slots and items
+    # The other fields but `subtree_end` are then of this rank's slots and items.
+    deal: Deal | None = None
 
 
 def dealt(row: RowTensors, topology: Topology) -> RowTensors:
@@ -102,25 +115,38 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
     unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
     row = padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
     blocks, where = dealt_blocks(row.subtree_end.cpu().numpy(), group.size()), row.tokens.device
-    own, by_rank = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel(), np.concatenate(blocks)
-    slots, place, order = (torch.from_numpy(array).to(where) for array in (own, np.argsort(by_rank), by_rank))
+    own, by_rank = (
+        (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel(),
+        np.concatenate(blocks),
+    )
+    slots, place, order = (
+        torch.from_numpy(array).to(where) for array in (own, np.argsort(by_rank), by_rank)
+    )
     number = torch.full_like(row.tokens, -1)  # of each slot among this rank's
     number[slots] = torch.arange(len(slots), device=where)
     sources, experts = number[row.item_source], row.slot_experts
     items = (sources >= 0).nonzero()[:, 0]  # waits for the device
     return RowTensors(
-        tokens=row.tokens[slots], positions=row.positions[slots], subtree_end=row.subtree_end,
-        item_source=sources[items], item_token=row.item_token[items],
+        tokens=row.tokens[slots],
+        positions=row.positions[slots],
+        subtree_end=row.subtree_end,
+        item_source=sources[items],
+        item_token=row.item_token[items],
         slot_experts=None if experts is None else experts[slots],
         deal=Deal(slots, place, order, items, len(row.item_source), group),
-    )  # fmt: skip
+    )
 
 
 def padded(row: RowTensors, slots: int) -> RowTensors:
-    """The row with so many slots, of which the new ones are padding. `subtree_end` may be longer already."""
+    """The row with so many slots, of which the new ones are padding. `subtree_end` may be longer
+    already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(
-        row, tokens=pad(row.tokens, (0, missing)), positions=pad(row.positions, (0, missing)),
-        subtree_end=torch.cat([ends, torch.arange(len(ends), max(slots, len(ends)), device=ends.device) + 1]),
+        row,
+        tokens=pad(row.tokens, (0, missing)),
+        positions=pad(row.positions, (0, missing)),
+        subtree_end=torch.cat(
+            [ends, torch.arange(len(ends), max(slots, len(ends)), device=ends.device) + 1]
+        ),
         slot_experts=None if experts is None else pad(experts, (0, 0, 0, 0, 0, missing), value=-1),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access goes through it."""
+"""The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access
+goes through it."""
 
 import json
 import os
@@ -22,7 +23,8 @@ class Spool:
     """A spool, for many processes at once."""
 
     def __init__(self, root: Path | str) -> None:
-        """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be read."""
+        """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be
+        read."""
         self.root = Path(root).absolute()
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
@@ -38,50 +40,63 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from there."""
+        """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from
+        there."""
         paths = Paths(Path(root).absolute())
         with fs.volume_errors(paths.root):
             for directory in paths.directories:
                 fs.make_dir(directory)
-            for file in paths.locks:  # made now, so that a full disk can't keep anybody from locking later
+            # Made now, so that a full disk can't keep anybody from locking later.
+            for file in paths.locks:
                 if not fs.exists(file):
                     file.touch()
             if not fs.exists(paths.version_file):
-                fs.write_atomic(paths.version_file, json.dumps({"schema_version": SCHEMA_VERSION}).encode())
+                fs.write_atomic(
+                    paths.version_file, json.dumps({"schema_version": SCHEMA_VERSION}).encode()
+                )
         return cls(paths.root)
 
     def check(self) -> None:
-        """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty directory, which would look
-        like a spool without runs and jobs."""
+        """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
+        directory, which would look like a spool without runs and jobs."""
         path = self.paths.version_file
         with fs.volume_errors(self.root):
             content = fs.read_bytes(path)
         if content is None:
             reason = "it is a file" if self.root.is_file() else f"{path} does not exist"
             raise SpoolUnusable(
-                f"{self.root} is not a spool: {reason}; set TANDEM_ROOT to the shared volume's directory, or make a "
-                "spool there first (the controller and `tandem up` do)"
+                f"{self.root} is not a spool: {reason}; set TANDEM_ROOT to the shared volume's"
+                " directory, or make a spool there first (the controller and `tandem up` do)"
             )
         try:
             version = int(json.loads(content)["schema_version"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise SpoolUnusable(f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}') from error
+            raise SpoolUnusable(
+                f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}'
+            ) from error
         if version != SCHEMA_VERSION:
-            problem = f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"
+            problem = (
+                f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"
+            )
             raise SpoolUnusable(f"{problem}; use the same Tandem version in all containers")
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
-        with fs.volume_errors(self.root), TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file:
+        with (
+            fs.volume_errors(self.root),
+            TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file,
+        ):
             fs.write_all(file.fileno(), b"\0" * 4096)
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """What is damaged and left out, by kind: `job` (files that were set aside), `name` (names among the jobs' files
-        that are no job's), `run`. Each entry names a path."""
+        """What is damaged and left out, by kind: `job` (files that were set aside), `name` (names
+        among the jobs' files that are no job's), `run`. Each entry names a path."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
-        runs = [f"{self.paths.runs / name}: {problem}" for name, problem in self.runs.damaged().items()]
+        runs = [
+            f"{self.paths.runs / name}: {problem}" for name, problem in self.runs.damaged().items()
+        ]
         return {"job": jobs, "name": names, "run": runs}
 
     def job_lock(self, job_id: str) -> AbstractContextManager[int]:
@@ -89,9 +104,11 @@ class Spool:
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
-        """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is another."""
+        """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is
+        another."""
         return hold_runner_lock(self.paths, runner)
 
     def runner(self) -> RunnerInfo | None:
-        """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not call this."""
+        """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not
+        call this."""
         return runner_info(self.paths)

@@ -1,4 +1,5 @@
-"""Checkpoints, `runs/<run>/checkpoints/<8 digits>/`, and whole merged weights, `runs/<run>/merged/<8 digits>/`.
+"""Checkpoints, `runs/<run>/checkpoints/<8 digits>/`, and whole merged weights,
+`runs/<run>/merged/<8 digits>/`.
 
 Both are immutable once they have that name.
 """
@@ -43,13 +44,16 @@ class Checkpoints:
         return [directory / name for name in listing(directory)]
 
     def size(self, run: str) -> int:
-        """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole merged weights;
-        NotFound without the run."""
+        """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole
+        merged weights; NotFound without the run."""
         directory = self._runs.directory(run)
-        return sum(_bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged"))
+        return sum(
+            _bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged")
+        )
 
     def pin(self, run: str, step: int) -> None:
-        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it; NotFound."""
+        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it;
+        NotFound."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
@@ -66,14 +70,17 @@ class Checkpoints:
         return self._runs.directory(run) / "pinned"
 
     def changed(self, run: str) -> float:
-        """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without the run."""
+        """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without
+        the run."""
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
         """The newest step; CheckpointDamaged if the run has none."""
         newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
         if newest is None:
-            raise CheckpointDamaged(f"run {run!r} has no checkpoint, not even step 0: restore its directory")
+            raise CheckpointDamaged(
+                f"run {run!r} has no checkpoint, not even step 0: restore its directory"
+            )
         return int(newest)
 
     def path(self, run: str, step: int) -> Path:
@@ -82,13 +89,17 @@ class Checkpoints:
         if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
             known = f"{steps[0]} to {steps[-1]}" if steps else "none"
-            removed = " without those that were removed" if steps and len(steps) <= steps[-1] else ""
-            raise NotFound(f"run {run!r} has no checkpoint {step}; it has {known}{removed}", field="step")
+            removed = (
+                " without those that were removed" if steps and len(steps) <= steps[-1] else ""
+            )
+            raise NotFound(
+                f"run {run!r} has no checkpoint {step}; it has {known}{removed}", field="step"
+            )
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
-        """The manifest; NotFound without the checkpoint, CheckpointDamaged if the manifest is missing, unreadable or of
-        another checkpoint."""
+        """The manifest; NotFound without the checkpoint, CheckpointDamaged if the manifest is
+        missing, unreadable or of another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
@@ -98,41 +109,58 @@ class Checkpoints:
             self.path(run, step)  # the checkpoint may have been removed meanwhile
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
-            raise CheckpointDamaged(f"{path} is altered: it names run {manifest.run!r} and step {manifest.step}")
+            raise CheckpointDamaged(
+                f"{path} is altered: it names run {manifest.run!r} and step {manifest.step}"
+            )
         return manifest
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
-        """Differs where the manifest is another file, or was written again; None without one. NotFound without the
-        checkpoint."""
+        """Differs where the manifest is another file, or was written again; None without one.
+        NotFound without the checkpoint."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def has(self, run: str, step: int, sha256: str) -> bool:
-        """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its manifest."""
+        """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its
+        manifest."""
         with suppress(NotFound, CheckpointDamaged):
             return self.manifest(run, step).weights_sha256 == sha256
         return False
 
     def verify(self, run: str, step: int) -> Manifest:
-        """The manifest, after comparing every file with it. CheckpointDamaged names each damaged file."""
+        """The manifest, after comparing every file with it. CheckpointDamaged names each damaged
+        file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
         return manifest
 
     def commit(
-        self, staged_dir: Path, run: str, step: int, job: str, sha256: Mapping[str, str] | None = None, **details: Any
+        self,
+        staged_dir: Path,
+        run: str,
+        step: int,
+        job: str,
+        sha256: Mapping[str, str] | None = None,
+        **details: Any,
     ) -> Manifest:
-        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if this fails, it stays
-        where it was. `sha256`: hashes of files whose writer knows them. `details`: the manifest's other fields.
-        Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if the directory holds
-        anything but plain files."""
+        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if
+        this fails, it stays where it was. `sha256`: hashes of files whose writer knows them.
+        `details`: the manifest's other fields. Conflict (field `step`) if the step exists or does
+        not follow the newest; InvalidInput if the directory holds anything but plain files."""
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
-            problem = f"run {run!r} has a checkpoint {step} already" if step <= newest else "there would be a gap"
-            raise Conflict(f"{problem}: its newest is {newest}, so the next is {newest + 1}, not {step}", field="step")
+            problem = (
+                f"run {run!r} has a checkpoint {step} already"
+                if step <= newest
+                else "there would be a gap"
+            )
+            raise Conflict(
+                f"{problem}: its newest is {newest}, so the next is {newest + 1}, not {step}",
+                field="step",
+            )
         manifest = Manifest(run=run, step=step, job=job, created=time.time(), files={}, **details)
         with fs.volume_errors(target):
             manifest = write_manifest(staged_dir, manifest, sha256)
@@ -140,13 +168,16 @@ class Checkpoints:
             try:
                 fs.rename_dir(staged_dir, target)
             except FileExistsError as error:  # a rank of an earlier attempt has done it meanwhile
-                raise Conflict(f"run {run!r} has a checkpoint {step} already", field="step") from error
+                raise Conflict(
+                    f"run {run!r} has a checkpoint {step} already", field="step"
+                ) from error
         return manifest
 
     def rollback(self, run: str, step: int) -> list[int]:
-        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns their steps. Conflict
-        (field `step`) if jobs of the run are queued or running, since they build on these checkpoints. A crash half-way
-        leaves a whole, shorter chain; calling again does the rest."""
+        """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
+        their steps. Conflict (field `step`) if jobs of the run are queued or running, since they
+        build on these checkpoints. A crash half-way leaves a whole, shorter chain; calling again
+        does the rest."""
         with self._runs.lock(run):
             self.path(run, step)
             self._jobs.check_none_pending(run, "step")
@@ -157,7 +188,8 @@ class Checkpoints:
                 try:
                     for other in later:
                         fs.remove_file(self._pins(run) / step_name(other))
-                    for other in later:  # the volume keeps the order of renames, so one sync for all is enough
+                    # The volume keeps the order of renames, so one sync for all is enough.
+                    for other in later:
                         name = step_name(other)
                         (checkpoints / name).rename(discarded / f"{name}-{fs.new_ulid()}")
                 finally:
@@ -166,13 +198,18 @@ class Checkpoints:
             return later
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
-        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included. Verifies the copy.
-        Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has another base model or LoRA shape;
-        CheckpointDamaged; NotFound. While it copies, the run may change: open files outlive their names."""
+        """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
+        Verifies the copy. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has
+        another base model or LoRA shape; CheckpointDamaged; NotFound. While it copies, the run may
+        change: open files outlive their names.
+        """
         with ExitStack() as opened:
             with self._runs.lock(run):
                 manifest = self._forkable(run, step, new)
-                files = {name: opened.enter_context(self._open(run, step, name)) for name in manifest.files}
+                files = {
+                    name: opened.enter_context(self._open(run, step, name))
+                    for name in manifest.files
+                }
             origin = Origin(run=run, step=step)
             details = manifest.model_dump(include={"topology", "versions", "metrics", "probe"})
 
@@ -182,7 +219,8 @@ class Checkpoints:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with target.open("xb") as out:
                         shutil.copyfileobj(file, out, _COPY_BYTES)
-                    # Before the next one is copied: `recovery.sweep` removes what has not changed for an hour.
+                    # Before the next one is copied: `recovery.sweep` removes what has not changed
+                    # for an hour.
                     self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -193,11 +231,18 @@ class Checkpoints:
         source = self._runs.get(run)
         for field in ("base_model", "lora"):
             if (kept := getattr(source, field)) != getattr(new, field):
-                raise InvalidInput(f"a fork keeps the {field} of {run!r}, which is {kept}", field=field)
+                raise InvalidInput(
+                    f"a fork keeps the {field} of {run!r}, which is {kept}", field=field
+                )
         manifest = self.manifest(run, step)
         if manifest.optimizer_state is not None:
-            problem = f"{run}@{step} has no optimizer state, which a fork needs (TANDEM_OPTIMIZER_STATE_EVERY)"
-            raise InvalidInput(f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step")
+            problem = (
+                f"{run}@{step} has no optimizer state, which a fork needs"
+                " (TANDEM_OPTIMIZER_STATE_EVERY)"
+            )
+            raise InvalidInput(
+                f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step"
+            )
         return manifest
 
     def _check_copy(self, copy: Path, run: str, manifest: Manifest, name: str) -> None:
@@ -217,7 +262,8 @@ class Checkpoints:
 
 
 class MergedFiles:
-    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, with these files."""
+    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, with these
+    files."""
 
     def __init__(self, runs: Runs, served: ServedRecords) -> None:
         self._runs, self._served = runs, served
@@ -231,8 +277,10 @@ class MergedFiles:
         return {int(name): directory / name for name in listing(directory) if _is_step(name)}
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
-        """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of other steps but the
-        served one and the one before. Returns their bytes. If this fails, `staged` stays where it was."""
+        """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of
+        other steps but the served one and the one before. Returns their bytes. If this fails,
+        `staged` stays where it was.
+        """
         run, directory = checkpoint.run, self._dir(checkpoint.run)
         target = directory / step_name(checkpoint.step)
         with fs.volume_errors(target):
@@ -242,7 +290,8 @@ class MergedFiles:
             fs.remove_tree(target)  # of a checkpoint that a rollback discarded
             fs.rename_dir(staged, target)
         served, names = self._served.get(run), listing(directory)
-        # vLLM may still read those of the step before. On NFS a reader on another host loses files that are removed.
+        # vLLM may still read those of the step before. On NFS a reader on another host loses files
+        # that are removed.
         before = [name for name in names if name < target.name][-1:]
         keep = {target.name, *before, step_name(served.step) if served else ""}
         for name in names:
@@ -251,11 +300,14 @@ class MergedFiles:
         return sum(entry.size for entry in manifest.files.values())
 
     def find(self, checkpoint: Manifest) -> Path | None:
-        """The directory with the whole weights of this checkpoint, after comparing every file with its manifest; None
-        if there is none. CheckpointDamaged names each damaged file."""
+        """The directory with the whole weights of this checkpoint, after comparing every file with
+        its manifest; None if there is none. CheckpointDamaged names each damaged file."""
         directory = self._dir(checkpoint.run) / step_name(checkpoint.step)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
-        if manifest is None or (manifest.job, manifest.created) != (checkpoint.job, checkpoint.created):
+        if manifest is None or (manifest.job, manifest.created) != (
+            checkpoint.job,
+            checkpoint.created,
+        ):
             return None
         verify_files(directory, manifest)
         return directory
@@ -269,7 +321,8 @@ def _bytes_of_all(directory: Path) -> int:
 
 @remembered
 def _bytes_of(directory: Path) -> int:
-    """Bytes of all files below; those that vanish meanwhile, or are links to nowhere, don't count."""
+    """Bytes of all files below; those that vanish meanwhile, or are links to nowhere, don't
+    count."""
     total = 0
     for here, _, files in os.walk(directory):
         for name in files:

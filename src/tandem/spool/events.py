@@ -1,4 +1,5 @@
-"""Events of jobs: `jobs/events/<id>.jsonl`, one JSON object per line, appended under the job's lock."""
+"""Events of jobs: `jobs/events/<id>.jsonl`, one JSON object per line, appended under the job's
+lock."""
 
 import json
 import os
@@ -22,16 +23,26 @@ class Events:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
-    def append(self, job_id: str, type: EventType, *, attempt: int = 0, **data: Any) -> Event:  # noqa: A002
-        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become null. Ends a line that
-        a dead writer left unterminated. Raises SpoolUnusable, and then the file is as before."""
+    def append(
+        self,
+        job_id: str,
+        type: EventType,  # noqa: A002
+        *,
+        attempt: int = 0,
+        **data: Any,
+    ) -> Event:
+        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become
+        null. Ends a line that a dead writer left unterminated. Raises SpoolUnusable, and then the
+        file is as before."""
         path, lock = self._paths.events_file(job_id), file_lock(self._paths.job_lock(job_id))
         if not path.is_file() and (path.is_dir() or path.is_symlink()):
             fs.remove_file(path)  # damage, which must not keep the job from its end
         with lock, fs.volume_errors(path), path.open("a+b", buffering=0) as file:
             fd, size = file.fileno(), file.tell()
             seq, terminated = _next_seq(fd, size)
-            event = Event(seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data)
+            event = Event(
+                seq=seq, time=time.time(), job=job_id, type=type, attempt=attempt, data=data
+            )
             # ASCII only: many readers end a line at U+2028 and its like.
             content = json.dumps(json.loads(event.model_dump_json()))
             try:
@@ -50,11 +61,17 @@ class Events:
         """All events, in order; empty if the job has none (yet)."""
         return _parse(fs.read_bytes(self._paths.events_file(job_id)) or b"")
 
-    def since(self, job_id: str, offset: int, limit: int | None = None) -> tuple[list[Event], int, int]:
-        """Events of the complete lines from byte `offset` on, the offset to go on from, and where reading ended.
-        `limit`: reads this many bytes, or as many times as many as the first line needs."""
+    def since(
+        self, job_id: str, offset: int, limit: int | None = None
+    ) -> tuple[list[Event], int, int]:
+        """Events of the complete lines from byte `offset` on, the offset to go on from, and where
+        reading ended. `limit`: reads this many bytes, or as many times as many as the first line
+        needs."""
         content = b""
-        with suppress(FileNotFoundError, IsADirectoryError), self._paths.events_file(job_id).open("rb") as file:
+        with (
+            suppress(FileNotFoundError, IsADirectoryError),
+            self._paths.events_file(job_id).open("rb") as file,
+        ):
             file.seek(offset)
             while part := file.read(-1 if limit is None else limit):
                 content += part
@@ -77,8 +94,8 @@ def _parse(content: bytes) -> list[Event]:
 
 
 def _next_seq(fd: int, size: int) -> tuple[int, bool]:
-    """The number after the last whole event's, and whether the file ends with a newline. A whole event without its
-    newline counts."""
+    """The number after the last whole event's, and whether the file ends with a newline. A whole
+    event without its newline counts."""
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")

@@ -1,7 +1,8 @@
 """Files on the volume: durable, committed by rename, with errors that say what to do.
 
-Every write goes to a temporary name beside its target (`.tmp-…`, which listings leave out), is fsynced and renamed, and
-then the directory is fsynced. So a name that exists is complete. A failed write removes its temporary name.
+Every write goes to a temporary name beside its target (`.tmp-…`, which listings leave out), is
+fsynced and renamed, and then the directory is fsynced. So a name that exists is complete. A failed
+write removes its temporary name.
 """
 
 import errno
@@ -25,22 +26,43 @@ _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permissi
 # errno -> (what is wrong, what to do)
 _REMEDIES = {
     errno.ENOSPC: ("the volume is full", "free space on it or enlarge it, then try again"),
-    errno.EDQUOT: ("the quota of the volume is used up", "free space on it or raise the quota, then try again"),
+    errno.EDQUOT: (
+        "the quota of the volume is used up",
+        "free space on it or raise the quota, then try again",
+    ),
     errno.EROFS: ("the volume is mounted read-only", "mount it read-write in this container"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
-    **dict.fromkeys(_NO_FILE, ("it is a directory or a link to itself", "remove it, or restore the file from a copy")),
-    errno.ENOTDIR: ("a part of the path is a file, not a directory", "point TANDEM_ROOT at a directory"),
-    errno.ENOLCK: ("the volume has no file locks", "mount it with working locks (NFSv4, not 'nolock')"),
-    errno.EIO: ("the volume reports an input/output error", "check the disk or the network file system"),
-    errno.EMFILE: ("this process has too many files open", "try again later, or raise its limit (ulimit -n)"),
-    errno.ENFILE: ("this machine has too many files open", "try again later, or raise its limit (fs.file-max)"),
+    **dict.fromkeys(
+        _NO_FILE,
+        ("it is a directory or a link to itself", "remove it, or restore the file from a copy"),
+    ),
+    errno.ENOTDIR: (
+        "a part of the path is a file, not a directory",
+        "point TANDEM_ROOT at a directory",
+    ),
+    errno.ENOLCK: (
+        "the volume has no file locks",
+        "mount it with working locks (NFSv4, not 'nolock')",
+    ),
+    errno.EIO: (
+        "the volume reports an input/output error",
+        "check the disk or the network file system",
+    ),
+    errno.EMFILE: (
+        "this process has too many files open",
+        "try again later, or raise its limit (ulimit -n)",
+    ),
+    errno.ENFILE: (
+        "this machine has too many files open",
+        "try again later, or raise its limit (fs.file-max)",
+    ),
     errno.ESTALE: ("the network file system's handle is stale", "mount the volume again"),
 }
 
 
 def new_ulid(at: float | None = None) -> str:
-    """A ULID: 26 characters of Crockford base32; 48 bits of milliseconds (`at`: Unix seconds, by default now), then 80
-    random bits."""
+    """A ULID: 26 characters of Crockford base32; 48 bits of milliseconds (`at`: Unix seconds, by
+    default now), then 80 random bits."""
     value = (int((time.time() if at is None else at) * 1000) << 80) | int.from_bytes(os.urandom(10))
     return "".join(_CROCKFORD[(value >> shift) & 31] for shift in range(125, -5, -5))
 
@@ -52,7 +74,8 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError about the state of the volume into SpoolUnusable naming `path`; other errors pass."""
+    """Turns an OSError about the state of the volume into SpoolUnusable naming `path`; other errors
+    pass."""
     try:
         yield
     except OSError as error:
@@ -62,7 +85,8 @@ def volume_errors(path: Path) -> Iterator[None]:
 
 
 def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
-    """The SpoolUnusable that an OSError about the state of the volume means; None for another OSError."""
+    """The SpoolUnusable that an OSError about the state of the volume means; None for another
+    OSError."""
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
@@ -76,15 +100,18 @@ def fsync_dir(directory: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems can't fsync a directory, and don't need it
+        # Some network file systems can't fsync a directory, and don't need it.
+        if error.errno != errno.EINVAL:
             raise
     finally:
         os.close(fd)
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes `directory` and everything below it durable, and its files readable by all who can read the directory:
-    safetensors writes files that only their user can read, but the users of a group share the volume."""
+    """Makes `directory` and everything below it durable, and its files readable by all who can read
+    the directory: safetensors writes files that only their user can read, but the users of a group
+    share the volume.
+    """
     with volume_errors(directory):
         for here, _, files in os.walk(directory, topdown=False):
             shared = Path(here).stat().st_mode & 0o666
@@ -105,9 +132,9 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any point. Not
-    `durable`: after a loss of power the file may be old, empty or missing. Raises SpoolUnusable (full, read-only, no
-    permission, …), and leaves no temporary file then."""
+    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any
+    point. Not `durable`: after a loss of power the file may be old, empty or missing. Raises
+    SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -131,7 +158,8 @@ def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> 
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new directory under `parent` with a temporary name; removed at the end unless it was renamed away."""
+    """A new directory under `parent` with a temporary name; removed at the end unless it was
+    renamed away."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
         directory.mkdir()
@@ -142,8 +170,8 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Makes the directory, also if another process removes
-    it at the same moment because it is empty."""
+    """The result of `action`, which puts a file into `directory`. Makes the directory, also if
+    another process removes it at the same moment because it is empty."""
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
@@ -169,16 +197,16 @@ def remove_empty(*directories: Path) -> None:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Moves a file within the volume, replacing `target`. Makes the target's directory. The file is durable at
-    `target`; after a loss of power it may also be at `source` again."""
+    """Moves a file within the volume, replacing `target`. Makes the target's directory. The file is
+    durable at `target`; after a loss of power it may also be at `source` again."""
     with volume_errors(target):
         in_made_dir(target.parent, lambda: source.replace(target))
         fsync_dir(target.parent)
 
 
 def rename_dir(source: Path, target: Path) -> None:
-    """Moves a directory within the volume, durably. FileExistsError if `target` exists. The content must be durable
-    already (`fsync_tree`)."""
+    """Moves a directory within the volume, durably. FileExistsError if `target` exists. The content
+    must be durable already (`fsync_tree`)."""
     taken = FileExistsError(errno.EEXIST, "exists already", str(target))
     if exists(target):
         raise taken
@@ -194,7 +222,8 @@ def rename_dir(source: Path, target: Path) -> None:
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
-    """Removes a file, or a directory in its place, if it is there. Not `durable`: a loss of power may bring it back."""
+    """Removes a file, or a directory in its place, if it is there. Not `durable`: a loss of power
+    may bring it back."""
     with volume_errors(path):
         try:
             path.unlink()
@@ -207,8 +236,8 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped). Renames it to a
-    temporary name first, unless it has one, so that nobody finds half of it."""
+    """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
+    Renames it to a temporary name first, unless it has one, so that nobody finds half of it."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
             directory = directory.rename(temporary_beside(directory))
@@ -216,8 +245,8 @@ def remove_tree(directory: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether the name exists. Opens its directory first: an NFS client, which remembers absent names, then asks the
-    server whether the directory has changed."""
+    """Whether the name exists. Opens its directory first: an NFS client, which remembers absent
+    names, then asks the server whether the directory has changed."""
     fd = open_dir(path.parent)
     if fd is None and path.parent != path and exists(path.parent):
         fd = open_dir(path.parent)
@@ -241,9 +270,9 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist. `sure`: list the directory before
-    saying so. Otherwise an NFS client may not see a new file yet. Of a directory or a link to itself the content is
-    b"", which every reader takes for damage."""
+    """The content of a file that others replace by rename; None if it does not exist. `sure`: list
+    the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a
+    directory or a link to itself the content is b"", which every reader takes for damage."""
     for more in (4, 3, 2, 1, 0):
         try:
             return path.read_bytes()

@@ -1,9 +1,10 @@
 """Reads jobs. `tandem.spool.queue` changes them.
 
-A job is one file below `jobs/<state>/`, and the directory is its state. A crash can leave a job in two directories:
-then the strongest counts (terminal over running over queued). A job with a result is decided, whatever its directory,
-and has ended once its terminal event is written. A damaged file is moved to `jobs/damaged/`, and its job is gone. A
-file with keys of a newer version stays, and its job waits for a program of that version.
+A job is one file below `jobs/<state>/`, and the directory is its state. A crash can leave a job in
+two directories: then the strongest counts (terminal over running over queued). A job with a result
+is decided, whatever its directory, and has ended once its terminal event is written. A damaged file
+is moved to `jobs/damaged/`, and its job is gone. A file with keys of a newer version stays, and its
+job waits for a program of that version.
 """
 
 import heapq
@@ -33,22 +34,25 @@ def _key(name: str) -> JobKey | None:
 
 
 class Index:
-    """Which jobs there are, from the names of their files alone; what is damaged never gets in the way. Directories
-    hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within one hour. One that has not changed
-    is not listed again (`listing`), so no answer costs more because there are many jobs."""
+    """Which jobs there are, from the names of their files alone; what is damaged never gets in the
+    way. Directories hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within
+    one hour. One that has not changed is not listed again (`listing`), so no answer costs more
+    because there are many jobs."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
     def keys(self, directory: Path) -> tuple[JobKey, ...]:
-        """The jobs in a directory, by submission; the very same tuple as long as it has not changed."""
+        """The jobs in a directory, by submission; the very same tuple as long as it has not
+        changed."""
         names = listing(directory)
         if names.parsed is None:
             names.parsed = tuple(key for name in names if (key := _key(name)) is not None)
         return names.parsed
 
     def directories(self, state: JobState, run: str | None = None) -> list[Path]:
-        """The directories that hold the state's jobs, oldest jobs first; of queued jobs also by run."""
+        """The directories that hold the state's jobs, oldest jobs first; of queued jobs also by
+        run."""
         top = self._paths.state_dir(state)
         if state == "running":
             return [top]
@@ -66,7 +70,9 @@ class Index:
     def newest_first(self, state: JobState, run: str | None = None) -> Iterator[JobKey]:
         """The jobs in one state, newest first, listed as they are needed."""
         if state == "queued" and run is None:
-            return heapq.merge(*(self.newest_first(state, name) for name in self.queued_runs()), reverse=True)
+            return heapq.merge(
+                *(self.newest_first(state, name) for name in self.queued_runs()), reverse=True
+            )
         # Within a run, a later base step was submitted later, whatever the clocks say.
         directories = reversed(self.directories(state, run))
         keys = (key for directory in directories for key in reversed(self.keys(directory)))
@@ -88,11 +94,15 @@ class Index:
 
     def running(self, run: str | None = None) -> list[JobKey]:
         """The running jobs, by submission."""
-        return [key for key in self.keys(self._paths.state_dir("running")) if run in (None, key.run)]
+        return [
+            key for key in self.keys(self._paths.state_dir("running")) if run in (None, key.run)
+        ]
 
     def first_gap(self, run: str, step: int, running: Mapping[int, bool]) -> int:
-        """The first base step from `step` on that no job takes. `running`: whether the run's running jobs take theirs,
-        by base step; then the queue does not count, which a decided job's file may not have left yet."""
+        """The first base step from `step` on that no job takes. `running`: whether the run's
+        running jobs take theirs, by base step; then the queue does not count, which a decided job's
+        file may not have left yet.
+        """
         while True:
             queued = {key.base_step for key in self.keys(self._paths.queue_dir(run, step))}
             end = (step // BUCKET + 1) * BUCKET
@@ -104,7 +114,11 @@ class Index:
     def junk(self) -> list[Path]:
         """Names among the jobs' files that belong to no job."""
         top = self._paths.state_dir("queued")
-        found = [top / name for name in listing(top) if not is_run_name(name) or not (top / name).is_dir()]
+        found = [
+            top / name
+            for name in listing(top)
+            if not is_run_name(name) or not (top / name).is_dir()
+        ]
         for state in ("queued", "running", *TERMINAL):
             for directory in self.directories(state):
                 if not directory.is_dir():
@@ -130,11 +144,16 @@ class Jobs:
         return self._state(*located), located[1]
 
     def list(
-        self, run: str | None = None, states: Collection[JobState] | None = None, *, limit: int | None = None,
+        self,
+        run: str | None = None,
+        states: Collection[JobState] | None = None,
+        *,
+        limit: int | None = None,
         before: str | None = None,
-    ) -> JobList:  # fmt: skip
-        """Jobs of one run or all, in some states or all, oldest first; only the newest `limit`, only those submitted
-        before the job `before`. NotFound (field `before`) if there is no such job."""
+    ) -> JobList:
+        """Jobs of one run or all, in some states or all, oldest first; only the newest `limit`,
+        only those submitted before the job `before`. NotFound (field `before`) if there is no such
+        job."""
         wanted = frozenset(states or _STATES)
         bound = None
         if before is not None and (bound := self.find(before)) is None:
@@ -143,7 +162,9 @@ class Jobs:
         for key in self._candidates(run, wanted):
             if bound is not None and key >= bound:
                 continue
-            if (located := self.locate(key, sure=False)) is None and (located := self._locate_moving(key)) is None:
+            if (located := self.locate(key, sure=False)) is None and (
+                located := self._locate_moving(key)
+            ) is None:
                 continue
             state = self._state(*located)
             if state in wanted:
@@ -160,12 +181,21 @@ class Jobs:
 
     def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobKey]:
         """The jobs that may be in the states `wanted`, newest first, each once."""
-        # A decided job is in running/ until it has moved. It is listed before and after the queued ones, between which
-        # and running/ jobs move in both directions.
+        # A decided job is in running/ until it has moved. It is listed before and after the queued
+        # ones, between which and running/ jobs move in both directions.
         running = self.index.running(run)
-        others = [self.index.newest_first(state, run) for state in _STATES if state in wanted - {"running"}]
-        yield from (key for key, _ in groupby(heapq.merge(sorted(running, reverse=True), *others, reverse=True)))
-        yield from (key for key in self.index.running(run) if key not in running and wanted != {"queued"})
+        others = [
+            self.index.newest_first(state, run)
+            for state in _STATES
+            if state in wanted - {"running"}
+        ]
+        yield from (
+            key
+            for key, _ in groupby(heapq.merge(sorted(running, reverse=True), *others, reverse=True))
+        )
+        yield from (
+            key for key in self.index.running(run) if key not in running and wanted != {"queued"}
+        )
 
     def pending(self, run: str) -> JobList:
         """Queued and running jobs of the run, in the order of their base steps."""
@@ -176,10 +206,16 @@ class Jobs:
         jobs = [f"{job.spec.id} ({state})" for state, job in self.list(run, PENDING, limit=5)]
         for state in PENDING if not jobs else ():
             keys = self.index.newest_first(state, run)
-            jobs += [f"{key.id} ({state}, of a newer version)" for key in keys if self._is_unreadable(state, key)]
+            jobs += [
+                f"{key.id} ({state}, of a newer version)"
+                for key in keys
+                if self._is_unreadable(state, key)
+            ]
         if jobs:
             told = ", ".join(jobs[:5])
-            raise Conflict(f"run {run!r} has jobs that are not done: {told}; cancel them or wait", field=field)
+            raise Conflict(
+                f"run {run!r} has jobs that are not done: {told}; cancel them or wait", field=field
+            )
 
     def takes_step(self, key: JobKey) -> bool:
         """Whether a running job will make the step after its base step: it has no result yet."""
@@ -192,7 +228,8 @@ class Jobs:
         return self.locate(key) is None and fs.exists(self._paths.job_file(state, key))
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest job of the run that failed, else was cancelled, on this base step."""
+        """State and id of the newest job of the run that failed, else was cancelled, on this base
+        step."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -215,12 +252,20 @@ class Jobs:
         content = fs.read_bytes(self._paths.id_file(job_id), sure=sure)
         key = None if content is None else JobKey.parse(content.decode(errors="replace").strip())
         if content is not None and (key is None or key.id != job_id):  # damaged
-            return next((key for state in _STATES for key in self.index.newest_first(state) if key.id == job_id), None)
+            return next(
+                (
+                    key
+                    for state in _STATES
+                    for key in self.index.newest_first(state)
+                    if key.id == job_id
+                ),
+                None,
+            )
         return key
 
     def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
-        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`. Reads the weakest
-        directory first, so that a job that moves meanwhile is met later."""
+        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`.
+        Reads the weakest directory first, so that a job that moves meanwhile is met later."""
         key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
         if key is None:
             return None
@@ -238,19 +283,28 @@ class Jobs:
         return located
 
     def _is_newer(self, path: Path, error: Exception) -> bool:
-        """Whether a newer version of Tandem wrote the file, for its own trainer: it has keys that this one does not."""
-        newer = isinstance(error, ValidationError) and {one["type"] for one in error.errors()} == {"extra_forbidden"}
+        """Whether a newer version of Tandem wrote the file, for its own trainer: it has keys that
+        this one does not."""
+        newer = isinstance(error, ValidationError) and {one["type"] for one in error.errors()} == {
+            "extra_forbidden"
+        }
         if newer and path not in self._newer:
             self._newer.add(path)
-            log.error("left a job's file to a newer version; upgrade this program", path=path, error=str(error))
+            log.error(
+                "left a job's file to a newer version; upgrade this program",
+                path=path,
+                error=str(error),
+            )
         return newer
 
     def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
-        """Ends the job of a damaged file, unless a stronger directory has the job, and moves the file to where it
-        disturbs nobody. What fails, as on a full volume, the next reader tries again: a job whose file is gone has its
-        end."""
+        """Ends the job of a damaged file, unless a stronger directory has the job, and moves the
+        file to where it disturbs nobody. What fails, as on a full volume, the next reader tries
+        again: a job whose file is gone has its end."""
         target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
-        message = f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
+        message = (
+            f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
+        )
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
             if not fs.exists(path):
                 return  # another process was faster
@@ -266,12 +320,17 @@ class Jobs:
         """As `locate`; NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
             damaged = [name for name in listing(self._paths.damaged) if f",{job_id}.json." in name]
-            why = f": its file was damaged and is {self._paths.damaged / damaged[-1]}" if damaged else ""
+            why = (
+                f": its file was damaged and is {self._paths.damaged / damaged[-1]}"
+                if damaged
+                else ""
+            )
             raise NotFound(f"there is no job {job_id!r}{why}", field="id")
         return located
 
     def _state(self, directory: JobState, job: Job) -> JobState:
-        """The job's state as everybody sees it: terminal exactly when the terminal event is written."""
+        """The job's state as everybody sees it: terminal exactly when the terminal event is
+        written."""
         if directory in TERMINAL:
             return directory
         if job.result is None or not self._events.ended(job.spec.id):

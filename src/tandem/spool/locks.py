@@ -1,8 +1,9 @@
-"""Locks between processes and threads, and what a runner holds: the runner lock, leases, and the hold of shared GPUs.
+"""Locks between processes and threads, and what a runner holds: the runner lock, leases, and the
+hold of shared GPUs.
 
-Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs to the process. It
-doesn't keep two threads apart, and closing *any* descriptor of the file drops it. So each lock file has a thread lock
-beside it, and only this module opens it.
+Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
+to the process. It doesn't keep two threads apart, and closing *any* descriptor of the file drops
+it. So each lock file has a thread lock beside it, and only this module opens it.
 """
 
 import errno
@@ -47,7 +48,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """After a fork: the record locks stayed with the parent, and the threads that held thread locks don't exist."""
+    """After a fork: the record locks stayed with the parent, and the threads that held thread locks
+    don't exist."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -58,9 +60,9 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
-    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same thread may take it
-    again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable if the volume is read-only or has no
-    locks."""
+    """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same
+    thread may take it again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable
+    if the volume is read-only or has no locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -87,15 +89,21 @@ def _open_locked(path: Path, blocking: bool) -> int:
         except BaseException as error:
             content = os.pread(fd, 4096, 0)
             os.close(fd)
-            if not blocking and isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):
+            if (
+                not blocking
+                and isinstance(error, OSError)
+                and error.errno in (errno.EAGAIN, errno.EACCES)
+            ):
                 raise LockHeldError(content) from error
             raise
         return fd
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps nobody out. The holder
-    must not call this: the answer would be False, and closing the descriptor would drop its lock."""
+    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps
+    nobody out. The holder must not call this: the answer would be False, and closing the descriptor
+    would drop its lock.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -114,10 +122,12 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
             fd = stack.enter_context(file_lock(path, blocking=False))
         except LockHeldError as error:
             raise SpoolUnusable(
-                f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one runner; stop that one "
-                "first, or give this one a TANDEM_ROOT of its own"
+                f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one"
+                " runner; stop that one first, or give this one a TANDEM_ROOT of its own"
             ) from error
-        info = RunnerInfo(runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time())
+        info = RunnerInfo(
+            runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time()
+        )
         with fs.volume_errors(path):
             os.pwrite(fd, info.model_dump_json().encode().ljust(512) + b"\n", 0)
             os.fsync(fd)
@@ -125,8 +135,8 @@ def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
 
 
 def runner_info(paths: Paths) -> RunnerInfo | None:
-    """The runner that holds, or last held, `jobs/runner.lock`; None if there was none. The runner itself must not call
-    this: it would drop its own lock."""
+    """The runner that holds, or last held, `jobs/runner.lock`; None if there was none. The runner
+    itself must not call this: it would drop its own lock."""
     with suppress(OSError):
         return fs.read_undamaged(paths.runner_lock, RunnerInfo)
     return None
@@ -152,25 +162,34 @@ class Leases:
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def write(self, job: Job, runner: str, phase: str) -> None:
-        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock, is the one writer."""
+        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock,
+        is the one writer."""
         lease = Lease(
-            job=job.spec.id, runner=runner, host=socket.gethostname(), pid=os.getpid(), attempt=job.attempt,
-            phase=phase, beat=time.time(),
-        )  # fmt: skip
+            job=job.spec.id,
+            runner=runner,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=job.attempt,
+            phase=phase,
+            beat=time.time(),
+        )
         # A loss of power ends the runner too, and a lease without a runner says nothing.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the trainer's now. While the
-    hold is *live*, nobody wakes vLLM, starts one, or loads anything into it. The hold is live while its runner holds
-    the runner lock, which the kernel frees when it dies, and renews the hold's beat, which a hung runner doesn't."""
+    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the
+    trainer's now. While the hold is *live*, nobody wakes vLLM, starts one, or loads anything into
+    it. The hold is live while its runner holds the runner lock, which the kernel frees when it
+    dies, and renews the hold's beat, which a hung runner doesn't.
+    """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
     def lock(self, *, blocking: bool = True) -> AbstractContextManager[int]:
-        """Held while the hold changes, and by whoever needs vLLM awake. Not blocking: LockHeldError."""
+        """Held while the hold changes, and by whoever needs vLLM awake. Not blocking:
+        LockHeldError."""
         return file_lock(self._paths.gpus_lock, blocking=blocking)
 
     def get(self) -> Hold | None:
@@ -184,7 +203,8 @@ class HoldRecord:
         fs.remove_file(self._paths.hold)
 
     def live(self) -> Hold | None:
-        """The hold if it is live. The runner itself must not call this: it would drop its own lock (`is_locked`)."""
+        """The hold if it is live. The runner itself must not call this: it would drop its own lock
+        (`is_locked`)."""
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)

@@ -1,5 +1,5 @@
-"""Where jobs and locks lie on the volume (inside a run: `runs`, `checkpoints`), and what is read often and seldom
-changes: listings of directories, and what is computed from files."""
+"""Where jobs and locks lie on the volume (inside a run: `runs`, `checkpoints`), and what is read
+often and seldom changes: listings of directories, and what is computed from files."""
 
 import hashlib
 import os
@@ -15,7 +15,19 @@ from tandem.spool import fs
 from tandem.spool.schema import PENDING, TERMINAL, JobKey, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
-_DIRECTORIES = (*PENDING, *TERMINAL, "ids", "leases", "cancel", "data", "work", "events", "logs", "locks", "removed")
+_DIRECTORIES = (
+    *PENDING,
+    *TERMINAL,
+    "ids",
+    "leases",
+    "cancel",
+    "data",
+    "work",
+    "events",
+    "logs",
+    "locks",
+    "removed",
+)
 HOUR_FORMAT = "%Y-%m-%dT%H"
 """Names of the directories of ended jobs: the UTC hour of their submission."""
 BUCKET = 250
@@ -47,7 +59,10 @@ def error_file(work: Path, rank: int) -> Path:
 
 def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
     """The files of this kind that exist, by rank."""
-    paths = {path.name.removeprefix(f"{kind}.").removesuffix(".json"): path for path in work.glob(f"{kind}.*")}
+    paths = {
+        path.name.removeprefix(f"{kind}.").removesuffix(".json"): path
+        for path in work.glob(f"{kind}.*")
+    }
     return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
 
@@ -62,7 +77,8 @@ def staged_model(work: Path) -> Path:
 
 
 class Paths:
-    """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead elsewhere."""
+    """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead
+    elsewhere."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,7 +88,12 @@ class Paths:
         self.hold = self.jobs / "hold.json"
         self.damaged = self.jobs / "damaged"
         self.removed = self.jobs / "removed"
-        self.directories = [self.runs, self.jobs, self.damaged, *(self.jobs / name for name in _DIRECTORIES)]
+        self.directories = [
+            self.runs,
+            self.jobs,
+            self.damaged,
+            *(self.jobs / name for name in _DIRECTORIES),
+        ]
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
         self.gpus_lock = self.jobs / "locks/gpus"
@@ -81,7 +102,10 @@ class Paths:
 
     def run_dir(self, run: str) -> Path:
         if not is_run_name(run):
-            rule = "a run's name is 1 to 64 of a-z 0-9 . _ - and begins and ends with a letter or digit"
+            rule = (
+                "a run's name is 1 to 64 of a-z 0-9 . _ - and begins and ends with a letter or"
+                " digit"
+            )
             raise InvalidInput(f"{run!r:.100} is refused: {rule}", field="run")
         return self.runs / run
 
@@ -133,7 +157,9 @@ class Paths:
 
     def job_lock(self, job_id: str) -> Path:
         """All jobs share sixteen lock files."""
-        return self._of_job("locks", job_id).with_name(hashlib.sha256(job_id.encode()).hexdigest()[0])
+        return self._of_job("locks", job_id).with_name(
+            hashlib.sha256(job_id.encode()).hexdigest()[0]
+        )
 
     def _of_job(self, kind: str, job_id: str, suffix: str = "") -> Path:
         if not is_job_id(job_id):
@@ -161,8 +187,8 @@ _SETTLED_SECONDS = 2.5
 
 
 def listing(directory: Path) -> Names:
-    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The very same object as
-    long as the directory has not changed."""
+    """The names in `directory`, without temporary and hidden ones; none if it does not exist. The
+    very same object as long as the directory has not changed."""
     # Opening a directory makes an NFS client ask the server for its mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)
@@ -173,7 +199,8 @@ def listing(directory: Path) -> Names:
         known = _listings.get(str(directory)) or _Listing(identity, now, now, Names())
         if known.directory == identity and known.listed - known.since > _SETTLED_SECONDS:
             return known.names
-        names = Names(sorted(name for name in os.listdir(fd) if not name.startswith(".")))  # noqa: PTH208
+        listed = os.listdir(fd)  # noqa: PTH208
+        names = Names(sorted(name for name in listed if not name.startswith(".")))
     finally:
         os.close(fd)
     if known.names == names:
@@ -187,7 +214,8 @@ def listing(directory: Path) -> Names:
 
 
 def remembered[T](compute: Callable[[Path], T]) -> Callable[[Path], T | None]:
-    """`compute(path)`, computed again only after the path's inode or mtime has changed; None where there is no path."""
+    """`compute(path)`, computed again only after the path's inode or mtime has changed; None where
+    there is no path."""
 
     @lru_cache(maxsize=2**14)
     def known(path: Path, _inode: int, _mtime: int) -> T:

@@ -1,7 +1,9 @@
-"""Changes jobs: submit, claim, cancel, requeue, finish. Moving a job between directories is one rename.
+"""Changes jobs: submit, claim, cancel, requeue, finish. Moving a job between directories is one
+rename.
 
-Each change holds the job's lock, and is ordered so that a crash leaves the state before or after it. Calling it again,
-the next claim, or a new runner's `recover` completes it. Locks are taken in this order: a run's, claims', a job's.
+Each change holds the job's lock, and is ordered so that a crash leaves the state before or after
+it. Calling it again, the next claim, or a new runner's `recover` completes it. Locks are taken in
+this order: a run's, claims', a job's.
 """
 
 import socket
@@ -20,7 +22,8 @@ from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobS
 if TYPE_CHECKING:
     from tandem.spool import Spool
 
-# Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats are not exact.
+# Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
+# are not exact.
 _APART = 2e-6
 
 
@@ -33,7 +36,8 @@ class Queue:
         self._events = spool.events
 
     def next_base(self, run: str) -> int:
-        """The step that the run's next job starts from: the newest checkpoint, plus one per pending job after it."""
+        """The step that the run's next job starts from: the newest checkpoint, plus one per pending
+        job after it."""
         while True:  # jobs move between running/ and queued/ while these are listed
             keys = self._index.running(run)
             undecided = {key.base_step: self._jobs.takes_step(key) for key in keys}
@@ -42,18 +46,25 @@ class Queue:
                 return base
 
     def submit(
-        self, make: Callable[[str, int, Path], JobSpec], *,
-        run: str, job_id: str | None, fingerprint: str, base_step: int | None, most_behind: int | None = None,
+        self,
+        make: Callable[[str, int, Path], JobSpec],
+        *,
+        run: str,
+        job_id: str | None,
+        fingerprint: str,
+        base_step: int | None,
+        most_behind: int | None = None,
         now: Callable[[], float] = time.time,
-    ) -> tuple[Job, bool]:  # fmt: skip
+    ) -> tuple[Job, bool]:
         """Queues a job; returns it and whether it is new.
 
-        `make(id, base_step, directory)` writes the job's data into `directory` and returns its specification, whose
-        `base_step`, `created` and `data.path` are set here: another job may be queued while it works. A known id with
-        the same run and fingerprint returns the known job; with another, Conflict (field `id`). `base_step`, if given,
-        must be `next_base(run)`: Conflict (field `base_step`). `most_behind`: how many steps before the job's base step
-        the oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for an older one.
-        `now` tells the time. Any failure, also one of `make`, leaves no trace.
+        `make(id, base_step, directory)` writes the job's data into `directory` and returns its
+        specification, whose `base_step`, `created` and `data.path` are set here: another job may be
+        queued while it works. A known id with the same run and fingerprint returns the known job;
+        with another, Conflict (field `id`). `base_step`, if given, must be `next_base(run)`:
+        Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
+        oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for
+        an older one. `now` tells the time. Any failure, also one of `make`, leaves no trace.
         """
         spec_of_run = self._spool.runs.get(run)
         if job_id is None:
@@ -61,20 +72,33 @@ class Queue:
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
         # A refusal comes before the work; which step it really is, is known once the data is there.
-        expected = self._spool.checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
+        expected = (
+            self._spool.checkpoints.newest(run)
+            if base_step is None
+            else self._check_base(run, base_step)
+        )
         data = self._paths.data_dir(job_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
             spec = make(job_id, expected, staged)
             fs.fsync_tree(staged)
-            placed = spec.data.model_copy(update={"path": data.relative_to(self._spool.root).as_posix()})
+            placed = spec.data.model_copy(
+                update={"path": data.relative_to(self._spool.root).as_posix()}
+            )
             with self._spool.runs.lock(run), self._spool.job_lock(job_id):
                 # Another request may have taken the client's id since.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
                     return known, False
                 if self._spool.runs.get(run) != spec_of_run:
-                    raise Conflict(f"run {run!r} was deleted, and made again, while this was packed", field="run")
+                    raise Conflict(
+                        f"run {run!r} was deleted, and made again, while this was packed",
+                        field="run",
+                    )
                 base = self._check_base(run, base_step)
-                update = {"data": placed, "base_step": base, "created": self._next_created(run, now())}
+                update = {
+                    "data": placed,
+                    "base_step": base,
+                    "created": self._next_created(run, now()),
+                }
                 job = Job(spec=spec.model_copy(update=update))
                 self._check_reference(job.spec)
                 _check_age(job.spec, most_behind)
@@ -82,10 +106,17 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`, or a time after the run's jobs that have not ended, by whose clocks it may be earlier: who reads a
-        run's jobs in the order of their `created` must not find one before those that it has read."""
-        index = self._index  # running on both sides of the queue, because jobs move in both directions
-        pending = [*index.running(run), *islice(index.newest_first("queued", run), 1), *index.running(run)]
+        """`now`, or a time after the run's jobs that have not ended, by whose clocks it may be
+        earlier: who reads a run's jobs in the order of their `created` must not find one before
+        those that it has read.
+        """
+        # Running on both sides of the queue, because jobs move in both directions.
+        index = self._index
+        pending = [
+            *index.running(run),
+            *islice(index.newest_first("queued", run), 1),
+            *index.running(run),
+        ]
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _check_base(self, run: str, base_step: int | None) -> int:
@@ -95,14 +126,22 @@ class Queue:
             newest = self._spool.checkpoints.newest(run)
             pending = self._index.count("queued", run) + self._index.count("running", run)
             why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
-            raise Conflict(f"run {run!r} goes on from step {expected}, not {base_step}: {why}", field="base_step")
+            raise Conflict(
+                f"run {run!r} goes on from step {expected}, not {base_step}: {why}",
+                field="base_step",
+            )
         return expected
 
     def _check_reference(self, spec: JobSpec) -> None:
-        """InvalidInput if the loss refers to a checkpoint that will not exist when the job starts."""
+        """InvalidInput if the loss refers to a checkpoint that will not exist when the job
+        starts."""
         reference, steps = spec.loss.reference_step, self._spool.checkpoints.steps(spec.run)
-        if reference is not None and (reference > spec.base_step or (reference < steps[-1] and reference not in steps)):
-            problem = f"step {reference} will not exist when this job starts from step {spec.base_step}"
+        if reference is not None and (
+            reference > spec.base_step or (reference < steps[-1] and reference not in steps)
+        ):
+            problem = (
+                f"step {reference} will not exist when this job starts from step {spec.base_step}"
+            )
             raise InvalidInput(problem, field=spec.loss.reference_field)
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
@@ -111,7 +150,9 @@ class Queue:
         except NotFound:
             return None
         if (job.spec.run, job.spec.fingerprint) != (run, fingerprint):
-            raise Conflict(f"the id {job_id!r} is in use by another job, of run {job.spec.run!r}", field="id")
+            raise Conflict(
+                f"the id {job_id!r} is in use by another job, of run {job.spec.run!r}", field="id"
+            )
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
@@ -121,8 +162,8 @@ class Queue:
         fs.rename_dir(staged, data)
         try:
             fs.write_atomic(name, key.name.encode())
-            # Those of an earlier job with this id, which was removed or damaged, go as late as possible: a damaged job
-            # has no other end.
+            # Those of an earlier job with this id, which was removed or damaged, go as late as
+            # possible: a damaged job has no other end.
             for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
                 fs.remove_file(path, durable=False)
             self._write("queued", job)
@@ -142,23 +183,28 @@ class Queue:
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
-        """Starts an attempt of the oldest queued job whose run has no running job; None if there is no such job. A
-        run's jobs are claimed in the order of their base steps, and none after one in `waiting` (ids). When this
-        returns, the job is running, with one more attempt, a lease, a work directory and the event `claimed`. If this
-        raises, the job is still queued."""
+        """Starts an attempt of the oldest queued job whose run has no running job; None if there is
+        no such job. A run's jobs are claimed in the order of their base steps, and none after one
+        in `waiting` (ids). When this returns, the job is running, with one more attempt, a lease, a
+        work directory and the event `claimed`. If this raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.running():
                 self._settle(key)
             passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}
-                heads = sorted(head for head in self._index.heads() if head.run not in busy and head.id not in passed)
+                heads = sorted(
+                    head
+                    for head in self._index.heads()
+                    if head.run not in busy and head.id not in passed
+                )
                 for head in heads:
                     with self._spool.job_lock(head.id):
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        if located is None:  # it is set aside, or damaged and stays until the volume takes its end
+                        # It is set aside, or damaged and stays until the volume takes its end.
+                        if located is None:
                             passed.add(head.id)
                         else:  # the file is left from a job that has gone on
                             fs.remove_file(self._paths.job_file("queued", head))
@@ -169,14 +215,19 @@ class Queue:
     def _start(self, job: Job, runner: str) -> Job:
         job = job.model_copy(update={"attempt": job.attempt + 1})
         job_id, key = job.spec.id, job.key
-        work, running = self._paths.work_dir(job_id, job.attempt), self._paths.job_file("running", key)
+        work, running = (
+            self._paths.work_dir(job_id, job.attempt),
+            self._paths.job_file("running", key),
+        )
         try:
             with fs.volume_errors(work):
                 fs.remove_tree(work)
                 work.mkdir(parents=True)
             self._spool.leases.write(job, runner, "claimed")
             fs.write_json_atomic(running, job)  # from here on the job is claimed
-            self._events.append(job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname())
+            self._events.append(
+                job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname()
+            )
         except BaseException:
             _remove(running, self._paths.lease_file(job_id))
             fs.remove_tree(work.parent)
@@ -186,19 +237,23 @@ class Queue:
 
     def _settle(self, key: JobKey) -> None:
         job = self._jobs.locate(key)
-        if job is not None and job[1].result is not None:  # a process died while it cancelled this job
+        # A process died while it cancelled this job.
+        if job is not None and job[1].result is not None:
             with suppress(NotFound):  # that process lives, and has completed it
                 self.finish(job[1], job[1].result)
-        elif fs.exists(self._paths.job_file("queued", key)):  # its start failed, and the volume refused to undo it
+        # Its start failed, and the volume refused to undo it.
+        elif fs.exists(self._paths.job_file("queued", key)):
             with self._spool.job_lock(key.id):
                 _remove(self._paths.job_file("running", key), self._paths.lease_file(key.id))
 
     def _remove_queued(self, key: JobKey) -> None:
-        _remove(self._paths.job_file("queued", key))  # a file in another directory is stronger than one that stays here
+        # A file in another directory is stronger than one that stays here.
+        _remove(self._paths.job_file("queued", key))
         self._remove_empty(key)
 
     def cancel(self, job_id: str) -> JobState:
-        """Cancels a queued job at once; asks the runner to stop a running one. Returns the state after that."""
+        """Cancels a queued job at once; asks the runner to stop a running one. Returns the state
+        after that."""
         with self._spool.job_lock(job_id):
             directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
@@ -207,9 +262,10 @@ class Queue:
             return self._end(directory, job, _cancelled("cancelled before it started"))
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
-        """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked for; `failed` if
-        `error` is not retriable or no attempt is left; else `queued`. `counts` False: the runner was stopped, so this
-        attempt does not count. A decided job keeps its result."""
+        """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked
+        for; `failed` if `error` is not retriable or no attempt is left; else `queued`. `counts`
+        False: the runner was stopped, so this attempt does not count. A decided job keeps its
+        result."""
         job_id = job.spec.id
         with self._spool.job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -221,46 +277,65 @@ class Queue:
                     return self._end(directory, current, _cancelled("cancelled while it ran"))
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
-                    return self._end(directory, current, JobResult(state="failed", error=error, finished=time.time()))
+                    return self._end(
+                        directory,
+                        current,
+                        JobResult(state="failed", error=error, finished=time.time()),
+                    )
                 running = self._paths.job_file("running", job.key)
-                fs.write_json_atomic(running, current.model_copy(update={"last_error": error, "stopped": stopped}))
+                fs.write_json_atomic(
+                    running, current.model_copy(update={"last_error": error, "stopped": stopped})
+                )
                 events = self._events.read(job_id)
-                if not any(event.type == "requeued" and event.attempt == current.attempt for event in events):
+                if not any(
+                    event.type == "requeued" and event.attempt == current.attempt
+                    for event in events
+                ):
                     reason = error.model_dump(exclude={"log_tail"})
-                    self._events.append(job_id, "requeued", attempt=current.attempt, error=reason, counts=counts)
+                    self._events.append(
+                        job_id, "requeued", attempt=current.attempt, error=reason, counts=counts
+                    )
                 fs.move_file(running, self._paths.job_file("queued", job.key))
             self.clear_attempts(job_id)
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
-        """Ends a running job; returns the terminal state. Idempotent: the first result stands, and this completes what
-        a crash left undone. Conflict (field `id`) if the job is queued, or in another attempt."""
+        """Ends a running job; returns the terminal state. Idempotent: the first result stands, and
+        this completes what a crash left undone. Conflict (field `id`) if the job is queued, or in
+        another attempt."""
         with self._spool.job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
                 if directory != "running":
-                    raise Conflict(f"job {job.spec.id!r} is {directory}, so it can't be finished", field="id")
+                    raise Conflict(
+                        f"job {job.spec.id!r} is {directory}, so it can't be finished", field="id"
+                    )
                 _check_attempt(job, current)
             return self._end(directory, current, result)
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
-        """Makes `result` final, or the result that the job already has, beginning at the first missing step."""
+        """Makes `result` final, or the result that the job already has, beginning at the first
+        missing step."""
         key, result = job.key, job.result or result
         if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})
-            # Decided jobs are in running/, so that those in queued/ need not be read to know that they wait.
+            # Decided jobs are in running/, so that those in queued/ need not be read to know that
+            # they wait.
             directory = "running" if directory == "queued" else directory
             self._write(directory, job)
         if directory not in TERMINAL:
             if not self._events.ended(key.id):
                 data = result.model_dump(exclude={"state"}, exclude_none=True)
                 self._events.append(key.id, result.state, attempt=job.attempt, **data)
-            fs.move_file(self._paths.job_file(directory, key), self._paths.job_file(result.state, key))
+            fs.move_file(
+                self._paths.job_file(directory, key), self._paths.job_file(result.state, key)
+            )
         self.clear(key)
         return result.state
 
     def clear(self, key: JobKey) -> None:
-        """Removes what a job needs only until it ends. A later `recover` removes what can't go now."""
+        """Removes what a job needs only until it ends. A later `recover` removes what can't go
+        now."""
         _remove(self._paths.job_file("running", key))
         self._remove_queued(key)
         _remove(self._paths.cancel_file(key.id))
@@ -277,7 +352,9 @@ def _check_age(spec: JobSpec, most: int | None) -> None:
     """`data.prepare` has compared turns with the base step before other jobs were queued."""
     oldest = spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
-        behind = f"step {oldest} sampled a turn, {age} steps before the job's base step {spec.base_step}"
+        behind = (
+            f"step {oldest} sampled a turn, {age} steps before the job's base step {spec.base_step}"
+        )
         problem = f"{behind}, which comes after the queued jobs; the most is {most}"
         raise InvalidInput(problem, field="max_off_policy_steps")
 
@@ -296,4 +373,6 @@ def _check_attempt(job: Job, current: Job) -> None:
 
 
 def _cancelled(message: str) -> JobResult:
-    return JobResult(state="cancelled", error=JobError(type="cancelled", message=message), finished=time.time())
+    return JobResult(
+        state="cancelled", error=JobError(type="cancelled", message=message), finished=time.time()
+    )

@@ -15,9 +15,10 @@ STALE_SECONDS = 3600.0
 
 
 def recover(spool: Spool, runner: str) -> JobList:
-    """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the runner lock, and
-    has ended orphaned ranks. Returns the jobs that moved, with their new states. A running job with a result is
-    finished; one that made its checkpoint succeeded; the others are requeued."""
+    """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the
+    runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new states. A
+    running job with a result is finished; one that made its checkpoint succeeded; the others are
+    requeued."""
     moved = [_recover_job(spool, key.id, runner) for key in spool.jobs.index.running()]
     _remove_remains(spool)
     sweep(spool)
@@ -41,7 +42,9 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
         else:
             lost = "its runner"
             if (lease := spool.leases.get(job_id)) is not None:
-                lost += f" {lease.runner} (pid {lease.pid} on {lease.host}), in phase {lease.phase!r},"
+                lost += (
+                    f" {lease.runner} (pid {lease.pid} on {lease.host}), in phase {lease.phase!r},"
+                )
             message = f"{lost} was lost; noticed by {runner}"
             remove_unfinished(spool.paths.work_dir(job_id, job.attempt))
             spool.queue.requeue(job, JobError(type="runner_lost", message=message, retriable=True))
@@ -49,8 +52,8 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
 
 
 def remove_unfinished(work: Path) -> None:
-    """Removes what the ranks of an ended attempt had begun to write; a commit has renamed what was complete. It may
-    fill the volume, on which the attempt's end must be written."""
+    """Removes what the ranks of an ended attempt had begun to write; a commit has renamed what was
+    complete. It may fill the volume, on which the attempt's end must be written."""
     for staged in (staged_checkpoint(work), staged_model(work)):
         fs.remove_tree(staged)
 
@@ -64,9 +67,16 @@ def made_checkpoint(spool: Spool, job: Job) -> bool:
 
 
 def sweep(spool: Spool) -> None:
-    """Removes stale temporary names, which dead processes left. Anybody may call this at any time."""
+    """Removes stale temporary names, which dead processes left. Anybody may call this at any
+    time."""
     queue = spool.jobs.index.directories("queued")
-    directories = [spool.root, spool.paths.runs, spool.paths.jobs, *spool.paths.jobs.glob("[!.]*"), *queue]
+    directories = [
+        spool.root,
+        spool.paths.runs,
+        spool.paths.jobs,
+        *spool.paths.jobs.glob("[!.]*"),
+        *queue,
+    ]
     for run in spool.paths.runs.glob("[!.]*"):
         directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
@@ -74,7 +84,8 @@ def sweep(spool: Spool) -> None:
 
 
 def _remove_remains(spool: Spool) -> None:
-    """Removes files that ended and waiting jobs don't need, and stale files that belong to no job."""
+    """Removes files that ended and waiting jobs don't need, and stale files that belong to no
+    job."""
     index = spool.jobs.index
     # Running jobs that are left are those of a newer version: it will need their data.
     pending = {key.id for key in (*index.newest_first("queued"), *index.running())}
@@ -95,7 +106,8 @@ def _remove_remains(spool: Spool) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    clock = fs.temporary_beside(path.with_name("clock"))  # of the volume's own host, by which the file has its time
+    # Of the volume's own host, by which the file has its time.
+    clock = fs.temporary_beside(path.with_name("clock"))
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)

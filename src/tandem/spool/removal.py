@@ -1,8 +1,8 @@
 """Removes runs, checkpoints, ended jobs and damaged files that nothing needs any more.
 
-Whatever goes is renamed first, so that nobody finds half of it: a run or checkpoint to a temporary name beside it, a
-job into `jobs/removed/`. After a death at any point it is whole or gone for everybody, and the next `sweep` and
-`complete_removals` remove what is left of it.
+Whatever goes is renamed first, so that nobody finds half of it: a run or checkpoint to a temporary
+name beside it, a job into `jobs/removed/`. After a death at any point it is whole or gone for
+everybody, and the next `sweep` and `complete_removals` remove what is left of it.
 """
 
 import math
@@ -24,21 +24,24 @@ log = Log("spool")
 
 
 def delete_run(spool: Spool, run: str) -> Path:
-    """Removes a run with its ended jobs; returns the directory that the caller still has to remove (`shutil.rmtree`).
-    Conflict if jobs of the run are queued or running; NotFound. After a death half-way the run is whole without some of
-    its ended jobs, and calling again does the rest."""
+    """Removes a run with its ended jobs; returns the directory that the caller still has to remove
+    (`shutil.rmtree`). Conflict if jobs of the run are queued or running; NotFound. After a death
+    half-way the run is whole without some of its ended jobs, and calling again does the rest."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         index = spool.jobs.index
-        for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
+        for directory in [
+            directory for state in TERMINAL for directory in index.directories(state)
+        ]:
             _remove_jobs(spool, directory, [key for key in index.keys(directory) if key.run == run])
         complete_removals(spool)
         return _set_aside([spool.runs.directory(run)])[0]
 
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
-    """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound; Conflict if it is step
-    0, the newest, pinned or served, or if a job that is not done needs it."""
+    """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound;
+    Conflict if it is step 0, the newest, pinned or served, or if a job that is not done needs
+    it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run, {step}).get(step):
@@ -47,18 +50,24 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 
 def prune(spool: Spool, settings: Settings) -> None:
-    """Removes what the settings `keep_*` don't keep, and whole merged weights that are not served any more."""
+    """Removes what the settings `keep_*` don't keep, and whole merged weights that are not served
+    any more."""
     limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
     for run in spool.runs.names():
         try:
-            doomed, whole = _old_checkpoints(spool, run, settings, limit), _old_whole_weights(spool, run)
+            doomed, whole = (
+                _old_checkpoints(spool, run, settings, limit),
+                _old_whole_weights(spool, run),
+            )
         except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
         for directory in doomed + whole:
             shutil.rmtree(directory, ignore_errors=True)
         if doomed or whole:
-            log.info("removed old checkpoints", run=run, count=len(doomed), whole_weights=len(whole))
+            log.info(
+                "removed old checkpoints", run=run, count=len(doomed), whole_weights=len(whole)
+            )
     try:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
@@ -67,9 +76,12 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`, Unix seconds."""
+    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`,
+    Unix seconds."""
     checkpoints = spool.checkpoints
-    doomed = _set_aside([path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)])
+    doomed = _set_aside(
+        [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
+    )
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, begins to fork or submits now
             surplus = _surplus(checkpoints.steps(run), settings)
@@ -79,8 +91,10 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
 
 
 def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
-    """Sets aside the whole merged weights of steps that are neither served nor one of the chain's two newest. A rank
-    removes them only when it writes others: it does not after a change of the transport or a rollback."""
+    """Sets aside the whole merged weights of steps that are neither served nor one of the chain's
+    two newest. A rank removes them only when it writes others: it does not after a change of the
+    transport or a rollback.
+    """
     if not spool.merged.steps(run):
         return []
     with spool.runs.lock(run):  # nobody rolls back now
@@ -92,7 +106,11 @@ def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
 
 def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
     newest, every = settings.keep_checkpoints, settings.keep_every
-    return set() if newest is None else {step for step in steps[:-newest] if step and (every is None or step % every)}
+    return (
+        set()
+        if newest is None
+        else {step for step in steps[:-newest] if step and (every is None or step % every)}
+    )
 
 
 def _needed(spool: Spool, run: str, going: set[int]) -> dict[int, str]:
@@ -107,7 +125,9 @@ def _needed(spool: Spool, run: str, going: set[int]) -> dict[int, str]:
             if step is not None:
                 needed.setdefault(step, f"job {job.spec.id} needs it")
     if spool.runs.get(run).lora is None:
-        for step in [step for step in spool.checkpoints.steps(run) if step not in going or step in needed]:
+        for step in [
+            step for step in spool.checkpoints.steps(run) if step not in going or step in needed
+        ]:
             with suppress(CheckpointDamaged):
                 if (state := spool.checkpoints.manifest(run, step).optimizer_state) is not None:
                     needed.setdefault(state, f"step {step} needs its optimizer state")
@@ -129,8 +149,8 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 
 def _set_aside_before(limit: float, path: Path) -> bool:
-    """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix seconds, by the ULID at the
-    end of its name. Names by hand stay."""
+    """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix
+    seconds, by the ULID at the end of its name. Names by hand stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
     return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the milliseconds
 
@@ -146,11 +166,16 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
     index, last_hour = spool.jobs.index, time.strftime(HOUR_FORMAT, time.gmtime(limit))
     for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
         if directory.name <= last_hour:  # the jobs in others were submitted later
-            _remove_jobs(spool, directory, [key for key in index.keys(directory) if ended(directory, key) < limit])
+            _remove_jobs(
+                spool,
+                directory,
+                [key for key in index.keys(directory) if ended(directory, key) < limit],
+            )
 
 
 def _prune_damaged(spool: Spool, limit: float) -> None:
-    """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids of their jobs."""
+    """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids
+    of their jobs."""
     paths = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
     for path in (path for path in paths if _set_aside_before(limit, path)):
         key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
@@ -167,7 +192,8 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
     for key in keys:
         with spool.job_lock(key.id), fs.volume_errors(directory), suppress(FileNotFoundError):
             spool.queue.clear(key)
-            # A file that a dead process left in a weaker directory, and that can't go now, would be the job again.
+            # A file that a dead process left in a weaker directory, and that can't go now, would be
+            # the job again.
             if not any(fs.exists(spool.paths.job_file(state, key)) for state in PENDING):
                 (directory / f"{key.name}.json").rename(spool.paths.removed / f"{key.name}.json")
                 gone = True
@@ -182,12 +208,22 @@ def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
 def complete_removals(spool: Spool) -> None:
     """Removes events, logs and ids of the jobs in `jobs/removed/`, and then their files."""
     paths = spool.paths
-    if not (keys := [key for name in listing(paths.removed) if (key := JobKey.parse(name.removesuffix(".json")))]):
+    if not (
+        keys := [
+            key
+            for name in listing(paths.removed)
+            if (key := JobKey.parse(name.removesuffix(".json")))
+        ]
+    ):
         return
     for key in keys:
         with spool.job_lock(key.id):
             if spool.jobs.find(key.id) in (key, None):  # else the id is another job's by now
-                for path in (paths.log_file(key.id), paths.events_file(key.id), paths.id_file(key.id)):
+                for path in (
+                    paths.log_file(key.id),
+                    paths.events_file(key.id),
+                    paths.id_file(key.id),
+                ):
                     fs.remove_file(path, durable=False)
     with fs.volume_errors(paths.removed):
         for name in ("logs", "events", "ids"):

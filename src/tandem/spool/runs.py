@@ -1,4 +1,5 @@
-"""Runs: `runs/<run>/`, made whole by one rename; the manifests of their checkpoints; and what vLLM serves of them."""
+"""Runs: `runs/<run>/`, made whole by one rename; the manifests of their checkpoints; and what vLLM
+serves of them."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,29 +20,41 @@ from tandem.spool.schema.runs import FileEntry
 MANIFEST = "manifest.json"
 
 
-def write_manifest(directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None) -> Manifest:
-    """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with `files` filled in.
-    InvalidInput (field: the file) if the directory holds anything but plain files and directories."""
+def write_manifest(
+    directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
+) -> Manifest:
+    """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with
+    `files` filled in. InvalidInput (field: the file) if the directory holds anything but plain
+    files and directories.
+    """
     paths = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise InvalidInput(f"{path} is not a plain file, so it can't be part of a checkpoint", field=name)
+            raise InvalidInput(
+                f"{path} is not a plain file, so it can't be part of a checkpoint", field=name
+            )
         if path.is_file() and name != MANIFEST:
             paths[name] = path
     known = sha256 or {}
     hashes = {**known, **_hashes({name: path for name, path in paths.items() if name not in known})}
-    files = {name: FileEntry(size=path.stat().st_size, sha256=hashes[name]) for name, path in paths.items()}
+    files = {
+        name: FileEntry(size=path.stat().st_size, sha256=hashes[name])
+        for name, path in paths.items()
+    }
     manifest = manifest.model_copy(update={"files": files})
     fs.write_json_atomic(directory / MANIFEST, manifest)
     return manifest
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compares every file with the manifest; CheckpointDamaged names each that is missing, truncated or altered."""
+    """Compares every file with the manifest; CheckpointDamaged names each that is missing,
+    truncated or altered."""
     paths = {name: directory / name for name in manifest.files}
     sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
-    hashes = _hashes({name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size})
+    hashes = _hashes(
+        {name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size}
+    )
     damage = []
     for name, entry in manifest.files.items():
         if name not in sizes:
@@ -76,13 +89,19 @@ class Runs:
         return path
 
     def create(
-        self, spec: RunSpec, write_files: Callable[[Path], None], sha256: Mapping[str, str] | None = None,
+        self,
+        spec: RunSpec,
+        write_files: Callable[[Path], None],
+        sha256: Mapping[str, str] | None = None,
         **details: Any,
-    ) -> RunSpec:  # fmt: skip
-        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes. `sha256`: hashes of
-        files whose writer knows them; `details`: more fields of its manifest. Conflict (field `name`) if the run
-        exists. Nothing of the run exists unless all of it does."""
-        manifest = Manifest(run=spec.name, step=0, job=None, created=spec.created, files={}, **details)
+    ) -> RunSpec:
+        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes.
+        `sha256`: hashes of files whose writer knows them; `details`: more fields of its manifest.
+        Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it
+        does."""
+        manifest = Manifest(
+            run=spec.name, step=0, job=None, created=spec.created, files={}, **details
+        )
         target = self._paths.run_dir(spec.name)
         taken = Conflict(f"a run {spec.name!r} exists already; choose another name", field="name")
         if fs.exists(target):
@@ -103,12 +122,15 @@ class Runs:
         return spec
 
     def get(self, name: str) -> RunSpec:
-        """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't be read."""
+        """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't
+        be read."""
         path = self.directory(name) / "run.json"
         try:
             spec = _read_spec(path) or fs.read_record(path, RunSpec)
         except ValidationError as error:
-            raise RunDamaged(f"{path} is damaged; restore it from a copy: {error}", field="run") from error
+            raise RunDamaged(
+                f"{path} is damaged; restore it from a copy: {error}", field="run"
+            ) from error
         if spec is None or spec.name != name:
             problem = "is missing" if spec is None else f"is of another run, {spec.name!r}"
             raise RunDamaged(f"{path} {problem}; restore it, or remove {path.parent}", field="run")
@@ -135,7 +157,9 @@ class Runs:
                     raise RunDamaged(f"{self._paths.runs / name} is no run; remove it")
                 self.get(name)
                 if not listing(self.directory(name) / "checkpoints"):
-                    raise RunDamaged(f"run {name!r} has no checkpoint, not even step 0: restore its directory")
+                    raise RunDamaged(
+                        f"run {name!r} has no checkpoint, not even step 0: restore its directory"
+                    )
             except RunDamaged as error:
                 found[name] = error.message
             except NotFound:  # it is gone since
@@ -144,8 +168,8 @@ class Runs:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Serialises changes of the run's chain: submit, rollback, removal, and a fork's beginning. NotFound (field
-        `run`) if there is no run, also if it is deleted while this waits."""
+        """Serialises changes of the run's chain: submit, rollback, removal, and a fork's beginning.
+        NotFound (field `run`) if there is no run, also if it is deleted while this waits."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:
@@ -153,7 +177,8 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            if not same:  # the lock of a run that is gone, which keeps nobody from a new run of the same name
+            # The lock of a run that is gone, which keeps nobody from a new run of the same name.
+            if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield
 
@@ -164,7 +189,8 @@ def _read_spec(path: Path) -> RunSpec | None:
 
 
 class ServedRecords:
-    """`runs/<run>/served.json`: what vLLM serves of a run. All methods raise NotFound (field `run`) without the run."""
+    """`runs/<run>/served.json`: what vLLM serves of a run. All methods raise NotFound (field `run`)
+    without the run."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs

@@ -1,14 +1,16 @@
-"""`python -m tandem.supervise.health [--started | --live]`: the images' HEALTHCHECK. Prints one line; exits with 0 if
-all is well, else with 1.
+"""`python -m tandem.supervise.health [--started | --live]`: the images' HEALTHCHECK. Prints one
+line; exits with 0 if all is well, else with 1.
 
-TANDEM_ROLE says what is checked: `controller` answers /readyz; `trainer` has a runner that runs and holds the spool's
-lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and lists the base model. Else all of it.
+TANDEM_ROLE says what is checked: `controller` answers /readyz; `trainer` has a runner that runs and
+holds the spool's lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and
+lists the base model. Else all of it.
 
-`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share is well too.
+`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share
+is well too.
 
-`--live`, for a liveness probe: checks only whether the programs' own loops turn (`tandem.system.liveness`), so nothing
-is killed while a model loads, a step is published or a volume is away. If vLLM's engine or a job's ranks hang,
-`tandem up` and the runner end them.
+`--live`, for a liveness probe: checks only whether the programs' own loops turn
+(`tandem.system.liveness`), so nothing is killed while a model loads, a step is published or a
+volume is away. If vLLM's engine or a job's ranks hang, `tandem up` and the runner end them.
 """
 
 import json
@@ -34,7 +36,8 @@ _TIMEOUT_SECONDS = 4.0
 
 
 def problems(settings: Settings, role: str, *, started: bool = False) -> list[str]:
-    """What is wrong with the programs of `role`; empty if all is well. `started`: as for `--started`.
+    """What is wrong with the programs of `role`; empty if all is well. `started`: as for
+    `--started`.
 
     Raises SpoolUnusable or OSError where the volume can't be read.
     """
@@ -55,8 +58,13 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
 
 
 def _needed(role: str) -> list[str]:
-    """The essential programs that `role` runs under supervisord, apart from the controller, which answers /readyz."""
-    return [p.name for p in PROGRAMS.get(role, PROGRAMS["all"]) if p.essential and p.name != "controller"]
+    """The essential programs that `role` runs under supervisord, apart from the controller, which
+    answers /readyz."""
+    return [
+        p.name
+        for p in PROGRAMS.get(role, PROGRAMS["all"])
+        if p.essential and p.name != "controller"
+    ]
 
 
 def _problem_of_vllm(settings: Settings) -> str:
@@ -67,7 +75,8 @@ def _problem_of_vllm(settings: Settings) -> str:
         return problem
     with suppress(ValueError, LookupError, TypeError):
         names = [model["id"] for model in json.loads(body)["data"]]
-        if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):  # of the run that is served then
+        # Of the run that is served then.
+        if BASE_MODEL_NAME in names or (settings.weights == "merged" and names):
             return ""
     return f"vLLM does not list the model {BASE_MODEL_NAME!r}"
 
@@ -83,7 +92,10 @@ def stopped_loops(settings: Settings, role: str) -> list[str]:
 
 
 def _get(
-    settings: Settings, server: Literal["controller", "inference"], path: str, key: str | None = None
+    settings: Settings,
+    server: Literal["controller", "inference"],
+    path: str,
+    key: str | None = None,
 ) -> tuple[str, bytes]:
     """(what is wrong, or an empty string; the answer's body)"""
     url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path

@@ -1,4 +1,5 @@
-"""supervisord and the programs that it runs, by role: its configuration, their logs, their states and ends."""
+"""supervisord and the programs that it runs, by role: its configuration, their logs, their states
+and ends."""
 
 import json
 import os
@@ -17,7 +18,14 @@ from tandem.system.environment import current_role, runtime_dir
 from tandem.system.logs import json_line
 from tandem.system.tail import Tail, last_lines
 
-_COLOURS = {"controller": "36", "vllm": "35", "publisher": "33", "runner": "32", "exporter": "34", "up": "1"}
+_COLOURS = {
+    "controller": "36",
+    "vllm": "35",
+    "publisher": "33",
+    "runner": "32",
+    "exporter": "34",
+    "up": "1",
+}
 _NO_ANSWER = (OSError, xmlrpc.client.Error, HTTPException)
 
 
@@ -28,7 +36,8 @@ class Program:
     stop_seconds: int  # between SIGTERM and SIGKILL
     essential: bool = True  # any other may fail again and again without ending `tandem up`
     costly: bool = False  # to start again: its state takes minutes to make
-    port: Literal["controller", "inference", "metrics"] | None = None  # it listens on settings.<port>_port
+    # It listens on settings.<port>_port.
+    port: Literal["controller", "inference", "metrics"] | None = None
 
 
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
@@ -53,7 +62,8 @@ def supervisord_seconds(programs: Sequence[Program]) -> int:
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
-    """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that supervisord left."""
+    """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that
+    supervisord left."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
 
 
@@ -75,8 +85,8 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It holds no secrets: the
-    programs get those through supervisord's environment."""
+    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It
+    holds no secrets: the programs get those through supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -93,7 +103,8 @@ chmod = 0700
 supervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface
 """
     for priority, program in enumerate(programs):
-        # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of a killed server.
+        # killasgroup: vLLM's engine stays in its server's process group, and would keep the GPU of
+        # a killed server.
         text += f"""
 [program:{program.name}]
 command = "{sys.executable}" -m {program.module}
@@ -112,8 +123,8 @@ stdout_logfile_backups = 1
 
 
 class Console:
-    """`logs`: the directory of the programs' logs, which are followed from their present ends. `as_json`: every printed
-    line is a JSON object with a key `program`."""
+    """`logs`: the directory of the programs' logs, which are followed from their present ends.
+    `as_json`: every printed line is a JSON object with a key `program`."""
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
         self._as_json = as_json
@@ -139,14 +150,19 @@ class Console:
                 entry = json.loads(json_line("info", program, text))
             text = json.dumps({"program": program} | entry)
         else:
-            before, after = (f"\x1b[{_COLOURS.get(program, '1')}m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+            before, after = (
+                (f"\x1b[{_COLOURS.get(program, '1')}m", "\x1b[0m")
+                if sys.stdout.isatty()
+                else ("", "")
+            )
             text = f"{before}{program:>10} |{after} {text}"
         with suppress(OSError):  # the terminal may be gone; the logs remain
             print(text, flush=True)
 
 
 def how_it_ended(logs: Path, program: str) -> str:
-    """How supervisord's log describes a program's last end: "exit status 1", "terminated by SIGKILL".
+    """How supervisord's log describes a program's last end: "exit status 1", "terminated by
+    SIGKILL".
 
     supervisord itself has forgotten it as soon as it starts the program again.
     """
@@ -156,15 +172,20 @@ def how_it_ended(logs: Path, program: str) -> str:
 
 
 def statuses(settings: Settings) -> dict[str, Status]:
-    """How the programs of this role's `tandem up` are, by name; empty when supervisord doesn't answer."""
+    """How the programs of this role's `tandem up` are, by name; empty when supervisord doesn't
+    answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
-        return {answer["name"]: Status(answer["statename"], answer["pid"], answer["start"]) for answer in answers}
+        return {
+            answer["name"]: Status(answer["statename"], answer["pid"], answer["start"])
+            for answer in answers
+        }
     return {}
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't answer."""
+    """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't
+    answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(program, False)
 
@@ -174,7 +195,8 @@ def _rpc(settings: Settings) -> Iterator[Any]:
     path = socket_path(runtime_dir(settings.root, current_role()))
     if not path.exists():
         raise FileNotFoundError(path)
-    from supervisor.childutils import getRPCInterface  # late: not installed where no supervisord runs
+    # Late: not installed where no supervisord runs.
+    from supervisor.childutils import getRPCInterface
 
     with getRPCInterface({"SUPERVISOR_SERVER_URL": f"unix://{path}"}) as server:
         yield server.supervisor

@@ -1,20 +1,24 @@
-"""`tandem up`: the programs of one container, or of all three on one machine, under one supervisord in the foreground.
+"""`tandem up`: the programs of one container, or of all three on one machine, under one supervisord
+in the foreground.
 
-supervisord restarts a program that crashes. It would do so for ever, and it exits with 0 whatever happened to its
-programs, so this process watches over it and reports with its own exit status how the stack ended:
+supervisord restarts a program that crashes. It would do so for ever, and it exits with 0 whatever
+happened to its programs, so this process watches over it and reports with its own exit status how
+the stack ended:
 
      0  stopped by Ctrl-C or SIGTERM
     70  an essential program could not be started
-    71  an essential program crashed more than MOST_CRASHES times in a row, each within STEADY_SECONDS
+    71  an essential program crashed more than MOST_CRASHES times in a row, each within
+        STEADY_SECONDS
     72  supervisord itself ended
 
-Once the stack has been ready, 70 and 71 are only for a stack without another program that is costly to start again
-(vLLM, the runner with its job) and stays up: one program's trouble must not cost the others their state. Then the
-program is tried again for ever.
+Once the stack has been ready, 70 and 71 are only for a stack without another program that is costly
+to start again (vLLM, the runner with its job) and stays up: one program's trouble must not cost the
+others their state. Then the program is tried again for ever.
 
-However it ends, no process that it started is left after at most `supervisord.stop_seconds()` more. (If supervisord is
-killed with it, the next `tandem up` of this role ends what they left.) It may be the first process of a container, or
-have an init before it: it adopts and reaps processes that lose their parent.
+However it ends, no process that it started is left after at most `supervisord.stop_seconds()` more.
+(If supervisord is killed with it, the next `tandem up` of this role ends what they left.) It may be
+the first process of a container, or have an init before it: it adopts and reaps processes that lose
+their parent.
 """
 
 import os
@@ -55,9 +59,9 @@ LEFTOVER_SECONDS = 3.0
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
-    Needs a process of its own: it changes the process's environment and umask, and ends all of its descendants. Raises
-    InvalidInput, Conflict (a port is taken, or this role runs on this spool already) or SpoolUnusable before it starts
-    anything.
+    Needs a process of its own: it changes the process's environment and umask, and ends all of its
+    descendants. Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool
+    already) or SpoolUnusable before it starts anything.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
@@ -70,17 +74,25 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         check_apart(settings)
     if "controller" in names:
         settings.check_bind()
-    if "vllm" in names and (model := Path(settings.model_path())).is_absolute() and not model.is_dir():
+    if (
+        "vllm" in names
+        and (model := Path(settings.model_path())).is_absolute()
+        and not model.is_dir()
+    ):
         raise InvalidInput(f"there is no directory {model}", field="TANDEM_BASE_MODEL")
     root = Spool.create(settings.root).root
     logs = settings.log_dir or (root / "logs" if role == "all" else root / "logs" / role)
     logs.mkdir(exist_ok=True, parents=True)
-    console = Console(logs, [program.name for program in programs], as_json=settings.log_format == "json")
+    console = Console(
+        logs, [program.name for program in programs], as_json=settings.log_format == "json"
+    )
     with ExitStack() as held:
         try:
             held.enter_context(file_lock(runtime_dir(root, role) / "lock", blocking=False))
         except LockHeldError:
-            raise Conflict(f"`tandem up` runs on {root} already; stop that one first", field="TANDEM_ROOT") from None
+            raise Conflict(
+                f"`tandem up` runs on {root} already; stop that one first", field="TANDEM_ROOT"
+            ) from None
         _end_remains(runtime_dir(root, role), supervisord_seconds(programs), console)
         for program in (program for program in programs if program.port):
             host, port = (getattr(settings, f"{program.port}_{part}") for part in ("host", "port"))
@@ -94,8 +106,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
 
 def _end_remains(directory: Path, seconds: float, console: Console) -> None:
-    """End what a killed `tandem up` left: it would keep ports and the runner's lock. supervisord stops its programs,
-    within `seconds`, but it may have been killed too."""
+    """End what a killed `tandem up` left: it would keep ports and the runner's lock. supervisord
+    stops its programs, within `seconds`, but it may have been killed too."""
     find = partial(processes.marked, liveness.VARIABLE, str(directory))
     if not (left := find()):
         return
@@ -117,14 +129,21 @@ class _Life:
     pid: int = 0
     since: float = 0.0
     crashes: int = 0  # in a row, without a steady life between them
-    tried: float | None = None  # when supervisord was last asked to start the program that it had given up
+    # When supervisord was last asked to start the program that it had given up.
+    tried: float | None = None
 
 
 class Stack:
-    """supervisord and the `programs` of `role`, from their start to the last process's end; `logs` is a directory."""
+    """supervisord and the `programs` of `role`, from their start to the last process's end; `logs`
+    is a directory."""
 
     def __init__(
-        self, settings: Settings, role: Role, logs: Path, programs: Sequence[Program], console: Console
+        self,
+        settings: Settings,
+        role: Role,
+        logs: Path,
+        programs: Sequence[Program],
+        console: Console,
     ) -> None:
         self._settings, self._role, self._logs, self._console = settings, role, logs, console
         self._say = console.say
@@ -133,7 +152,8 @@ class Stack:
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
         self._ready = False  # at least once
-        # vLLM's admin routes are never open; the user who started the stack doesn't need to know this token.
+        # vLLM's admin routes are never open; the user who started the stack doesn't need to know
+        # this token.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
     def run(self) -> int:
@@ -155,8 +175,11 @@ class Stack:
         # Of a `tandem up` that was killed.
         for stale in (supervisord.socket_path(self._directory), *self._directory.glob("*.alive")):
             stale.unlink(missing_ok=True)
-        config = supervisord.write_config(self._directory, self._logs, list(self._programs.values()))
-        # In this process too: `supervisord.statuses` asks the supervisord of the role that the environment names.
+        config = supervisord.write_config(
+            self._directory, self._logs, list(self._programs.values())
+        )
+        # In this process too: `supervisord.statuses` asks the supervisord of the role that the
+        # environment names.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
         if not self._settings.secret("admin_token"):
@@ -169,10 +192,12 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # Ctrl-C reaches this process only. supervisord stops the programs in their order when it gets SIGTERM,
-                # which the kernel sends if this process is killed.
+                # Ctrl-C reaches this process only. supervisord stops the programs in their order
+                # when it gets SIGTERM, which the kernel sends if this process is killed.
                 start_new_session=True,
-                preexec_fn=lambda: processes.die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509
+                preexec_fn=partial(  # noqa: PLW1509
+                    processes.die_with_parent, parent, signal.SIGTERM
+                ),
             )
 
     def _watch(self) -> int:
@@ -183,7 +208,9 @@ class Stack:
             self._console.follow()
             processes.reap_orphans([self._daemon.pid])
             if self._daemon.poll() is not None:
-                self._say(f"supervisord ended with {processes.describe_exit(self._daemon.returncode)}")
+                self._say(
+                    f"supervisord ended with {processes.describe_exit(self._daemon.returncode)}"
+                )
                 return EXIT_SUPERVISORD
             for name, status in supervisord.statuses(self._settings).items():
                 if code := self._check(self._programs[name], status):
@@ -218,9 +245,12 @@ class Stack:
 
     def _ends_stack(self, program: Program) -> bool:
         """Whether the trouble of a program that does not stay up is the stack's end."""
-        others = [other for other in self._programs.values() if other.costly and other is not program]
+        others = [
+            other for other in self._programs.values() if other.costly and other is not program
+        ]
         lives = [self._lives[other.name] for other in others]
-        # One that has just crashed, and has no process until supervisord starts it again, stays up too.
+        # One that has just crashed, and has no process until supervisord starts it again, stays up
+        # too.
         stays_up = any(life.tried is None and life.crashes <= MOST_CRASHES for life in lives)
         return program.essential and not (self._ready and stays_up)
 
@@ -229,8 +259,10 @@ class Stack:
         life.crashes = 1 if time.monotonic() - life.since > STEADY_SECONDS else life.crashes + 1
         if life.crashes <= MOST_CRASHES + 1:
             how = supervisord.how_it_ended(self._logs, program.name)
-            self._say(f"{program.name} (pid {life.pid}) ended: {how}; "
-                      f"crash {life.crashes} of {MOST_CRASHES} in a row; it is started again")  # fmt: skip
+            self._say(
+                f"{program.name} (pid {life.pid}) ended: {how}; "
+                f"crash {life.crashes} of {MOST_CRASHES} in a row; it is started again"
+            )
         if life.crashes == MOST_CRASHES + 1:
             self._say_end_of_log(program, "crashes again and again")
         return life.crashes > MOST_CRASHES and self._ends_stack(program)
@@ -242,9 +274,14 @@ class Stack:
     def _addresses(self) -> str:
         settings = self._settings
         addresses = {
-            "controller": f"jobs at {ports.local_url(settings.controller_host, settings.controller_port)}",
+            "controller": (
+                f"jobs at {ports.local_url(settings.controller_host, settings.controller_port)}"
+            ),
             "vllm": f"sampling at {settings.resolved_inference_url}/v1",
-            "exporter": f"metrics at {ports.local_url(settings.metrics_host, settings.metrics_port)}/metrics",
+            "exporter": (
+                "metrics at"
+                f" {ports.local_url(settings.metrics_host, settings.metrics_port)}/metrics"
+            ),
         }
         return ", ".join(address for name, address in addresses.items() if name in self._programs)
 

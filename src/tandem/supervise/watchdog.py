@@ -1,4 +1,5 @@
-"""Kills a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its tokens are watched."""
+"""Kills a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its
+tokens are watched."""
 
 import math
 import os
@@ -54,7 +55,8 @@ def parse(text: str) -> Sample:
 
 
 class Progress:
-    """Decides from samples, taken every `poll_seconds`, when vLLM has stalled for `stall_seconds`."""
+    """Decides from samples, taken every `poll_seconds`, when vLLM has stalled for
+    `stall_seconds`."""
 
     def __init__(self, stall_seconds: float, poll_seconds: float) -> None:
         self._stall = stall_seconds
@@ -65,15 +67,25 @@ class Progress:
         self._since = self._last = 0.0
 
     def observe(
-        self, now: float, vllm: Process, sample: Sample | None, paused: Question, may_sleep: Question
+        self,
+        now: float,
+        vllm: Process,
+        sample: Sample | None,
+        paused: Question,
+        may_sleep: Question,
     ) -> str | None:
         """Why the process `vllm` should be killed, or None.
 
-        `sample` is None where it doesn't answer; before its first answer it is loading. `may_sleep` is called only if
-        vLLM sleeps, `paused` only if nothing else explains the stall.
+        `sample` is None where it doesn't answer; before its first answer it is loading. `may_sleep`
+        is called only if vLLM sleeps, `paused` only if nothing else explains the stall.
         """
         if (vllm.pid, vllm.started) != self._process:
-            self._process, self._answered, self._tokens, self._since = (vllm.pid, vllm.started), False, -1.0, now
+            self._process, self._answered, self._tokens, self._since = (
+                (vllm.pid, vllm.started),
+                False,
+                -1.0,
+                now,
+            )
         elif now - self._last > self._longest_gap:
             self._since = now  # the watchdog was stopped meanwhile, and vLLM perhaps too
         self._last = now
@@ -87,18 +99,25 @@ class Progress:
         if sample.asleep or not sample.requests or sample.tokens != self._tokens or paused():
             self._tokens, self._since = sample.tokens, now
             return None
-        return f"{sample.requests:g} requests wait, and no token came for {waited:.0f} s" if stalled else None
+        return (
+            f"{sample.requests:g} requests wait, and no token came for {waited:.0f} s"
+            if stalled
+            else None
+        )
 
 
 class Watchdog(threading.Thread):
-    """Polls vLLM from a thread, because an answer may take seconds, and kills a stalled one. `say` prints a line."""
+    """Polls vLLM from a thread, because an answer may take seconds, and kills a stalled one. `say`
+    prints a line."""
 
     def __init__(self, settings: Settings, admin_token: str, say: Callable[[str], None]) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._settings, self._say = settings, say
         url = local_url(settings.inference_host, settings.inference_port)
         headers = {ADMIN_HEADER: admin_token}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
+        )
 
     def run(self) -> None:
         poll_seconds = min(10.0, self._settings.vllm_stall_seconds / 10)
@@ -109,12 +128,15 @@ class Watchdog(threading.Thread):
             vllm = processes.read(status.pid) if status is not None and status.pid else None
             if vllm is None:
                 continue
-            why = progress.observe(time.monotonic(), vllm, self._sample(), self._paused, self._may_sleep)
+            why = progress.observe(
+                time.monotonic(), vllm, self._sample(), self._paused, self._may_sleep
+            )
             now = processes.read(vllm.pid)
             if why is not None and now is not None and now.started == vllm.started:
                 self._say(f"vllm (pid {vllm.pid}) has stalled: {why}; killing it")
                 with suppress(ProcessLookupError):
-                    # supervisord made it the leader of a process group, to which its engine belongs.
+                    # supervisord made it the leader of a process group, to which its engine
+                    # belongs.
                     os.killpg(vllm.pid, signal.SIGKILL)
 
     def _sample(self) -> Sample | None:
@@ -132,7 +154,8 @@ class Watchdog(threading.Thread):
             return False  # an engine that hangs doesn't answer this either
 
     def _may_sleep(self) -> bool:
-        """Whether its own user will wake it, or on shared GPUs a trainer that holds them (or the publisher after)."""
+        """Whether its own user will wake it, or on shared GPUs a trainer that holds them (or the
+        publisher after)."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:

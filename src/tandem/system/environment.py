@@ -1,4 +1,5 @@
-"""A program's environment: its role, the directory that programs of a role share, packages, how OpenMP waits."""
+"""A program's environment: its role, the directory that programs of a role share, packages, how
+OpenMP waits."""
 
 import hashlib
 import os
@@ -16,36 +17,43 @@ from tandem.errors import SpoolUnusable
 Role = Literal["all", "trainer", "inference"]
 """Whose programs run under one supervisord: one container's, or everything on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
-# The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name, the socket's name and
-# the pid that supervisord appends until it listens.
+# The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name,
+# the socket's name and the pid that supervisord appends until it listens.
 _LONGEST_PARENT = 50
 
 
 def current_role() -> Role:
-    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for everything in them; else "all"."""
+    """TANDEM_ROLE, which `tandem up` sets for its programs and the images set for everything in
+    them; else "all"."""
     role = os.environ.get(ROLE_VARIABLE)
     return next((known for known in get_args(Role) if known == role), "all")
 
 
 def runtime_dir(root: Path, role: Role) -> Path:
-    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`, with mode 0700. It
-    is on this machine, because a socket can't be on a network volume. Raises SpoolUnusable if another user owns it."""
+    """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
+    with mode 0700. It is on this machine, because a socket can't be on a network volume. Raises
+    SpoolUnusable if another user owns it.
+    """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
 def scratch_directory(name: str) -> Path:
-    """An empty directory under TMPDIR for the temporary files of processes that may be killed. `name`: one per user of
-    the directory, who must be alone when it calls this: what is there is removed."""
+    """An empty directory under TMPDIR for the temporary files of processes that may be killed.
+    `name`: one per user of the directory, who must be alone when it calls this: what is there is
+    removed."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
 
 
 def _own_directory(name: str, *parents: str | None) -> Path:
-    """This user's directory in the first of `parents` that is there and short enough for sockets, else in /tmp."""
+    """This user's directory in the first of `parents` that is there and short enough for sockets,
+    else in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
-    return private_directory(next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}")
+    return private_directory(
+        next(filter(Path.is_dir, short), Path("/tmp")) / f"tandem-{os.getuid()}-{name}"
+    )
 
 
 def empty_directory(directory: Path) -> None:
@@ -59,7 +67,8 @@ def empty_directory(directory: Path) -> None:
 
 
 def private_directory(directory: Path) -> Path:
-    """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user owns or reads it."""
+    """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user
+    owns or reads it."""
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -76,7 +85,9 @@ def installed_version(package: str) -> str:
 
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other briefly and then
-    sleep; none where `environ` already says how they wait. By default they spin 300 000 times, which took 40 times as
-    long where another process used one of two cores."""
-    return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
+    """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
+    briefly and then sleep; none where `environ` already says how they wait. By default they spin
+    300 000 times, which took 40 times as long where another process used one of two cores."""
+    return (
+        {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
+    )

@@ -1,4 +1,5 @@
-"""Which GPUs the trainer or vLLM uses, and whether they are free, seen from outside the processes that use them.
+"""Which GPUs the trainer or vLLM uses, and whether they are free, seen from outside the processes
+that use them.
 
 On a machine without GPUs there are no devices, and "free" means that no process of ours is left.
 """
@@ -17,17 +18,19 @@ from tandem.system.nvml import Driver, DriverFailed, Gpu
 log = Log("gpus")
 
 STAYING_BYTES = 8 * 2**30
-"""Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts, NCCL's buffers."""
+"""Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts,
+NCCL's buffers."""
 
 Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or all."""
+    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or
+    all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
-        """`most`: take only so many, the first ones. InvalidInput where the settings name GPUs that this machine does
-        not have; DriverFailed where the driver does not tell which there are."""
+        """`most`: take only so many, the first ones. InvalidInput where the settings name GPUs that
+        this machine does not have; DriverFailed where the driver does not tell which there are."""
         self.uuids: tuple[str, ...] = ()
         self.free_bytes = settings.free_gpu_bytes
         self._failure = ""
@@ -42,14 +45,16 @@ class Devices:
             raise InvalidInput(message, field="TANDEM_DEVICE")
 
     def smallest(self) -> int:
-        """Bytes of the smallest device's memory; 0 where there is none, or the driver does not tell."""
+        """Bytes of the smallest device's memory; 0 where there is none, or the driver does not
+        tell."""
         with suppress(TandemError), closing(Driver()) as driver:
             memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
             return min((sizes["total"] for sizes in memory if sizes), default=0)
         return 0
 
     def used(self) -> dict[str, int | None]:
-        """Bytes in use per UUID, whichever process uses them; None for a device that does not answer."""
+        """Bytes in use per UUID, whichever process uses them; None for a device that does not
+        answer."""
         if not self.uuids:
             return {}
         used: dict[str, int | None] = dict.fromkeys(self.uuids)
@@ -70,27 +75,34 @@ class Devices:
         return used
 
     def busy(self, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices that are not free, or don't answer. `floor`: bytes that may stay in use, by UUID."""
+        """The devices that are not free, or don't answer. `floor`: bytes that may stay in use, by
+        UUID."""
         return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """`used` as soon as every device is free, which is a little after its processes have ended, or after `timeout`
-        seconds."""
+        """`used` as soon as every device is free, which is a little after its processes have ended,
+        or after `timeout` seconds."""
         end = time.monotonic() + timeout
         while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
         return used
 
-    def over(self, used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
-        """The devices of `used` that are not free: `free_bytes` or more are in use beyond the floor, or they don't
-        answer."""
+    def over(
+        self, used: Mapping[str, int | None], floor: Mapping[str, int]
+    ) -> dict[str, int | None]:
+        """The devices of `used` that are not free: `free_bytes` or more are in use beyond the
+        floor, or they don't answer."""
         left = beyond(used, floor)
-        return {uuid: used[uuid] for uuid, size in left.items() if size is None or size >= self.free_bytes}
+        return {
+            uuid: used[uuid]
+            for uuid, size in left.items()
+            if size is None or size >= self.free_bytes
+        }
 
 
 def check_apart(settings: Settings) -> None:
-    """InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU: jobs would wait for
-    ever. A driver that does not answer is no reason to refuse."""
+    """InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU:
+    jobs would wait for ever. A driver that does not answer is no reason to refuse."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
@@ -98,24 +110,31 @@ def check_apart(settings: Settings) -> None:
         inference = Devices(settings, "inference", most=settings.inference_tensor_parallel)
         if both := ", ".join(uuid for uuid in trainer.uuids if uuid in inference.uuids):
             raise InvalidInput(
-                f"dedicated, but trainer and vLLM would both use {both}; set TANDEM_TRAINER_DEVICES and "
-                "TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared",
+                f"dedicated, but trainer and vLLM would both use {both}; set TANDEM_TRAINER_DEVICES"
+                " and TANDEM_INFERENCE_DEVICES to different GPUs, or TANDEM_GPU_MODE=shared",
                 field="TANDEM_GPU_MODE",
             )
 
 
 def beyond(used: Mapping[str, int | None], floor: Mapping[str, int]) -> dict[str, int | None]:
     """Bytes in use on each device beyond its floor; None for a device that does not answer."""
-    return {uuid: None if size is None else max(size - floor.get(uuid, 0), 0) for uuid, size in used.items()}
+    return {
+        uuid: None if size is None else max(size - floor.get(uuid, 0), 0)
+        for uuid, size in used.items()
+    }
 
 
-def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]) -> tuple[str, ...]:
+def _selected(
+    settings: Settings, side: Side, gpus: list[Gpu], failures: list[str]
+) -> tuple[str, ...]:
     names: list[str] = getattr(settings, f"{side}_devices")
     field = f"TANDEM_{side.upper()}_DEVICES"
     if not names and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         field = "CUDA_VISIBLE_DEVICES"
         if not visible and settings.device == "cuda":
-            raise InvalidInput("empty, which hides every GPU; unset it, or set TANDEM_DEVICE=cpu", field=field)
+            raise InvalidInput(
+                "empty, which hides every GPU; unset it, or set TANDEM_DEVICE=cpu", field=field
+            )
         if not visible:
             return ()
         names = visible.split(",")
@@ -134,10 +153,11 @@ def _selected(settings: Settings, side: Side, gpus: list[Gpu], failures: list[st
 
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
-    """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for its log. None
-    without GPUs, or where the driver does not answer. NVLink needs both sides' GPUs visible on both sides, one
-    NCCL_HOSTID, one /dev/shm and one network. Without either of the first two NCCL uses TCP, 60 times slower
-    (docs/operations.md); the last two can't be seen from here."""
+    """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for
+    its log. None without GPUs, or where the driver does not answer. NVLink needs both sides' GPUs
+    visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without either of the
+    first two NCCL uses TCP, 60 times slower (docs/operations.md); the last two can't be seen from
+    here."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:
@@ -156,5 +176,11 @@ def nccl_path(settings: Settings, side: Side) -> str | None:
         missing.append("NCCL_HOSTID is not set")
     if missing:
         why = " and ".join(missing)
-        return f"NCCL to {other} would go over TCP: {why}; docker-compose.nvlink.yml has what NVLink needs"
-    return f"NCCL to {other} goes by {' and '.join(sorted(paths))}, where both containers share network and /dev/shm"
+        return (
+            f"NCCL to {other} would go over TCP: {why}; docker-compose.nvlink.yml has what NVLink"
+            " needs"
+        )
+    return (
+        f"NCCL to {other} goes by {' and '.join(sorted(paths))}, where both containers share"
+        " network and /dev/shm"
+    )

@@ -1,7 +1,8 @@
-"""Signs of life: a program touches a file in TANDEM_ALIVE_DIR, which `tandem up` names, in every turn of its main loop.
+"""Signs of life: a program touches a file in TANDEM_ALIVE_DIR, which `tandem up` names, in every
+turn of its main loop.
 
-The liveness probe reads these files, because an open port does not prove that a program works, and a model that loads
-or a job that trains is no hang.
+The liveness probe reads these files, because an open port does not prove that a program works, and
+a model that loads or a job that trains is no hang.
 """
 
 import os
@@ -15,9 +16,10 @@ from pathlib import Path
 VARIABLE = "TANDEM_ALIVE_DIR"
 LONGEST_SECONDS = {
     "up": 60.0,  # it waits for nothing
-    "runner": 600.0,  # ending ranks takes half a minute, removing a job's data from a slow volume longer
-    # It hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During a swap of merged weights
-    # and the hashes of a whole model it beats.
+    # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
+    "runner": 600.0,
+    # It hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During a
+    # swap of merged weights and the hashes of a whole model it beats.
     "publisher": 1800.0,
 }
 """How long one turn of a program's loop may take."""
@@ -31,7 +33,8 @@ def beat(program: str) -> None:
 
 
 def silence(program: str, directory: Path) -> str | None:
-    """A message if `program`'s loop has not turned for too long; None if it has, or has not begun."""
+    """A message if `program`'s loop has not turned for too long; None if it has, or has not
+    begun."""
     longest = LONGEST_SECONDS[program]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
@@ -40,8 +43,8 @@ def silence(program: str, directory: Path) -> str | None:
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `action`, which runs in a thread; calls `beat` every `seconds` meanwhile. Raises what `action`
-    raises, or what `beat` raises, which gives the thread up."""
+    """The result of `action`, which runs in a thread; calls `beat` every `seconds` meanwhile.
+    Raises what `action` raises, or what `beat` raises, which gives the thread up."""
     future = Future[T]()
 
     def run() -> None:
@@ -55,7 +58,8 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
 
 
 def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `future`; calls `beat` every `seconds` until it is there. Raises what either raises."""
+    """The result of `future`; calls `beat` every `seconds` until it is there. Raises what either
+    raises."""
     while not wait([future], timeout=seconds).done:
         beat()
     return future.result()

@@ -1,9 +1,11 @@
 """How Tandem's own programs log on stderr: one line per event.
 
 text (the default)  `time level program message key=value ...`
-json                an object with `time`, `level`, `logger`, `message`, and `fields` where there are any
+json                an object with `time`, `level`, `logger`, `message`, and `fields` where there
+                    are any
 
-TANDEM_LOG_FORMAT chooses; it is read from the environment, since a program logs before it has read its settings.
+TANDEM_LOG_FORMAT chooses; it is read from the environment, since a program logs before it has read
+its settings.
 """
 
 import json
@@ -30,10 +32,14 @@ class JsonFormatter(logging.Formatter):
         fields = _fields(record)
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json_line(record.levelname, record.name, record.getMessage(), at=record.created, **fields)
+        return json_line(
+            record.levelname, record.name, record.getMessage(), at=record.created, **fields
+        )
 
 
-def json_line(level: str, logger: str, message: str, *, at: float | None = None, **fields: object) -> str:
+def json_line(
+    level: str, logger: str, message: str, *, at: float | None = None, **fields: object
+) -> str:
     """A line of the json format, ASCII only. `at`: Unix seconds, by default now."""
     stamp = _timestamp(time.time() if at is None else at)
     entry = {"time": stamp, "level": level.lower(), "logger": logger, "message": message}
@@ -41,7 +47,11 @@ def json_line(level: str, logger: str, message: str, *, at: float | None = None,
 
 
 def _timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(seconds, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

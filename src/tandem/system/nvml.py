@@ -1,11 +1,12 @@
-"""The one place that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML makes no CUDA context.
+"""The one place that asks the NVIDIA driver about GPUs: NVML, through nvidia-ml-py. NVML makes no
+CUDA context.
 
-A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure raises DriverFailed,
-so that a driver in trouble never looks like a machine without GPUs.
+A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure
+raises DriverFailed, so that a driver in trouble never looks like a machine without GPUs.
 
-GPUs are named by UUID: an index starts at 0 in each container, and the pids that NVML reports are the host's.
-NVML's first call starts a thread that waits for driver events and outlives `close`. It takes none of Python's locks, so
-`subprocess` may still fork afterwards.
+GPUs are named by UUID: an index starts at 0 in each container, and the pids that NVML reports are
+the host's. NVML's first call starts a thread that waits for driver events and outlives `close`. It
+takes none of Python's locks, so `subprocess` may still fork afterwards.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,13 @@ from tandem.errors import TandemError
 
 # A driver, a GPU or a container may lack a single feature; that is no failure.
 _NO_ANSWER = (
-    "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_FOUND", "INVALID_ARGUMENT"
-)  # fmt: skip
+    "NOT_SUPPORTED",
+    "NO_PERMISSION",
+    "FUNCTION_NOT_FOUND",
+    "ARGUMENT_VERSION_MISMATCH",
+    "NOT_FOUND",
+    "INVALID_ARGUMENT",
+)
 
 
 class DriverFailed(TandemError):
@@ -43,13 +49,16 @@ class Gpu:
         return self.uuid != self.whole_uuid
 
     def has_name(self, name: str) -> bool:
-        """Whether `name` is the whole GPU's index, or the beginning of a UUID, which CUDA accepts too."""
-        return name == self.index.partition(":")[0] or any(u.startswith(name) for u in (self.uuid, self.whole_uuid))
+        """Whether `name` is the whole GPU's index, or the beginning of a UUID, which CUDA accepts
+        too."""
+        return name == self.index.partition(":")[0] or any(
+            u.startswith(name) for u in (self.uuid, self.whole_uuid)
+        )
 
 
 class Driver:
-    """NVML from construction, which raises DriverFailed, to `close`; handles are valid in between. Without a driver
-    every answer is None."""
+    """NVML from construction, which raises DriverFailed, to `close`; handles are valid in between.
+    Without a driver every answer is None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None
@@ -59,9 +68,14 @@ class Driver:
         except ModuleNotFoundError:
             return
         except nvml.NVMLError as error:
-            if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            if error.value in (
+                nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+                nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            ):
                 return
-            raise DriverFailed(f"NVML does not start: {error}; check the driver with `nvidia-smi`") from error
+            raise DriverFailed(
+                f"NVML does not start: {error}; check the driver with `nvidia-smi`"
+            ) from error
         self.nvml = nvml
 
     def close(self) -> None:
@@ -70,7 +84,8 @@ class Driver:
                 self.nvml.nvmlShutdown()
 
     def ask(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """The answer of an NVML function; None where this driver, GPU or container has none. Raises DriverFailed."""
+        """The answer of an NVML function; None where this driver, GPU or container has none. Raises
+        DriverFailed."""
         if self.nvml is None:
             return None
         try:
@@ -81,7 +96,8 @@ class Driver:
             raise DriverFailed(f"{function}: {error}") from error
 
     def gpus(self) -> tuple[list[Gpu], list[str]]:
-        """All GPUs (of a divided GPU its MIG devices), and one message for each GPU that does not answer."""
+        """All GPUs (of a divided GPU its MIG devices), and one message for each GPU that does not
+        answer."""
         gpus: list[Gpu] = []
         failures: list[str] = []
         for index in range(self.ask("nvmlDeviceGetCount") or 0):
@@ -92,7 +108,9 @@ class Driver:
             except DriverFailed as error:
                 failures.append(f"GPU {index}: {error}")
                 continue
-            gpus += [Gpu(f"{index}:{n}", name, mig, handle, uuid) for n, (mig, name) in enumerate(migs)]
+            gpus += [
+                Gpu(f"{index}:{n}", name, mig, handle, uuid) for n, (mig, name) in enumerate(migs)
+            ]
             if not migs:
                 gpus.append(Gpu(str(index), uuid, handle, handle, uuid))
         return gpus, failures
@@ -101,7 +119,9 @@ class Driver:
         mode = self.ask("nvmlDeviceGetMigMode", handle)
         if mode and mode[0] == self.nvml.NVML_DEVICE_MIG_ENABLE:
             for index in range(self.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-                if (mig := self.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)) is not None:
+                if (
+                    mig := self.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)
+                ) is not None:
                     yield mig
 
     def handle(self, uuid: str) -> Any:
@@ -109,15 +129,17 @@ class Driver:
         return self.ask("nvmlDeviceGetHandleByUUID", uuid)
 
     def has_nvlink(self, a: str, b: str) -> bool:
-        """Whether two GPUs, given by UUID, reach each other's memory over NVLink. Raises DriverFailed."""
+        """Whether two GPUs, given by UUID, reach each other's memory over NVLink. Raises
+        DriverFailed."""
         over_nvlink = self.nvml.NVML_P2P_CAPS_INDEX_NVLINK
         status = self.ask("nvmlDeviceGetP2PStatus", self.handle(a), self.handle(b), over_nvlink)
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises DriverFailed. `used`
-        is nvidia-smi's, without what the driver reserves for itself (600 MiB on an H200). NVML's first version of this
-        call counts that as used, so there is no fallback to it."""
+        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises
+        DriverFailed. `used` is nvidia-smi's, without what the driver reserves for itself (600 MiB
+        on an H200). NVML's first version of this call counts that as used, so there is no fallback
+        to it."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)
@@ -125,4 +147,9 @@ class Driver:
             return None
         # Some drivers count the reserved memory in `used` here too.
         used = max(memory.total - memory.free - memory.reserved, 0)
-        return {"total": memory.total, "free": memory.free, "reserved": memory.reserved, "used": used}
+        return {
+            "total": memory.total,
+            "free": memory.free,
+            "reserved": memory.reserved,
+            "used": used,
+        }

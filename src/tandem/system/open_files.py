@@ -4,7 +4,8 @@ import resource
 import sys
 from contextlib import suppress
 
-# Linux takes no more than 2**20 unless somebody changed fs.nr_open, macOS no more than kern.maxfilesperproc.
+# Linux takes no more than 2**20 unless somebody changed fs.nr_open, macOS no more than
+# kern.maxfilesperproc.
 _MOST = 10240 if sys.platform == "darwin" else 2**20
 
 

@@ -1,13 +1,16 @@
 """The one place where Tandem chooses TCP ports.
 
-A port that is only looked up can be taken before its program listens. Here a socket stays bound to it, without
-listening, until its holder closes it:
+A port that is only looked up can be taken before its program listens. Here a socket stays bound to
+it, without listening, until its holder closes it:
 
 - the kernel gives a bound port to no process that asks for "any port";
-- a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then allows it while no
-  socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's TCPStore) set it, so the program that was given
+- a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then
+allows it while no
+  socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's TCPStore) set it, so the
+  program that was given
   the number listens beside the holder, and from then on no other process can;
-- an abstract Unix socket of the network namespace, with the number in its name, keeps two Tandem processes apart.
+- an abstract Unix socket of the network namespace, with the number in its name, keeps two Tandem
+processes apart.
 """
 
 import socket
@@ -17,14 +20,15 @@ from tandem.errors import Conflict
 
 
 class HeldPort(ExitStack):
-    """A port that no other process gets until `close`. Close it when its program listens, or has ended."""
+    """A port that no other process gets until `close`. Close it when its program listens, or has
+    ended."""
 
     port = 0
 
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
-    """Holds `preferred`, or a free port if it is 0, for a program that is about to listen on it. Conflict (field
-    `name`) when another process listens on it or holds it."""
+    """Holds `preferred`, or a free port if it is 0, for a program that is about to listen on it.
+    Conflict (field `name`) when another process listens on it or holds it."""
     while True:
         held = HeldPort()
         tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
@@ -43,7 +47,10 @@ def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") 
             held.close()
             if preferred or not held.port:
                 user = "another Tandem process" if held.port else "another program"
-                message = f"{user} uses port {preferred} of {host} ({error.strerror}); stop it or choose another port"
+                message = (
+                    f"{user} uses port {preferred} of {host} ({error.strerror}); stop it or choose"
+                    " another port"
+                )
                 raise Conflict(message, field=name) from error
 
 

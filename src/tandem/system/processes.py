@@ -1,9 +1,12 @@
 """Process trees on Linux.
 
-torchrun starts every rank in a session of its own, so a signal to a process group does not reach the ranks. These do:
+torchrun starts every rank in a session of its own, so a signal to a process group does not reach
+the ranks. These do:
 
-- `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link ends the rest;
-- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses its parent stays a
+- `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link
+ends the rest;
+- `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses
+its parent stays a
   descendant, which `descendants` finds;
 - `marked`: an environment variable that children inherit across sessions and double forks.
 """
@@ -24,7 +27,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Process:
-    """One entry of /proc. `started` (clock ticks since boot) tells a reused pid from the process that had it before."""
+    """One entry of /proc. `started` (clock ticks since boot) tells a reused pid from the process
+    that had it before."""
 
     pid: int
     parent: int
@@ -34,7 +38,8 @@ class Process:
 
 
 def die_with_parent(parent: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process `sig` when its parent dies; at once if that is not `parent` (a pid) any more."""
+    """Has the kernel send this process `sig` when its parent dies; at once if that is not `parent`
+    (a pid) any more."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), sig)
@@ -60,7 +65,13 @@ def read(pid: int) -> Process | None:
     before, _, after = text.rpartition(")")
     fields = after.split()
     command = before.partition("(")[2]
-    return Process(pid=pid, parent=int(fields[1]), zombie=fields[0] in "ZX", started=int(fields[19]), command=command)
+    return Process(
+        pid=pid,
+        parent=int(fields[1]),
+        zombie=fields[0] in "ZX",
+        started=int(fields[19]),
+        command=command,
+    )
 
 
 def all_processes() -> list[Process]:
@@ -80,7 +91,8 @@ def descendants(pid: int) -> list[Process]:
 
 
 def marked(variable: str, value: str) -> list[Process]:
-    """Living processes of this user that were started with `variable=value` in their environment, without this one."""
+    """Living processes of this user that were started with `variable=value` in their environment,
+    without this one."""
     mark = f"{variable}={value}".encode()
     matches = []
     for process in all_processes():
@@ -103,9 +115,13 @@ def reap_orphans(known: Collection[int] = ()) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def kill_all(find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()) -> list[Process]:
-    """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it is being killed).
-    Returns those that still live after `timeout` seconds, in uninterruptible sleep. `known`: as for `reap_orphans`."""
+def kill_all(
+    find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()
+) -> list[Process]:
+    """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it
+    is being killed). Returns those that still live after `timeout` seconds, in uninterruptible
+    sleep. `known`: as for `reap_orphans`.
+    """
     end = time.monotonic() + timeout
     while True:
         alive = [process for process in find() if not process.zombie]

@@ -13,7 +13,8 @@ _MOST = 1 << 24
 
 
 class Tail:
-    """Reads what was appended to `path` since the last call, across truncation and rotation by rename."""
+    """Reads what was appended to `path` since the last call, across truncation and rotation by
+    rename."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
@@ -23,8 +24,8 @@ class Tail:
             file.seek(0, os.SEEK_END)
 
     def lines(self, *, final: bool = False) -> list[str]:
-        """New complete lines, without their ends, at most about 16 MiB of them: the next call has more. `final`: the
-        last line of the file counts even if it is not finished."""
+        """New complete lines, without their ends, at most about 16 MiB of them: the next call has
+        more. `final`: the last line of the file counts even if it is not finished."""
         lines, read = list[str](), 0
         while file := self._open():
             if os.fstat(file.fileno()).st_size < file.tell():
@@ -60,7 +61,8 @@ class Tail:
 
 
 def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
-    """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty where there is no file."""
+    """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty where there is no
+    file."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - most_bytes)

@@ -1,32 +1,45 @@
-"""The losses, as pure functions of per-item tensors. One item is one trained token of one trajectory.
+"""The losses, as pure functions of per-item tensors. One item is one trained token of one
+trajectory.
 
 A loss is the weighted mean over the items of one optimizer step, on *all* data-parallel ranks:
 
     L = sum_i w_i l_i / D,    l_i = c_i * policy_i + kl_coef * kl_i - entropy_coef * H_i
 
-`w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items of a sequence are
-never split over rows. Notation: `lp` is the trainer's log-prob of the item's token, `old` the log-prob in the ratio's
-denominator, `A` the advantage, `r = exp(lp - old)`, `x = lp - ref` with `ref` the reference's log-prob, `sg` a
-stop-gradient. An item that a mask leaves out still counts in D.
+`w` and `D` come from `item_weights`. The functions here return one row's part of the sum; the items
+of a sequence are never split over rows. Notation: `lp` is the trainer's log-prob of the item's
+token, `old` the log-prob in the ratio's denominator, `A` the advantage, `r = exp(lp - old)`, `x =
+lp - ref` with `ref` the reference's log-prob, `sg` a stop-gradient. An item that a mask leaves out
+still counts in D.
 
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
-- PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO, arXiv:2503.14476, eq. 8.
+- PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO,
+arXiv:2503.14476, eq. 8.
 - GSPO: arXiv:2507.18071, eq. 5 and 7.
-- Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
+- Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
+Learning",
   arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
-- Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al., 2025, "When Speed
-  Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; of negative advantages far off the
+- Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
+2025, "When Speed
+  Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; of negative
+  advantages far off the
   policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
-- Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens, Dr. GRPO
+- Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens,
+Dr. GRPO
   (arXiv:2503.20783) divides by a constant.
-- Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+- Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL
   Training".
-- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); why the
-  derivative of k1 is of no use: arXiv:2506.09477. Correction by the ratio: DeepSeek-V3.2, eq. 7. In the advantage:
-  Ziegler et al., 2019, arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's cookbook.
-- Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A note on DPO with noisy
-  preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means over tokens as in TRL, because sums depend
+- KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
+(joschu.net/blog/kl-approx.html); why the
+  derivative of k1 is of no use: arXiv:2506.09477. Correction by the ratio: DeepSeek-V3.2, eq. 7. In
+  the advantage:
+  Ziegler et al., 2019, arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's
+  cookbook.
+- Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A
+note on DPO with noisy
+  preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means over tokens as in TRL,
+  because sums depend
   on length; SimPO, Meng et al., 2024, arXiv:2405.14734, eq. 6.
 """
 
@@ -41,7 +54,8 @@ from torch.nn.functional import logsigmoid
 
 from tandem.spool.schema import PreferenceLoss, RLLoss
 
-# exp() takes no more than this many nats, so that no single token makes a loss or a gradient infinite in float32.
+# exp() takes no more than this many nats, so that no single token makes a loss or a gradient
+# infinite in float32.
 MAX_NATS = 20.0
 
 Ints = NDArray[np.integer[Any]]
@@ -50,10 +64,12 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Items:
-    """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64); log-probs are in nats."""
+    """The items of one row. Tensors are [items], of one floating dtype (`sequence`: int64);
+    log-probs are in nats."""
 
     logprobs: Tensor  # of the policy being trained; carries gradients
-    entropy: Tensor  # of the distribution that each token was drawn from, in nats; carries gradients
+    # Of the distribution that each token was drawn from, in nats; carries gradients.
+    entropy: Tensor
     weights: Tensor  # `w`; 0 in a row that is computed only to match collectives
     advantages: Tensor
     sequence: Tensor  # index of the item's sequence within the row, 0 .. num_sequences - 1
@@ -61,7 +77,8 @@ class Items:
     old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
     sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
-    mean_kl: float = 0.0  # mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`
+    # Mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`.
+    mean_kl: float = 0.0
     pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
 
 
@@ -77,12 +94,15 @@ class LossOutput:
 def item_weights(
     normalisation: str, trajectory_items: Ints, group_items: Ints, constant: float | None = None
 ) -> tuple[Floats, Floats]:
-    """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum d`.
+    """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum
+    d`.
 
-    `trajectory_items`, `group_items`: [items], the number of items of the item's trajectory and of its group.
+    `trajectory_items`, `group_items`: [items], the number of items of the item's trajectory and of
+    its group.
 
     - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
-    - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 / trajectory_items
+    - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
+    trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
     - sum: w = d = 1; the caller takes D = 1
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
@@ -99,33 +119,41 @@ def item_weights(
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """`exp(x)`, of which x beyond +-MAX_NATS gets the value at that bound. The derivative is the value everywhere: it
-    never vanishes, as a plain clamp's would, so a token that is far off is still pulled back."""
+    """`exp(x)`, of which x beyond +-MAX_NATS gets the value at that bound. The derivative is the
+    value everywhere: it never vanishes, as a plain clamp's would, so a token that is far off is
+    still pulled back."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
 def sequence_sum(values: Tensor, items: Items) -> Tensor:
     """Sum of `values` [items] over each item's sequence, [items]."""
-    return values.new_zeros(items.num_sequences).index_add(0, items.sequence, values)[items.sequence]
+    return values.new_zeros(items.num_sequences).index_add(0, items.sequence, values)[
+        items.sequence
+    ]
 
 
 def sequence_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of `values` [items] over each item's sequence, [items]. Of log-ratios it is the log of GSPO's
-    `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    """Mean of `values` [items] over each item's sequence, [items]. Of log-ratios it is the log of
+    GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
     return sequence_sum(values, items) / sequence_sum(torch.ones_like(values), items)
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where bounds changed the gradient.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where bounds changed the
+    gradient.
 
-    With [lo, hi] = `loss.clip_bounds` and r the ratio of the token or, with `loss.level` "sequence", of its sequence:
+    With [lo, hi] = `loss.clip_bounds` and r the ratio of the token or, with `loss.level`
+    "sequence", of its sequence:
 
     - cispo: -sg(clip(r, lo, hi)) A lp
-    - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi) A), dual_clip A)
-    - gspo:  ppo with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|. With one sequence per
+    - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
+             A), dual_clip A)
+    - gspo:  ppo with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|.
+             With one sequence per
       trajectory and GSPO's default normalisation this is the paper's objective.
 
-    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and that of the others unclipped.
+    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and that of
+    the others unclipped.
     """
     assert items.old_logprobs is not None
     low, high = loss.clip_bounds
@@ -141,7 +169,9 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
         free, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
         terms = torch.minimum(free, bounded)
         if loss.dual_clip is not None:
-            terms = torch.where(advantages < 0, torch.maximum(terms, loss.dual_clip * advantages), terms)
+            terms = torch.where(
+                advantages < 0, torch.maximum(terms, loss.dual_clip * advantages), terms
+            )
         clipped = terms != free
     if loss.beyond_bounds == "mask":
         terms, clipped = terms.masked_fill(outside, 0.0), outside
@@ -151,31 +181,43 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
-    c = exp(old - sampler) corrects for tokens having been drawn by another engine: of the token or, with
-    `tis_level="sequence"`, the product over its sequence. It is 0 outside [tis_mask_low, tis_mask_high], and tis_cap at
-    most. With `off_policy_threshold` it is 0 where A < 0 and the mean of sampler - lp over the sequence is larger.
+    c = exp(old - sampler) corrects for tokens having been drawn by another engine: of the token or,
+    with `tis_level="sequence"`, the product over its sequence. It is 0 outside [tis_mask_low,
+    tis_mask_high], and tis_cap at most. With `off_policy_threshold` it is 0 where A < 0 and the
+    mean of sampler - lp over the sequence is larger.
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
     weights = None
     if loss.weighs_sampler:
         difference = items.old_logprobs - items.sampler_logprobs
-        weights = bounded_exp(sequence_sum(difference, items) if loss.tis_level == "sequence" else difference)
+        weights = bounded_exp(
+            sequence_sum(difference, items) if loss.tis_level == "sequence" else difference
+        )
         low, high = loss.tis_mask_low or 0.0, loss.tis_mask_high or torch.inf
-        weights = weights.masked_fill((weights < low) | (weights > high), 0.0).clamp(max=loss.tis_cap or torch.inf)
+        weights = weights.masked_fill((weights < low) | (weights > high), 0.0).clamp(
+            max=loss.tis_cap or torch.inf
+        )
     if loss.off_policy_threshold is not None:
-        fell = sequence_mean(items.sampler_logprobs - items.logprobs, items) > loss.off_policy_threshold
+        fell = (
+            sequence_mean(items.sampler_logprobs - items.logprobs, items)
+            > loss.off_policy_threshold
+        )
         ones = torch.ones_like(items.advantages) if weights is None else weights
         weights = ones.masked_fill(fell & (items.advantages < 0), 0.0)
     return weights
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in nats.
+def kl_estimate(
+    logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in
+    nats.
 
-    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient, x grad lp, is an
-    unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would be grad lp, which has zero mean for
-    any reference, so k1 takes the KL's score-function gradient instead, x grad lp.
+    With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient,
+    x grad lp, is an unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would
+    be grad lp, which has zero mean for any reference, so k1 takes the KL's score-function gradient
+    instead, x grad lp.
     """
     x = logprobs - reference
     if estimator == "k3":
@@ -187,8 +229,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
     """`kl_i`, [items], from its `kl_estimate`.
 
-    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. Then the gradient is r x grad lp with each of them: the
-    KL's own, in the mean over tokens that were drawn from the policy of `old`.
+    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. Then the gradient is r x grad lp with
+    each of them: the KL's own, in the mean over tokens that were drawn from the policy of `old`.
     """
     if not loss.kl_correction:
         return estimate
@@ -198,8 +240,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
-    """`items` with A_i + kl_coef * (mean_kl - (old - ref)) as advantages: the sampled log-ratio as a reward of its own,
-    less its mean over the job's items, so that it moves no average."""
+    """`items` with A_i + kl_coef * (mean_kl - (old - ref)) as advantages: the sampled log-ratio as
+    a reward of its own, less its mean over the job's items, so that it moves no average."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     reward = items.mean_kl - (items.old_logprobs - items.reference_logprobs)
@@ -209,8 +251,9 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
 
-    Of the sums, `kl_sampler` is k3 of KL(sampler || trainer), `logprob_difference` |trainer - sampler|, both in nats,
-    and `masked` counts importance weights of 0. Of the maxima, `above_sampler` is trainer - sampler, in nats.
+    Of the sums, `kl_sampler` is k3 of KL(sampler || trainer), `logprob_difference` |trainer -
+    sampler|, both in nats, and `masked` counts importance weights of 0. Of the maxima,
+    `above_sampler` is trainer - sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
@@ -225,13 +268,20 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
         sums |= {"importance": weights, "masked": weights == 0}
         per_item = weights * per_item
     if items.reference_logprobs is not None:
-        sums["kl_reference"] = kl_estimate(items.logprobs, items.reference_logprobs, loss.kl_estimator)
+        sums["kl_reference"] = kl_estimate(
+            items.logprobs, items.reference_logprobs, loss.kl_estimator
+        )
         if loss.kl_coef and loss.kl_in == "loss":
             per_item = per_item + loss.kl_coef * kl_penalty(items, loss, sums["kl_reference"])
     if loss.entropy_coef:
         per_item = per_item - loss.entropy_coef * items.entropy
     above_sampler = (detached - items.sampler_logprobs).max()
-    return _output(items, per_item, sums, {"ratio": ratio.max().double(), "above_sampler": above_sampler.double()})
+    return _output(
+        items,
+        per_item,
+        sums,
+        {"ratio": ratio.max().double(), "above_sampler": above_sampler.double()},
+    )
 
 
 def sft_loss(items: Items) -> LossOutput:
@@ -240,15 +290,18 @@ def sft_loss(items: Items) -> LossOutput:
 
 
 def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
-    """The loss of one row's pairs; an item with A > 0 belongs to its pair's chosen answer, others to the rejected one.
+    """The loss of one row's pairs; an item with A > 0 belongs to its pair's chosen answer, others
+    to the rejected one.
 
-    With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b = `loss.strength`, e the label
-    smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen - M_rejected) - margin for SimPO:
+    With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b =
+    `loss.strength`, e the label smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen -
+    M_rejected) - margin for SimPO:
 
     - dpo, simpo: -(1 - e) log sigmoid(s) - e log sigmoid(-s)
     - ipo: (M_chosen - M_rejected - 1 / (2 b))^2
 
-    An answer's reward is b S (SimPO: b M). Per pair, `accuracy` is whether the chosen answer has the larger reward.
+    An answer's reward is b S (SimPO: b M). Per pair, `accuracy` is whether the chosen answer has
+    the larger reward.
     """
     assert items.pair is not None
     h = items.logprobs
@@ -273,12 +326,27 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
         smoothing = loss.label_smoothing
         losses = -(1 - smoothing) * logsigmoid(s) - smoothing * logsigmoid(-s)
     chosen, rejected = rewards.detach().double().unbind(1)
-    sums = {"pairs": torch.ones_like(chosen), "accuracy": chosen > rejected, "margin": chosen - rejected,
-            "chosen_reward": chosen, "rejected_reward": rejected}  # fmt: skip
-    return _output(items, losses[items.pair], sums, {})  # the weights of a pair's items sum to the pair's
+    sums = {
+        "pairs": torch.ones_like(chosen),
+        "accuracy": chosen > rejected,
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+    # The weights of a pair's items sum to the pair's.
+    return _output(items, losses[items.pair], sums, {})
 
 
-def _output(items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> LossOutput:
+def _output(
+    items: Items, per_item: Tensor, sums: dict[str, Tensor], maxima: dict[str, Tensor]
+) -> LossOutput:
     total = (items.weights * per_item).sum()
-    sums = {"items": torch.ones_like(items.weights), "entropy": items.entropy, **sums, "loss": total}
-    return LossOutput(total, {name: value.detach().double().sum() for name, value in sums.items()}, maxima)
+    sums = {
+        "items": torch.ones_like(items.weights),
+        "entropy": items.entropy,
+        **sums,
+        "loss": total,
+    }
+    return LossOutput(
+        total, {name: value.detach().double().sum() for name, value in sums.items()}, maxima
+    )

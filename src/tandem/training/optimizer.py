@@ -32,19 +32,29 @@ class NonFinite(TandemError):
 class AdapterOptimizer:
     """The gradients and Adam's state of this rank's shards of the LoRA parameters.
 
-    Gradients are accumulated over micro steps and *summed* over data-parallel ranks, because losses are divided by a
-    global denominator beforehand.
+    Gradients are accumulated over micro steps and *summed* over data-parallel ranks, because losses
+    are divided by a global denominator beforehand.
     """
 
     def __init__(self, policy: Policy, settings: OptimizerSettings) -> None:
-        self.settings, self._topology, self.parameters = settings, parallel.current(), policy.lora_parameters()
+        self.settings, self._topology, self.parameters = (
+            settings,
+            parallel.current(),
+            policy.lora_parameters(),
+        )
         self._tensors = policy.adapter.tensors
         self._experts_apart = policy.arch.moe is not None and self._topology.sizes.experts_apart
         tensors = {tensor.parameter: tensor for tensor in self._tensors.values()}
-        self._trained = [tensors[parameter] for parameter in policy.parameters() if parameter.requires_grad]
+        self._trained = [
+            tensors[parameter] for parameter in policy.parameters() if parameter.requires_grad
+        ]
         self._gradients = []
         for apart, group in ((False, self._topology.data), (True, self._topology.expert_data)):
-            own = [one.parameter for one in self._trained if (one.experts and self._experts_apart) == apart]
+            own = [
+                one.parameter
+                for one in self._trained
+                if (one.experts and self._experts_apart) == apart
+            ]
             if own:
                 self._gradients.append((_gradient_memory(own), group))
         self._adam = torch.optim.AdamW(self.parameters.values())
@@ -57,10 +67,13 @@ class AdapterOptimizer:
     def offload(self) -> int:
         """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
 
-        Gradients are offloaded with the optimizer, because publishing weights needs only the parameters (R23).
+        Gradients are offloaded with the optimizer, because publishing weights needs only the
+        parameters (R23).
         """
         moments = (tensor for tensors in self.moments().values() for tensor in tensors.values())
-        return self._gradient_memory.park(memory for memory, _ in self._gradients) + self._adam_memory.park(moments)
+        return self._gradient_memory.park(
+            memory for memory, _ in self._gradients
+        ) + self._adam_memory.park(moments)
 
     def restore(self) -> None:
         """Undo `offload`: Adam's state is as it was, gradients are zero."""
@@ -85,14 +98,19 @@ class AdapterOptimizer:
         topology = self._topology
         if self._experts_apart:
             return self._norm_with_experts(topology)
-        square = _square(tensor for tensor in self._trained if tensor.cut != "whole" or topology.place.tensor == 0)
+        square = _square(
+            tensor
+            for tensor in self._trained
+            if tensor.cut != "whole" or topology.place.tensor == 0
+        )
         parallel.all_reduce(square, group=topology.tensor)
         square = square.cpu()
         parallel.all_reduce(square, group=topology.pipeline)
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` where experts are apart: the first of the ranks that hold a tensor counts it."""
+        """`gradient_norm` where experts are apart: the first of the ranks that hold a tensor counts
+        it."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
@@ -104,7 +122,11 @@ class AdapterOptimizer:
 
     def non_finite(self) -> list[str]:
         """Names of this rank's parameters whose gradients hold NaN or infinity."""
-        return [name for name, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+        return [
+            name
+            for name, p in self.parameters.items()
+            if p.grad is not None and not p.grad.isfinite().all()
+        ]
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
@@ -124,8 +146,14 @@ class AdapterOptimizer:
 
     def moments(self) -> Moments:
         """Adam's own tensors, not copies."""
-        states = {name: self._adam.state[p] for name, p in self.parameters.items() if p in self._adam.state}
-        return {moment: {name: state[moment] for name, state in states.items()} for moment in MOMENTS}
+        states = {
+            name: self._adam.state[p]
+            for name, p in self.parameters.items()
+            if p in self._adam.state
+        }
+        return {
+            moment: {name: state[moment] for name, state in states.items()} for moment in MOMENTS
+        }
 
     def new_state(self, steps: int) -> Moments:
         """Continue after `steps` steps, from the tensors returned, which are uninitialised."""
@@ -146,10 +174,16 @@ def norm_over_ranks(squares: list[Tensor]) -> float:
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Memory of zeros for the gradients of all `parameters`, which autograd adds to it from now on."""
-    memory = torch.zeros(sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device)
-    last_first = parameters[::-1]  # as Megatron's buffers have them; a sum over ranks depends on the place in memory
-    for parameter, part in zip(last_first, memory.split([p.numel() for p in last_first]), strict=True):
+    """Memory of zeros for the gradients of all `parameters`, which autograd adds to it from now
+    on."""
+    memory = torch.zeros(
+        sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
+    )
+    # As Megatron's buffers have them; a sum over ranks depends on the place in memory.
+    last_first = parameters[::-1]
+    for parameter, part in zip(
+        last_first, memory.split([p.numel() for p in last_first]), strict=True
+    ):
         parameter.grad = part.view_as(parameter)
     return memory
 

@@ -1,4 +1,5 @@
-"""What a rank measures: of its phases seconds and bytes on its device, and the metrics of an optimizer step."""
+"""What a rank measures: of its phases seconds and bytes on its device, and the metrics of an
+optimizer step."""
 
 import math
 import time
@@ -17,19 +18,29 @@ from tandem.model.device import memory
 from tandem.spool.schema import JobSpec, RankMemory
 
 _MEANS = {
-    "entropy": "entropy", "ratio": "ratio_mean", "clipped": "clip_fraction", "advantage": "advantage_mean",
-    "kl_sampler": "kl_sampler", "logprob_difference": "sampler_logprob_difference", "kl_reference": "kl_reference",
-    "importance": "importance_weight_mean", "masked": "masked_fraction",
-}  # fmt: skip
+    "entropy": "entropy",
+    "ratio": "ratio_mean",
+    "clipped": "clip_fraction",
+    "advantage": "advantage_mean",
+    "kl_sampler": "kl_sampler",
+    "logprob_difference": "sampler_logprob_difference",
+    "kl_reference": "kl_reference",
+    "importance": "importance_weight_mean",
+    "masked": "masked_fraction",
+}
 """Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
-_OF_PAIRS = {"accuracy": "pair_accuracy", "margin": "reward_margin", "chosen_reward": "chosen_reward",
-             "rejected_reward": "rejected_reward"}  # fmt: skip
+_OF_PAIRS = {
+    "accuracy": "pair_accuracy",
+    "margin": "reward_margin",
+    "chosen_reward": "chosen_reward",
+    "rejected_reward": "rejected_reward",
+}
 
 
 class MemoryWatch:
-    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt. Nothing else resets
-    the allocator's peaks. Before the device has started it reports nothing. The allocator's counts begin at 0, also in
-    a rank that stays over several jobs."""
+    """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
+    Nothing else resets the allocator's peaks. Before the device has started it reports nothing. The
+    allocator's counts begin at 0, also in a rank that stays over several jobs."""
 
     def __init__(self) -> None:
         stats = memory.stats() if device.started() else {}
@@ -47,14 +58,18 @@ class MemoryWatch:
             memory.reset_peaks()
 
     def end_phase(self, name: str) -> dict[str, int]:
-        """Record the phase's bytes, with the keys of `tandem.spool.schema.RankMemory`, and return them."""
+        """Record the phase's bytes, with the keys of `tandem.spool.schema.RankMemory`, and return
+        them."""
         if not device.started():
             return {}
         stats = self._allocator_stats()
         now = {
-            "allocated": stats["allocated"], "reserved": stats["reserved"], "device_used": self._device_used(),
-            "host_pinned": stats.get("host_pinned", 0), "peak": stats["allocated_peak"],
-        }  # fmt: skip
+            "allocated": stats["allocated"],
+            "reserved": stats["reserved"],
+            "device_used": self._device_used(),
+            "host_pinned": stats.get("host_pinned", 0),
+            "peak": stats["allocated_peak"],
+        }
         if name in self._phases:
             before = self._highest.get(name, self._phases[name])
             self._highest[name] = {kind: max(size, before[kind]) for kind, size in now.items()}
@@ -62,7 +77,8 @@ class MemoryWatch:
         return now
 
     def begin_step(self) -> None:
-        """An optimizer step begins, and its gradients are zeroed: what is allocated now is the step's floor."""
+        """An optimizer step begins, and its gradients are zeroed: what is allocated now is the
+        step's floor."""
         self._step_floor = memory.stats()["allocated"]
 
     def report(self) -> RankMemory:
@@ -93,8 +109,8 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock. Phases don't nest. `announce(name)` writes the heartbeat, as a phase begins and within long
-    ones."""
+    """One rank's clock. Phases don't nest. `announce(name)` writes the heartbeat, as a phase begins
+    and within long ones."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self.announce, self.watch = announce, watch
@@ -105,7 +121,8 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block, up to the completion of the work that it queued on the device.
 
-        The seconds of blocks with the same name add up; the memory is that at the end of the last one.
+        The seconds of blocks with the same name add up; the memory is that at the end of the last
+        one.
         """
         self.announce(name)
         self.watch.begin_phase()
@@ -120,7 +137,11 @@ class Phases:
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """`(seconds by phase, bytes by "<phase>_<kind>")` since the last call."""
-        sizes = {f"{phase}_{kind}": size for phase, kinds in self._memory.items() for kind, size in kinds.items()}
+        sizes = {
+            f"{phase}_{kind}": size
+            for phase, kinds in self._memory.items()
+            for kind, size in kinds.items()
+        }
         seconds, self._seconds, self._memory = self._seconds, {}, {}
         return seconds, sizes
 
@@ -130,22 +151,32 @@ class Phases:
         return {str(rank): report for rank, report in enumerate(reports)}
 
 
-def all_reduce(values: Mapping[str, Tensor | float], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None,
-               where: torch.device) -> dict[str, float]:  # fmt: skip
-    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one collective."""
+def all_reduce(
+    values: Mapping[str, Tensor | float],
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
+    where: torch.device,
+) -> dict[str, float]:
+    """`values` (scalars, the same names on every rank) reduced over `group` in float64, in one
+    collective."""
     if not values:
         return {}
-    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=where) for value in values.values()])
+    vector = torch.stack(
+        [torch.as_tensor(value, dtype=torch.float64, device=where) for value in values.values()]
+    )
     parallel.all_reduce(vector, op, group)
     return dict(zip(values, vector.tolist(), strict=True))
 
 
 def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items, unweighted."""
+    """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items,
+    unweighted."""
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
-    metrics |= {metric: sums[name] / sums["pairs"] for name, metric in _OF_PAIRS.items() if name in sums}
+    metrics |= {
+        metric: sums[name] / sums["pairs"] for name, metric in _OF_PAIRS.items() if name in sums
+    }
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2
         metrics |= {"advantage_std": math.sqrt(max(variance, 0.0)), "ratio_max": maxima["ratio"]}
@@ -154,13 +185,19 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
 
 
 def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
-    """How many trajectories the rows train and, for RL, statistics of their rewards; each trajectory counts once."""
+    """How many trajectories the rows train and, for RL, statistics of their rewards; each
+    trajectory counts once."""
     trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
     rewards = batch.trajectory_reward[trajectories].astype(np.float64)
     count = {"trajectories": float(len(trajectories))}
     if np.isnan(rewards).any():  # SFT, DPO
         return count
-    statistics = {"mean": rewards.mean(), "std": rewards.std(), "min": rewards.min(), "max": rewards.max()}
+    statistics = {
+        "mean": rewards.mean(),
+        "std": rewards.std(),
+        "min": rewards.min(),
+        "max": rewards.max(),
+    }
     return count | {f"reward_{name}": float(value) for name, value in statistics.items()}
 
 
@@ -169,5 +206,7 @@ def staleness(job: JobSpec) -> dict[str, float]:
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:
         return {}
-    return {"off_policy_steps_max": float(base - data.policy_step_min),
-            "off_policy_steps_mean": base - data.policy_step_mean}  # fmt: skip
+    return {
+        "off_policy_steps_max": float(base - data.policy_step_min),
+        "off_policy_steps_mean": base - data.policy_step_mean,
+    }

@@ -1,7 +1,8 @@
-"""Which rows each optimizer step visits, which rank computes them, and the weight of each item. NumPy.
+"""Which rows each optimizer step visits, which rank computes them, and the weight of each item.
+NumPy.
 
-Every rank computes the whole plan from the job and the packed tables, without communication. Denominators are sums over
-all rows of an optimizer step, not over one rank's rows (R20).
+Every rank computes the whole plan from the job and the packed tables, without communication.
+Denominators are sums over all rows of an optimizer step, not over one rank's rows (R20).
 """
 
 from collections.abc import Sequence
@@ -17,20 +18,25 @@ from tandem.training.losses import Floats, item_weights
 
 @dataclass(frozen=True)
 class Plan:
-    steps: tuple[tuple[int, ...], ...]  # the rows of each optimizer step, in order; a row appears once per epoch
+    # The rows of each optimizer step, in order; a row appears once per epoch.
+    steps: tuple[tuple[int, ...], ...]
     data_parallel: int
     held_out: tuple[int, ...] = ()  # rows that are only evaluated
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
-        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have equally many, for their
-        collectives: one that has too few computes the step's first row again, with weight 0 (`counts` False)."""
+        """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have
+        equally many, for their collectives: one that has too few computes the step's first row
+        again, with weight 0 (`counts` False).
+        """
         rows = self.steps[step]
         own = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
         return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
 
     def visited_rows(self, dp_rank: int) -> list[int]:
         """The rows that the rank computes in any micro step or evaluates, once each."""
-        trained = (row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank))
+        trained = (
+            row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)
+        )
         return list(dict.fromkeys([*trained, *self.own_held_out(dp_rank)]))
 
     def own_held_out(self, dp_rank: int) -> list[int]:
@@ -38,18 +44,22 @@ class Plan:
         return list(self.held_out[dp_rank :: self.data_parallel])
 
     def own_rows(self, epochs: int, dp_rank: int) -> list[int]:
-        """Rows of the first of `epochs` passes that count on this rank: over all ranks each row once."""
+        """Rows of the first of `epochs` passes that count on this rank: over all ranks each row
+        once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
 
 
-def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int) -> Plan:
+def plan_steps(
+    batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int
+) -> Plan:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
-    Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step, epoch). A step has
-    `settings.grad_accumulation_sequences` rows over all ranks, the last of an epoch maybe fewer; None means
-    `data_parallel` (R19). InvalidInput if that is not a multiple of `data_parallel`. With `settings.batch_size` the
-    packer chose the rows of each step, and an epoch visits those steps in such a permutation.
+    Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
+    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks, the last of an
+    epoch maybe fewer; None means `data_parallel` (R19). InvalidInput if that is not a multiple of
+    `data_parallel`. With `settings.batch_size` the packer chose the rows of each step, and an epoch
+    visits those steps in such a permutation.
     """
     held_out = tuple(np.flatnonzero(batch.row_batch < 0).tolist())
     rows = np.flatnonzero(batch.row_batch >= 0)
@@ -57,13 +67,16 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
     if settings.batch_size is not None:
         numbers = batch.row_batch[rows]
         of_batch = [tuple(rows[numbers == number].tolist()) for number in np.unique(numbers)]
-        chosen = (of_batch[number] for order in orders for number in order.permutation(len(of_batch)))
+        chosen = (
+            of_batch[number] for order in orders for number in order.permutation(len(of_batch))
+        )
         return Plan(tuple(chosen), data_parallel, held_out)
     size = settings.grad_accumulation_sequences or data_parallel
     if size % data_parallel:
         raise InvalidInput(
-            f"{size} rows per optimizer step can't be split evenly over {data_parallel} data-parallel ranks; "
-            f"use a multiple of {data_parallel}, or leave it out to use {data_parallel}",
+            f"{size} rows per optimizer step can't be split evenly over {data_parallel}"
+            f" data-parallel ranks; use a multiple of {data_parallel}, or leave it out to use"
+            f" {data_parallel}",
             field="optimizer.grad_accumulation_sequences",
         )
     steps: list[tuple[int, ...]] = []
@@ -74,7 +87,8 @@ def plan_steps(batch: PackedBatch, settings: OptimizerSettings, seed: int, base_
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
-    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the item's own weight."""
+    """`losses.item_weights` of the row's items, both float64 [items]. SFT multiplies both by the
+    item's own weight."""
     trajectory_items = batch.trajectory_num_items[row.item_trajectory]
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
@@ -84,7 +98,8 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
-    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any rank; 1 for a sum."""
+    """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any
+    rank; 1 for a sum."""
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
     rows = {row for step in steps for row in step}
@@ -93,8 +108,10 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
-    """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i w_i over all items
-    of the job, else 1. Then the size of the gradient does not depend on the scale of the rewards (OpenPipe's ART)."""
+    """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i
+    w_i over all items of the job, else 1. Then the size of the gradient does not depend on the
+    scale of the rewards (OpenPipe's ART).
+    """
     if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":
         return 1.0
     magnitude = weight = 0.0

@@ -1,9 +1,11 @@
-"""AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), cut over the ranks that hold the same weights.
+"""AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), cut over the ranks that
+hold the same weights.
 
-Each of these ranks owns an equal range of the weights' memory: it gets the range's summed gradient, has Adam's state of
-it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020, arXiv:1910.02054, stage 1). A weight in
-bfloat16 has a second half: its master value is fp32, whose upper 16 bits, rounded, are the weight, and whose
-`remainder` is what the rounding took away, an int16. So weights and master values take 4 bytes, not 6.
+Each of these ranks owns an equal range of the weights' memory: it gets the range's summed gradient,
+has Adam's state of it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020,
+arXiv:1910.02054, stage 1). A weight in bfloat16 has a second half: its master value is fp32, whose
+upper 16 bits, rounded, are the weight, and whose `remainder` is what the rounding took away, an
+int16. So weights and master values take 4 bytes, not 6.
 """
 
 import math
@@ -47,24 +49,27 @@ class _Range:
     length: int
     decays: bool
     counts: bool
-    """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks hold whole, the first
-    does."""
+    """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks
+    hold whole, the first does."""
 
 
 class ShardedAdam:
     """Gradients of all weights, fp32, and Adam's state of those that this rank owns.
 
-    Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay leaves out vectors:
-    norms and biases, as in transformers' Trainer. A tied table that the pipeline's last stage has, too, is the first
-    stage's: that one updates it and sends it to the last, whose gradient and state of it mean nothing. If both updated
-    it, they would drift apart, because the order in which ranks sum a gradient depends on the rank that owns it.
+    Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay
+    leaves out vectors: norms and biases, as in transformers' Trainer. A tied table that the
+    pipeline's last stage has, too, is the first stage's: that one updates it and sends it to the
+    last, whose gradient and state of it mean nothing. If both updated it, they would drift apart,
+    because the order in which ranks sum a gradient depends on the rank that owns it.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
         self.settings, self.steps = settings, 0
         self._policy, self._base, self._topology = policy, base, parallel.current()
         self._two_tables = policy.arch.tie_embeddings and policy.stage.first != policy.stage.last
-        self._gradients = torch.zeros(len(base.memory), dtype=torch.float32, device=base.memory.device)
+        self._gradients = torch.zeros(
+            len(base.memory), dtype=torch.float32, device=base.memory.device
+        )
         policy.train_base(self._views(self._gradients))
         self._owned = list(self._own_parts())
         self._ranges = list(self._own_ranges())
@@ -72,7 +77,9 @@ class ShardedAdam:
         self.tensors = {name: torch.zeros_like(self._gradients[:owned]) for name in MOMENTS}
         if base.memory.dtype is not torch.float32:
             assert base.memory.dtype is torch.bfloat16
-            self.tensors[REMAINDER] = torch.zeros(owned, dtype=torch.int16, device=base.memory.device)
+            self.tensors[REMAINDER] = torch.zeros(
+                owned, dtype=torch.int16, device=base.memory.device
+            )
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
     def reset(self) -> None:
@@ -82,9 +89,11 @@ class ShardedAdam:
             tensor.zero_()
 
     def offload(self) -> int:
-        """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients go with it, because
-        publishing weights needs only the weights (R23)."""
-        return self._gradient_memory.park([self._gradients]) + self._state_memory.park(self.tensors.values())
+        """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients
+        go with it, because publishing weights needs only the weights (R23)."""
+        return self._gradient_memory.park([self._gradients]) + self._state_memory.park(
+            self.tensors.values()
+        )
 
     def restore(self) -> None:
         """Undo `offload`: Adam's state is as it was, gradients are zero."""
@@ -97,7 +106,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest is undefined."""
+        """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest
+        is undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
         for owned in self._owned:
@@ -110,7 +120,8 @@ class ShardedAdam:
                 own.copy_(parallel.scatter_sum(whole, owned.group))
 
     def gradient_norm(self) -> float:
-        """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if any gradient is."""
+        """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if
+        any gradient is."""
         squares = [
             torch.linalg.vector_norm(self._gradient(part), dtype=torch.float64).square()
             for part in self._ranges
@@ -119,12 +130,14 @@ class ShardedAdam:
         return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
-        """Names of the weights whose summed gradients hold NaN or infinity, among those that this rank owns."""
+        """Names of the weights whose summed gradients hold NaN or infinity, among those that this
+        rank owns."""
         return [part.name for part in self._ranges if not self._gradient(part).isfinite().all()]
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and send the weights around."""
+        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and send the
+        weights around."""
         self.steps += 1
         scale = min(1.0, self.settings.max_grad_norm / norm) if norm > 0 else 1.0
         for part in self._ranges:
@@ -136,7 +149,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
-        """One of `tensors` in the shapes of this rank's weights, in the gradients' memory. A collective."""
+        """One of `tensors` in the shapes of this rank's weights, in the gradients' memory. A
+        collective."""
         memory = self._like_weights(self.tensors[name].dtype)
         for owned in self._owned:
             memory[owned.memory] = self.tensors[name][owned.state]
@@ -168,24 +182,28 @@ class ShardedAdam:
             split(master, weights, remainder)
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient: of its heads, and
-        with sequence parallelism of its tokens."""
+        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient:
+        of its heads, and with sequence parallelism of its tokens."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return
         partial = [
             gradient
             for name, gradient in self._views(self._gradients).items()
-            if self._base.rules[name].cut == "whole" and (topology.sizes.sequence or name.endswith(_OF_HEADS))
+            if self._base.rules[name].cut == "whole"
+            and (topology.sizes.sequence or name.endswith(_OF_HEADS))
         ]
         if partial:
             together = torch.cat([gradient.flatten() for gradient in partial])
             parallel.all_reduce(together, group=topology.tensor)
-            for gradient, total in zip(partial, together.split([g.numel() for g in partial]), strict=True):
+            for gradient, total in zip(
+                partial, together.split([g.numel() for g in partial]), strict=True
+            ):
                 gradient.copy_(total.view_as(gradient))
 
     def _sum_over_stages(self) -> None:
-        """Of a tied table: the first stage has the embedding's part of the gradient, the last the output layer's."""
+        """Of a tied table: the first stage has the embedding's part of the gradient, the last the
+        output layer's."""
         if self._two_tables:
             parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
 
@@ -219,7 +237,9 @@ class ShardedAdam:
                 first = int(weight.storage_offset())
                 start, stop = max(first, begin), min(first + weight.numel(), end)
                 if start < stop and (name != TABLE or self._policy.stage.first):
-                    counts = self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    counts = (
+                        self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
+                    )
                     decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
                     at = owned.state.start + start - begin
                     yield _Range(name, start, at, stop - start, decays, counts)
@@ -233,7 +253,11 @@ class ShardedAdam:
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         return {
-            name: memory[weight.storage_offset() : weight.storage_offset() + weight.numel()].view(weight.shape)
+            name: (
+                memory[weight.storage_offset() : weight.storage_offset() + weight.numel()].view(
+                    weight.shape
+                )
+            )
             for name, weight in self._base.parameters.items()
         }
 
@@ -245,7 +269,8 @@ def joined(weights: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Write master values as bfloat16 weights, rounded to the nearest, ties away from zero, and int16 remainders."""
+    """Write master values as bfloat16 weights, rounded to the nearest, ties away from zero, and
+    int16 remainders."""
     bits = master.view(torch.int32)
     upper = (bits + 2**15).bitwise_right_shift_(16)
     weights.view(torch.int16).copy_(upper)

@@ -1,8 +1,10 @@
-"""The step loop, the same for RL and SFT except for the loss (R13). It knows no files, processes or offloading (R14).
+"""The step loop, the same for RL and SFT except for the loss (R13). It knows no files, processes or
+offloading (R14).
 
-In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over data-parallel ranks,
-checked, clipped and applied. Losses are divided by the denominator of all ranks' rows before the backward pass, so that
-the sum is the gradient of the whole step's loss (R20).
+In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over
+data-parallel ranks, checked, clipped and applied. Losses are divided by the denominator of all
+ranks' rows before the backward pass, so that the sum is the gradient of the whole step's loss
+(R20).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,15 +35,23 @@ from tandem.training.sharded_adam import ShardedAdam
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
     names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
-    arrays: dict[str, Any] = {name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names}
+    arrays: dict[str, Any] = {
+        name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names
+    }
     if row.slot_experts.size:
         arrays["slot_experts"] = torch.tensor(row.slot_experts)
-    return RowTensors(**{name: array if name == "subtree_end" else array.to(device) for name, array in arrays.items()})
+    return RowTensors(
+        **{
+            name: array if name == "subtree_end" else array.to(device)
+            for name, array in arrays.items()
+        }
+    )
 
 
 @dataclass
 class Training:
-    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `plan_steps` does."""
+    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `plan_steps`
+    does."""
 
     run: RunSpec
     job: JobSpec
@@ -52,37 +62,47 @@ class Training:
     device: torch.device
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
-    """Within it the policy computes as that reference does; afterwards it is exactly what it was before."""
+    """Within it the policy computes as that reference does; afterwards it is exactly what it was
+    before."""
     fit: bool = False
-    """Choose what layers keep for the backward pass by the device's memory (`tandem.model.recompute`)."""
+    """Choose what layers keep for the backward pass by the device's memory
+    (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
         self.plan = plan_steps(
-            self.batch, self.job.optimizer, self.run.seed, self.job.base_step, self.topology.sizes.data
+            self.batch,
+            self.job.optimizer,
+            self.run.seed,
+            self.job.base_step,
+            self.topology.sizes.data,
         )
         self._steps_before = self.optimizer.steps  # of earlier jobs
         # Row -> log-probs computed before training, float32 [items].
         self._old_logprobs: dict[int, Tensor] = {}
         self._reference_logprobs: dict[int, Tensor] = {}
-        self._mean_kl = 0.0  # of the log-probs before training to the reference, over the job's items, in nats
+        # Of the log-probs before training to the reference, over the job's items, in nats.
+        self._mean_kl = 0.0
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
         self._fitted = False
-        # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the last.
+        # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the
+        # last.
         self._reports = self.topology.place.context == 0 and self.policy.stage.last
 
     def train(self, report: Callable[[int, dict[str, float]], None]) -> dict[str, float]:
-        """Run all optimizer steps, numbered from 1, and `report(step, metrics)` each; returns the last one's metrics,
-        which are the same on every rank.
+        """Run all optimizer steps, numbered from 1, and `report(step, metrics)` each; returns the
+        last one's metrics, which are the same on every rank.
 
-        Raises NonFinite, and InvalidInput for log-probs that no sampler gives, before such a step is applied;
-        NothingToLearn if no step moved the policy.
+        Raises NonFinite, and InvalidInput for log-probs that no sampler gives, before such a step
+        is applied; NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.plan.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
             if loss.old_logprobs == "trainer" and (len(totals) > 1 or loss.kl_in == "advantage"):
                 self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
             if loss.kl_coef or loss.kl_metric:
-                self._reference_logprobs = self._logprobs("reference", self.reference(loss.kl_reference))
+                self._reference_logprobs = self._logprobs(
+                    "reference", self.reference(loss.kl_reference)
+                )
             if loss.kl_in == "advantage":
                 self._mean_kl = self._mean_log_ratio()
         if isinstance(loss, PreferenceLoss) and loss.kind != "simpo":
@@ -100,7 +120,8 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if there are none."""
+        """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if
+        there are none."""
         if not self.plan.held_out:
             return {}
         [denominator] = denominators(self.batch, [self.plan.held_out], self.job.loss)
@@ -109,7 +130,8 @@ class Training:
         with self.phases.phase("evaluate"), self.policy.adapter_fixed():
             for index, counts in self._passes(self.plan.own_held_out):
                 self.phases.announce("evaluate")
-                if not counts:  # for the collectives alone: this rank may have no reference log-probs of it
+                # For the collectives alone: this rank may have no reference log-probs of it.
+                if not counts:
                     self._forward(self.batch.row(index))
                     continue
                 of_row = self._loss(self.batch.row(index), denominator).sums
@@ -118,7 +140,10 @@ class Training:
             totals = self._over_rows(sums, dist.ReduceOp.SUM)
         found = {"held_out_loss": totals["loss"], "held_out_tokens": totals["items"]}
         if totals["pairs"]:
-            found |= {f"held_out_pair_{name}": totals[name] / totals["pairs"] for name in ("accuracy", "margin")}
+            found |= {
+                f"held_out_pair_{name}": totals[name] / totals["pairs"]
+                for name in ("accuracy", "margin")
+            }
         return found
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
@@ -131,8 +156,8 @@ class Training:
         return logprobs
 
     def _passes(self, rows_of: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
-        """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one another, all have equally
-        many: more are of rank 0's first row, with False."""
+        """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one
+        another, all have equally many: more are of rank 0's first row, with False."""
         own, sizes = [(row, True) for row in rows_of(self.topology.place.data)], self.topology.sizes
         if sizes.experts == 1:
             return own
@@ -141,7 +166,10 @@ class Training:
 
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""
-        sums = {"items": torch.zeros((), dtype=torch.float64), "nats": torch.zeros((), dtype=torch.float64)}
+        sums = {
+            "items": torch.zeros((), dtype=torch.float64),
+            "nats": torch.zeros((), dtype=torch.float64),
+        }
         rows = self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data)
         for index in rows if self.policy.stage.last else ():
             old = self._old_logprobs.get(index)
@@ -152,7 +180,9 @@ class Training:
         totals = self._over_rows(sums, dist.ReduceOp.SUM)
         return totals["nats"] / totals["items"]
 
-    def _over_rows(self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    def _over_rows(
+        self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType
+    ) -> dict[str, float]:
         """Values of this rank's rows, reduced over all rows."""
         totals = all_reduce(values, op, self.topology.data, self.device)
         return all_reduce(totals, op, self.topology.pipeline, torch.device("cpu"))
@@ -166,7 +196,9 @@ class Training:
         with phases.phase("optimizer"):
             optimizer.reduce_gradients()
             norm = optimizer.gradient_norm()
-            means = item_metrics(self._over_rows(sums, dist.ReduceOp.SUM), self._over_rows(maxima, dist.ReduceOp.MAX))
+            means = item_metrics(
+                self._over_rows(sums, dist.ReduceOp.SUM), self._over_rows(maxima, dist.ReduceOp.MAX)
+            )
             self._check_finite(step, means, norm)
             self._check_sampler(step, means)
             optimizer.step(norm, rate := self.job.optimizer.rate(step))
@@ -183,13 +215,18 @@ class Training:
             **staleness(self.job),
             "rows": float(len(rows)),
             "tokens": tokens,
-            "tokens_per_second": tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9),
+            "tokens_per_second": (
+                tokens / max(slowest["forward_backward"] + slowest["optimizer"], 1e-9)
+            ),
             **{f"seconds_{name}": slowest[name] for name in seconds},
             **{f"memory_{name}_bytes": slowest[name] for name in memory},
         }
 
-    def _gradients(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`_micro_steps`, which begin again with layers that keep less if the memory runs out; to the same bits."""
+    def _gradients(
+        self, step: int, denominator: float
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """`_micro_steps`, which begin again with layers that keep less if the memory runs out; to
+        the same bits."""
         while True:
             try:
                 return self._micro_steps(step, denominator)
@@ -200,8 +237,11 @@ class Training:
             self.optimizer.zero_grad()
             memory.release_cached()
 
-    def _micro_steps(self, step: int, denominator: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of `LossOutput` over them."""
+    def _micro_steps(
+        self, step: int, denominator: float
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Accumulate the gradients of this rank's rows; returns the `sums` and `maxima` of
+        `LossOutput` over them."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
 
@@ -232,9 +272,14 @@ class Training:
             weights = row_weights(self.batch, row, loss)[0] / denominator
         sequence = row.item_sequence - row.item_sequence[0]
         items = Items(
-            outputs.logprobs, outputs.entropy, tensor(weights), tensor(row.item_advantage / self._advantage_divisor),
-            tensor(sequence, torch.int64), num_sequences=int(sequence[-1]) + 1, mean_kl=self._mean_kl,
-        )  # fmt: skip
+            outputs.logprobs,
+            outputs.entropy,
+            tensor(weights),
+            tensor(row.item_advantage / self._advantage_divisor),
+            tensor(sequence, torch.int64),
+            num_sequences=int(sequence[-1]) + 1,
+            mean_kl=self._mean_kl,
+        )
         if isinstance(loss, SFTLoss):
             return sft_loss(items)
         if isinstance(loss, PreferenceLoss):
@@ -244,7 +289,8 @@ class Training:
             return preference_loss(items, loss)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
-            # A job of one optimizer step computes none before training: the old policy is the current one.
+            # A job of one optimizer step computes none before training: the old policy is the
+            # current one.
             items.old_logprobs = self._old_logprobs.get(row.index, outputs.logprobs.detach())
         items.reference_logprobs = self._reference_logprobs.get(row.index)
         return rl_loss(items, loss)
@@ -260,34 +306,47 @@ class Training:
         wrong = [name for name, value in means.items() if not np.isfinite(value)]
         if not np.isfinite(norm):
             names = self.optimizer.non_finite()
-            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            listed = ", ".join(names[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
             wrong.append(f"the gradient of {listed or 'a parameter on another rank'}")
         if wrong:
             raise NonFinite(
-                f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite: {'; '.join(wrong)}. The step was "
-                "not applied and no checkpoint is made. Look for extreme log-probs, rewards or advantages in the job's "
-                "data, or lower the learning rate"
+                f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite:"
+                f" {'; '.join(wrong)}. The step was not applied and no checkpoint is made. Look for"
+                " extreme log-probs, rewards or advantages in the job's data, or lower the"
+                " learning rate"
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Only in the first epoch: in later ones the policy may have learned what its sampler found impossible."""
+        """Only in the first epoch: in later ones the policy may have learned what its sampler found
+        impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.plan.steps):
             raise InvalidInput(
-                f"optimizer step {step + 1} of {len(self.plan.steps)}: the log-prob of a trained token is {nats:.1f} "
-                f"nats above the one given with it. No sampler draws a token that is more than {MAX_NATS:.0f} nats "
-                "too rare. The step was not applied and no checkpoint is made. Give the log-probs that vLLM returned "
-                "with the tokens, not a placeholder",
+                f"optimizer step {step + 1} of {len(self.plan.steps)}: the log-prob of a trained"
+                f" token is {nats:.1f} nats above the one given with it. No sampler draws a token"
+                f" that is more than {MAX_NATS:.0f} nats too rare. The step was not applied and no"
+                " checkpoint is made. Give the log-probs that vLLM returned with the tokens, not a"
+                " placeholder",
                 field="groups.*.trajectories.*.turns.*.logprobs",
             )
 
     def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
         """Adam moves no parameter by more than about `learning_rate * gradient / eps`."""
         if norm < 1e-3 * (eps := self.job.optimizer.eps):
-            shown = ("clip_fraction", "masked_fraction", "ratio_mean", "advantage_mean", "advantage_std")
+            shown = (
+                "clip_fraction",
+                "masked_fraction",
+                "ratio_mean",
+                "advantage_mean",
+                "advantage_std",
+            )
             raise NothingToLearn(
-                f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest gradient has the norm "
-                f"{norm:.3g}, and optimizer.eps is {eps:.3g}. No checkpoint is made. In the last step "
+                f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest"
+                f" gradient has the norm {norm:.3g}, and optimizer.eps is {eps:.3g}. No checkpoint"
+                " is made. In the last step "
                 + ", ".join(f"{name} is {metrics[name]:.3g}" for name in shown if name in metrics)
-                + ". Look for advantages near 0 and for log-probs of another policy, whose tokens are clipped or masked"
+                + ". Look for advantages near 0 and for log-probs of another policy, whose tokens"
+                " are clipped or masked"
             )

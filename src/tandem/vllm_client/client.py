@@ -1,4 +1,5 @@
-"""The HTTP calls that Tandem makes to a vLLM server: health, models, adapters, prompt log-probs, sleep and wake."""
+"""The HTTP calls that Tandem makes to a vLLM server: health, models, adapters, prompt log-probs,
+sleep and wake."""
 
 import math
 import re
@@ -12,16 +13,23 @@ from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
 from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE
 
-_LORA_INFO = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE)
+_LORA_INFO = re.compile(
+    r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE
+)
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 SCORING_PRIORITY = -1
 """vLLM's `priority` of the requests that verify a checkpoint. Lower comes first; others have 0."""
 
-_IN_FLIGHT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE)
+_IN_FLIGHT = re.compile(
+    r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE
+)
 
 
-class InferenceUnavailable(TandemError, code="inference_unavailable", http_status=503, retriable=True):
-    """vLLM can't be reached, is starting or busy, or its engine is dead. The same call can succeed later."""
+class InferenceUnavailable(
+    TandemError, code="inference_unavailable", http_status=503, retriable=True
+):
+    """vLLM can't be reached, is starting or busy, or its engine is dead. The same call can succeed
+    later."""
 
 
 class InferenceGone(InferenceUnavailable):
@@ -33,18 +41,22 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceFailed(InferenceRefused):
-    """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault of its own."""
+    """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault
+    of its own."""
 
 
 class VllmClient:
     """One vLLM server. A timeout bounds every call. Only calls without side effects are retried.
 
-    Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and Unauthorized.
+    Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and
+    Unauthorized.
     """
 
-    def __init__(self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0) -> None:
-        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the engine does.
-        InvalidInput if a file with a secret can't be read."""
+    def __init__(
+        self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0
+    ) -> None:
+        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the
+        engine does. InvalidInput if a file with a secret can't be read."""
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
@@ -53,7 +65,9 @@ class VllmClient:
         self.url = settings.resolved_inference_url
         self._timeout, self._work_timeout = timeout, work_timeout
         # Not through the environment's proxies: they would get the API key and the admin token.
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False
+        )
 
     def healthy(self) -> bool:
         """Whether the server answers and its engine is alive. Raises nothing."""
@@ -63,14 +77,19 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded from another path under the same name never hits the old one's blocks, as
-        from vLLM 0.32 on. Older versions, and those without a number, key the blocks by the name alone."""
+        """Whether an adapter that is loaded from another path under the same name never hits the
+        old one's blocks, as from vLLM 0.32 on. Older versions, and those without a number, key the
+        blocks by the name alone.
+        """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
 
     def models(self) -> dict[str, str]:
         """Each served model, the base model included: name -> the path it was loaded from."""
-        return {str(card["id"]): str(card.get("root") or "") for card in self._ask("GET", "/v1/models")["data"]}
+        return {
+            str(card["id"]): str(card.get("root") or "")
+            for card in self._ask("GET", "/v1/models")["data"]
+        }
 
     def longest_prompt(self) -> int:
         """The most tokens of a prompt that leaves room for one sampled token."""
@@ -78,41 +97,64 @@ class VllmClient:
         return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that running or waiting requests use, as of the engine's last step (`/metrics`)."""
+        """Names of the adapters that running or waiting requests use, as of the engine's last step
+        (`/metrics`)."""
         text = self._request("GET", "/metrics").text
-        # vLLM keeps one sample per set of names there ever was. Its value is the Unix time of the last step with it.
+        # vLLM keeps one sample per set of names there ever was. Its value is the Unix time of the
+        # last step with it.
         samples = _adapter_samples(text)
-        return max(samples, key=lambda sample: sample[0])[1] if samples and _requests_in_flight(text) else set()
+        return (
+            max(samples, key=lambda sample: sample[0])[1]
+            if samples and _requests_in_flight(text)
+            else set()
+        )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """When a request last used each adapter, Unix seconds, since the server started (`/metrics`)."""
+        """When a request last used each adapter, Unix seconds, since the server started
+        (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
             used |= {name: max(at, used.get(name, 0.0)) for name in names}
         return used
 
     def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
-        """For each prompt log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature 1: len(tokens) - 1
-        values; NaN for one that is not finite. InferenceRefused for an unknown model or a prompt that is too long.
+        """For each prompt log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature
+        1: len(tokens) - 1 values; NaN for one that is not finite. InferenceRefused for an unknown
+        model or a prompt that is too long.
 
-        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does not affect them.
+        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does
+        not affect them.
         """
-        # One request for all: each would wait for a place in the batch. They pass all requests that wait for one.
-        body = {"model": model, "prompt": list(map(list, prompts)), "max_tokens": 1, "temperature": 0.0,
-                "prompt_logprobs": 0, "priority": SCORING_PRIORITY}  # fmt: skip
+        # One request for all: each would wait for a place in the batch. They pass all requests that
+        # wait for one.
+        body = {
+            "model": model,
+            "prompt": list(map(list, prompts)),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+            "priority": SCORING_PRIORITY,
+        }
         choices = self._ask("POST", "/v1/completions", body, timeout=self._work_timeout)["choices"]
         if len(choices) != len(prompts):
-            raise InferenceRefused(f"vLLM returned {len(choices)} answers to {len(prompts)} prompts for {model}")
-        return [_logprobs(model, tokens, choice) for tokens, choice in zip(prompts, choices, strict=True)]
+            raise InferenceRefused(
+                f"vLLM returned {len(choices)} answers to {len(prompts)} prompts for {model}"
+            )
+        return [
+            _logprobs(model, tokens, choice)
+            for tokens, choice in zip(prompts, choices, strict=True)
+        ]
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load the adapter at `path` (absolute) under an unused name. InferenceRefused where vLLM can't load it."""
+        """Load the adapter at `path` (absolute) under an unused name. InferenceRefused where vLLM
+        can't load it."""
         # With `load_inplace` some versions read the files again on every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
 
     def unload_lora(self, name: str) -> None:
-        """Remove the name, if vLLM has it. Requests that already run with the adapter finish with it."""
+        """Remove the name, if vLLM has it. Requests that already run with the adapter finish with
+        it."""
         try:
             self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except InferenceRefused:
@@ -120,7 +162,8 @@ class VllmClient:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks; running requests start again. False when vLLM could not drop all of them."""
+        """Drop all cached blocks; running requests start again. False when vLLM could not drop all
+        of them."""
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
             return bool(response.json()["success"])
@@ -128,88 +171,143 @@ class VllmClient:
         return not _requests_in_flight(self._request("GET", "/metrics").text)
 
     def merged(self) -> dict[str, Any]:
-        """Whose weights vLLM has: `phase`, `name`, `path` (see `inference.server.merged_server`)."""
+        """Whose weights vLLM has: `phase`, `name`, `path` (see
+        `inference.server.merged_server`)."""
         return dict(self._ask("GET", MERGED_ROUTE))
 
     def swap_merged(
-        self, name: str, path: str, scale: float, requests: str, seconds: float,
-        source: Mapping[str, Any] | None = None, again: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Make vLLM's weights those of `path`, within `seconds`. New requests wait until `announce_merged`.
+        self,
+        name: str,
+        path: str,
+        scale: float,
+        requests: str,
+        seconds: float,
+        source: Mapping[str, Any] | None = None,
+        again: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Make vLLM's weights those of `path`, within `seconds`. New requests wait until
+        `announce_merged`.
 
-        `source`: where the workers get them whole (`worker/landing.py`), and `path` only names them; None: the base
-        model's, with the adapter in the directory `path`, times `scale`. `again`: the same for a return to them.
+        `source`: where the workers get them whole (`worker/landing.py`), and `path` only names
+        them; None: the base model's, with the adapter in the directory `path`, times `scale`.
+        `again`: the same for a return to them.
 
-        InferenceUnavailable where the same order can succeed later: running requests did not end in time
-        (`requests="wait"`), or the engine did not answer. InferenceRefused where the weights can't be used.
+        InferenceUnavailable where the same order can succeed later: running requests did not end in
+        time (`requests="wait"`), or the engine did not answer. InferenceRefused where the weights
+        can't be used.
         """
-        order = {"name": name, "path": path, "scale": scale, "requests": requests, "seconds": seconds}
+        order = {
+            "name": name,
+            "path": path,
+            "scale": scale,
+            "requests": requests,
+            "seconds": seconds,
+        }
         order |= {"source": source, "again": again}
-        return dict(self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout))
+        return dict(
+            self._ask("POST", f"{MERGED_ROUTE}/swap", order, timeout=seconds + self._work_timeout)
+        )
 
     def announce_merged(self, path: str) -> None:
         """Let requests use the weights of the adapter at `path`, which vLLM has."""
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
-        """Return to the weights that were announced last, if vLLM has those of the adapter at `path`; `to_base`: to the
-        base model's, and serve nothing."""
-        self._request("POST", f"{MERGED_ROUTE}/revert", {"path": path, "to_base": to_base}, timeout=self._work_timeout)
+        """Return to the weights that were announced last, if vLLM has those of the adapter at
+        `path`; `to_base`: to the base model's, and serve nothing."""
+        self._request(
+            "POST",
+            f"{MERGED_ROUTE}/revert",
+            {"path": path, "to_base": to_base},
+            timeout=self._work_timeout,
+        )
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
         """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
-        answer = self._ask("POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout)
+        answer = self._ask(
+            "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
+        )
         return list(answer["rows"])
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls asleep. A sleeping
-        engine may still hold its memory (vLLM issue 47654): measure what is in use."""
+        """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls
+        asleep. A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in
+        use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps. Nothing may be loaded
-        then: vLLM writes the adapter to unmapped memory, and the engine dies.
+        """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
+        Nothing may be loaded then: vLLM writes the adapter to unmapped memory, and the engine dies.
 
-        Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM issue 39934).
-        Mode `keep`: running requests go back to the queue and continue after waking; the default would end them early.
+        Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM
+        issue 39934). Mode `keep`: running requests go back to the queue and continue after waking;
+        the default would end them early.
         """
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. InferenceRefused where memory is missing: vLLM 0.26 then stays half mapped and
-        never wakes again, so `tandem up` restarts it. Later versions can be asked again."""
+        """Wake the engine, if it sleeps. InferenceRefused where memory is missing: vLLM 0.26 then
+        stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can be
+        asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
-    def _ask(self, method: str, path: str, body: object = None, timeout: float | None = None) -> Any:
+    def _ask(
+        self, method: str, path: str, body: object = None, timeout: float | None = None
+    ) -> Any:
         response = self._request(method, path, body, timeout)
         try:
             return response.json()
         except ValueError as error:
-            raise InferenceUnavailable(f"{response.url} did not answer with JSON: is it a vLLM server?") from error
+            raise InferenceUnavailable(
+                f"{response.url} did not answer with JSON: is it a vLLM server?"
+            ) from error
 
-    def _request(self, method: str, path: str, body: object = None, timeout: float | None = None) -> httpx.Response:
-        """A successful response. Calls without side effects have three tries. `timeout`: seconds, not the default."""
+    def _request(
+        self, method: str, path: str, body: object = None, timeout: float | None = None
+    ) -> httpx.Response:
+        """A successful response. Calls without side effects have three tries. `timeout`: seconds,
+        not the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
-                response = self._http.request(method, path, json=body, timeout=_limits(timeout or self._timeout))
+                response = self._http.request(
+                    method, path, json=body, timeout=_limits(timeout or self._timeout)
+                )
                 break
             except httpx.TransportError as error:
-                # A call that timed out has used its bound. Only a failed connection is worth another try.
+                # A call that timed out has used its bound. Only a failed connection is worth
+                # another try.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
                     if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
-                        problem = f"vLLM at {self.url} did not answer {method} {path} within {timeout:g} s"
-                        message = f"{problem}: it has a long queue, or TANDEM_MAX_LORAS adapters are in use"
-                    kind = InferenceGone if isinstance(error, httpx.ConnectError) else InferenceUnavailable
+                        problem = (
+                            f"vLLM at {self.url} did not answer {method} {path} within"
+                            f" {timeout:g} s"
+                        )
+                        message = (
+                            f"{problem}: it has a long queue, or TANDEM_MAX_LORAS adapters are"
+                            " in use"
+                        )
+                    kind = (
+                        InferenceGone
+                        if isinstance(error, httpx.ConnectError)
+                        else InferenceUnavailable
+                    )
                     raise kind(message) from error
                 time.sleep(0.1 * 2**attempt)
         if response.is_success:
             return response
-        message = f"{method} {path} of vLLM at {self.url} answered {response.status_code}: {_error_message(response)}"
+        message = (
+            f"{method} {path} of vLLM at {self.url} answered {response.status_code}:"
+            f" {_error_message(response)}"
+        )
         if response.status_code in (401, 403):
-            raise Unauthorized(f"{message}. Set TANDEM_ADMIN_TOKEN and TANDEM_API_KEY to the values that vLLM has")
-        if response.status_code in (408, 429, 502, 503, 504) or (response.status_code == 500 and not self.healthy()):
+            raise Unauthorized(
+                f"{message}. Set TANDEM_ADMIN_TOKEN and TANDEM_API_KEY to the values that vLLM has"
+            )
+        if response.status_code in (408, 429, 502, 503, 504) or (
+            response.status_code == 500 and not self.healthy()
+        ):
             raise InferenceUnavailable(message)
         raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
 
@@ -217,8 +315,12 @@ class VllmClient:
 def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> list[float]:
     entries = choice.get("prompt_logprobs") or []
     if len(entries) != len(tokens):
-        raise InferenceRefused(f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}")
-    values = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+        raise InferenceRefused(
+            f"vLLM returned {len(entries)} prompt log-probs for {len(tokens)} tokens of {model}"
+        )
+    values = [
+        entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)
+    ]
     # JSON has no NaN and no infinity: vLLM sends null.
     return [math.nan if value is None else float(value) for value in values]
 
@@ -241,7 +343,9 @@ def _adapter_samples(metrics: str) -> list[tuple[float, set[str]]]:
     samples = []
     for match in _LORA_INFO.finditer(metrics):
         groups = _ADAPTERS.findall(match["labels"])
-        samples.append((float(match["value"]), {name for group in groups for name in group.split(",") if name}))
+        samples.append(
+            (float(match["value"]), {name for group in groups for name in group.split(",") if name})
+        )
     return samples
 
 

@@ -1,15 +1,19 @@
-"""Names that Tandem and its vLLM server agree on. Standard library only: vLLM's own process imports this."""
+"""Names that Tandem and its vLLM server agree on. Standard library only: vLLM's own process imports
+this."""
 
 from typing import Literal
 
 ADMIN_HEADER = "x-tandem-admin-token"
-"""The request header with the admin token. `Authorization` carries the API key, which vLLM checks itself."""
+"""The request header with the admin token. `Authorization` carries the API key, which vLLM checks
+itself."""
 
 BASE_MODEL_NAME = "base"
-"""vLLM serves the base model without an adapter under this name. No run can have it: checkpoints are `<run>@<step>`."""
+"""vLLM serves the base model without an adapter under this name. No run can have it: checkpoints
+are `<run>@<step>`."""
 
 MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
-"""The environment variable that has vLLM serve merged weights: JSON with `targets` and `second_copy`."""
+"""The environment variable that has vLLM serve merged weights: JSON with `targets` and
+`second_copy`."""
 
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""

@@ -1,5 +1,5 @@
-"""Options of vLLM's sampling with which it draws from the distribution that the trainer computes. Standard library
-and `tandem.errors` only: vLLM's own process imports this."""
+"""Options of vLLM's sampling with which it draws from the distribution that the trainer computes.
+Standard library and `tandem.errors` only: vLLM's own process imports this."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,27 +8,47 @@ from tandem.errors import InvalidInput
 
 # Options that change the distribution, and the values with which they don't.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "min_tokens": (0,),
-    "use_beam_search": (False,), "logits_processors": ([],), "structured_outputs": (), "thinking_token_budget": (),
-    "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"),
-}  # fmt: skip
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+}
 
 
 def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that makes vLLM sample from another distribution, and what is wrong; None without one."""
+    """The first option that makes vLLM sample from another distribution, and what is wrong; None
+    without one."""
     for name, neutral in _NEUTRAL.items():
         if options.get(name) not in (None, *neutral):
-            problem = f"{name}={options[name]} samples from another distribution than the trainer computes"
+            problem = (
+                f"{name}={options[name]} samples from another distribution than the trainer"
+                " computes"
+            )
             return name, f"{problem}; leave it out"
     return None
 
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The options of a training loop, temperature included. InvalidInput, with this field, where a request's or an
-    environment's own options have another temperature: the loss computes with the loop's."""
+    """The options of a training loop, temperature included. InvalidInput, with this field, where a
+    request's or an environment's own options have another temperature: the loss computes with the
+    loop's."""
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
-        problem = f"{own['temperature']} is not the loss's {wanted['temperature']}; set both in the config"
+        problem = (
+            f"{own['temperature']} is not the loss's {wanted['temperature']}; set both in the"
+            " config"
+        )
         raise InvalidInput(problem, field=field)
     return wanted

@@ -1,5 +1,5 @@
-"""Wakes a vLLM that sleeps although the runner that let it sleep has died or could not wake it. The publisher calls
-this twice a second, and a runner before it claims a job."""
+"""Wakes a vLLM that sleeps although the runner that let it sleep has died or could not wake it. The
+publisher calls this twice a second, and a runner before it claims a job."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,12 @@ log = Log("waking")
 def ensure_awake(
     spool: Spool, client: VllmClient, devices: Devices, wake: Callable[[], None] | None = None
 ) -> str | None:
-    """Clear a stale hold and wake vLLM. The caller has checked that no hold is live. Returns why it can't be done yet.
+    """Clear a stale hold and wake vLLM. The caller has checked that no hold is live. Returns why it
+    can't be done yet.
 
-    Before it wakes vLLM it waits, over several calls, until the lost trainer's memory is back at the hold's floor, or
-    until the hold's deadline. If vLLM is already awake, the memory in use is vLLM's own. `wake` replaces
-    `client.wake_up`. Raises what VllmClient raises.
+    Before it wakes vLLM it waits, over several calls, until the lost trainer's memory is back at
+    the hold's floor, or until the hold's deadline. If vLLM is already awake, the memory in use is
+    vLLM's own. `wake` replaces `client.wake_up`. Raises what VllmClient raises.
     """
     with spool.hold.lock():
         hold = spool.hold.get()
@@ -29,8 +30,12 @@ def ensure_awake(
             # A hold without a floor was written before any rank started.
             busy = devices.busy(hold.floor) if hold.floor and time.time() < hold.deadline else {}
             if busy and not is_awake(client):
-                return f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy} bytes are in use"
-            # Before the wake: the watchdog restarts a vLLM that can't wake only where there is no hold.
+                return (
+                    f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
+                    " bytes are in use"
+                )
+            # Before the wake: the watchdog restarts a vLLM that can't wake only where there is no
+            # hold.
             spool.hold.clear()
         if client.is_sleeping():
             told = hold.model_dump(include={"runner", "job", "phase"}) if hold is not None else {}

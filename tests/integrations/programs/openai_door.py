@@ -1,4 +1,5 @@
-"""Any OpenAI client through the rollout door: each choice alone is a turn, and the turns train. openai 2.x and 3.x."""
+"""Any OpenAI client through the rollout door: each choice alone is a turn, and the turns train.
+openai 2.x and 3.x."""
 
 import json
 import os
@@ -23,7 +24,12 @@ create = client.chat.completions.create
 
 plain = create(**ask, temperature=0).choices[0]
 many = create(**ask, n=8, temperature=1.5, seed=int(step)).choices
-tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+tools = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 with_tools = create(**ask, tools=tools, tool_choice="none").choices[0]
 text = client.completions.create(model=ask["model"], prompt="Is", max_tokens=4, n=2).choices
 streamed = []
@@ -37,21 +43,29 @@ for choice in [plain, *many, with_tools, *text, *streamed]:
 # A stream has the same tokens; and a choice survives a journey as JSON.
 expected = turn_from_openai(plain)
 assert turn_from_openai(streamed[0]).token_ids == expected.token_ids
-assert all(turn_from_openai(choice).prompt_token_ids == expected.prompt_token_ids for choice in streamed)
+assert all(
+    turn_from_openai(choice).prompt_token_ids == expected.prompt_token_ids for choice in streamed
+)
 assert turn_from_openai(json.loads(plain.model_dump_json(warnings=False))) == expected
 
 # Without the door a choice has nothing to train on.
 around = openai.OpenAI(base_url=f"{vllm}/v1").chat.completions.create(**ask).choices[0]
 with pytest.raises(InvalidInput, match="rollout"):
     turn_from_openai(around)
-for wrong in ({"top_p": 0.5}, {"presence_penalty": 1.0}, {"response_format": {"type": "json_object"}}):
+for wrong in (
+    {"top_p": 0.5},
+    {"presence_penalty": 1.0},
+    {"response_format": {"type": "json_object"}},
+):
     with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
         create(**ask, **wrong)
 with pytest.raises(openai.AuthenticationError):
     openai.OpenAI(base_url=f"{vllm}/rollout/v1", api_key="wrong").models.list()
 assert ask["model"] in [model.id for model in client.models.list()]
 
-trajectories = [{"turns": [turn_from_openai(choice)], "reward": float(i % 2)} for i, choice in enumerate(many)]
+trajectories = [
+    {"turns": [turn_from_openai(choice)], "reward": float(i % 2)} for i, choice in enumerate(many)
+]
 packing = {"sequence_length": 128}
 Tandem().train_rl(
     run,

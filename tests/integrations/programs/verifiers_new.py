@@ -15,7 +15,9 @@ run, tokenizer, step = sys.argv[1:]
 
 
 async def main() -> None:
-    environment = Environment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"max_tokens": 8})
+    environment = Environment(
+        "verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"max_tokens": 8}
+    )
     task, *others = environment.tasks()
     assert len(others) == 3
     sampled = await environment.rollout(task, SimpleNamespace(model=f"{run}@{step}", options={}))

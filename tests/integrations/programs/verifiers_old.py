@@ -22,9 +22,15 @@ def length(completion: Any, **_: Any) -> float:
 
 
 async def generate(path: str, **columns: Any) -> Any:
-    rows = [{"prompt": [{"role": "user", "content": question}], "answer": ""} for question in QUESTIONS]
-    environment = vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[length]))
-    client = vf.ClientConfig(api_base_url=f"{os.environ['TANDEM_INFERENCE_URL']}{path}", api_key_var="TANDEM_API_KEY")
+    rows = [
+        {"prompt": [{"role": "user", "content": question}], "answer": ""} for question in QUESTIONS
+    ]
+    environment = vf.SingleTurnEnv(
+        dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[length])
+    )
+    client = vf.ClientConfig(
+        api_base_url=f"{os.environ['TANDEM_INFERENCE_URL']}{path}", api_key_var="TANDEM_API_KEY"
+    )
     inputs = environment.get_dataset().repeat(4).to_list()
     sampling = {"max_tokens": 6, "temperature": 1.5}
     return await environment.generate(inputs, client, f"{run}@{step}", sampling, **columns)

@@ -47,13 +47,19 @@ class History:
 
     def event(self, kind: str, **data: object) -> None:
         assert self.job is not None
-        self.server.spool.events.append(self.job.spec.id, kind, attempt=self.job.attempt, **data)  # type: ignore[arg-type]
+        append = self.server.spool.events.append
+        append(self.job.spec.id, kind, attempt=self.job.attempt, **data)  # type: ignore[arg-type]
 
     def steps(self, first: int, *losses: float) -> None:
         """Optimizer steps of the job at work; `first` is the run's number of the first of them."""
         for step, loss in enumerate(losses, first):
             memory = {"memory_optimizer_peak_bytes": None}
-            metrics = {"loss": loss, "reward_mean": 1 - loss, "optimizer_step": float(step), **memory}
+            metrics = {
+                "loss": loss,
+                "reward_mean": 1 - loss,
+                "optimizer_step": float(step),
+                **memory,
+            }
             self.event("step", step=step, steps=len(losses), metrics=metrics)
 
     def succeed(self, **evaluated: float) -> None:

@@ -1,4 +1,5 @@
-"""What each tracker's own reader finds: (optimizer step, value) of a metric, in the order of steps."""
+"""What each tracker's own reader finds: (optimizer step, value) of a metric, in the order of
+steps."""
 
 import json
 from pathlib import Path
@@ -35,7 +36,8 @@ def accumulator(directory: Path, run: str) -> EventAccumulator:
 
 
 def curves(kind: str, directory: Path, run: str, metric: str) -> list[Curve]:
-    """A curve for each run that the tracker has: more than one after a rollback, where it can't take rows back."""
+    """A curve for each run that the tracker has: more than one after a rollback, where it can't
+    take rows back."""
     return READERS[kind](directory, run, metric)
 
 
@@ -54,7 +56,9 @@ def _wandb(directory: Path, run: str, metric: str) -> list[Curve]:
         for data in records(path):
             record = messages.Record.FromString(data)  # type: ignore[attr-defined]
             items = record.history.item
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items
+            }
             if metric in row:
                 rows.append((row["_step"], row["optimizer_step"], row[metric]))
     for rows in found.values():  # W&B's server takes no row whose step is not above the last

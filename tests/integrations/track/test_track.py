@@ -1,4 +1,5 @@
-"""Each optimizer step of a run reaches TensorBoard, W&B and MLflow once, whatever is killed between."""
+"""Each optimizer step of a run reaches TensorBoard, W&B and MLflow once, whatever is killed
+between."""
 
 import json
 import math
@@ -25,9 +26,13 @@ def run_track(history, *kinds: str) -> list[int]:
     return list(track(history.client, history.run, to, follow=False).values())
 
 
-def run_python(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_python(
+    arguments: list[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, check=False, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def loss(history, kind: str):
@@ -73,7 +78,8 @@ def test_a_restart_goes_on_where_it_stopped(history, kind):
 
 @pytest.mark.parametrize("kind", ["tensorboard", "mlflow"])
 def test_the_last_attempt_counts(history, kind):
-    """Trackers that can't take rows back keep those that the next attempt computes again: to the same numbers."""
+    """Trackers that can't take rows back keep those that the next attempt computes again: to the
+    same numbers."""
     history.begin()
     history.steps(1, 0.9, 0.8)
     run_track(history, kind)
@@ -97,7 +103,9 @@ def test_a_rank_that_died_between_a_checkpoint_and_its_event_stops_nothing(histo
     assert curves("tensorboard", history.directory, history.run, "checkpoint/step") == [[(1, 1)]]
 
 
-@pytest.mark.parametrize(("kind", "end"), [*((kind, "rollback") for kind in KINDS), ("tensorboard", "failure")])
+@pytest.mark.parametrize(
+    ("kind", "end"), [*((kind, "rollback") for kind in KINDS), ("tensorboard", "failure")]
+)
 def test_steps_that_are_no_longer_part_of_the_run_are_replaced(history, kind, end):
     """By TensorBoard in its curve, by W&B and MLflow in a new one."""
     history.train(1, 0.9, 0.8)
@@ -149,7 +157,8 @@ else:
     set_tags = store.SqlAlchemyStore._set_tags
     def killed(self, run, tags):
         for tag in tags:
-            if tag.key == "tandem.position" and tag.value.endswith(f" {step}]"): os.kill(os.getpid(), 9)
+            if tag.key == "tandem.position" and tag.value.endswith(f" {step}]"):
+                os.kill(os.getpid(), 9)
         set_tags(self, run, tags)
     store.SqlAlchemyStore._set_tags = killed
 t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=False)
@@ -158,13 +167,23 @@ t.track(Tandem(sys.argv[5], sys.argv[6]), sys.argv[1], [sys.argv[2]], follow=Fal
 
 @pytest.mark.parametrize(
     ("kind", "moment", "steps"),
-    [("tensorboard", "after", 4), ("wandb", "after", 60), ("mlflow", "before the tag", 4)],  # 60: beyond W&B's buffer
+    # 60: beyond W&B's buffer.
+    [("tensorboard", "after", 4), ("wandb", "after", 60), ("mlflow", "before the tag", 4)],
 )
 def test_a_kill_loses_and_doubles_no_step(history, kind, moment, steps):
-    """SIGKILL right after a row was handed over, and in MLflow between a row and the tag that says that it is there."""
+    """SIGKILL right after a row was handed over, and in MLflow between a row and the tag that says
+    that it is there."""
     losses = [step / 64 for step in range(steps)]
     history.train(1, *losses)
-    arguments = [history.run, place(kind, history.directory), kind, moment, history.server.url, KEY, str(steps - 2)]
+    arguments = [
+        history.run,
+        place(kind, history.directory),
+        kind,
+        moment,
+        history.server.url,
+        KEY,
+        str(steps - 2),
+    ]
     # W&B of this process must not keep the run open for the one that is killed.
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     command = ["-c", _KILLED, *arguments]
@@ -187,7 +206,9 @@ def test_a_row_that_was_cut_off_at_any_byte_is_written_again(history):
 
 def test_it_follows_jobs_to_come(history):
     def points(metric: str) -> list[int]:
-        return [step for step, _ in curves("tensorboard", history.directory, history.run, metric)[0]]
+        return [
+            step for step, _ in curves("tensorboard", history.directory, history.run, metric)[0]
+        ]
 
     def written(metric: str, *steps: int) -> None:
         until(f"{metric} has {steps}", lambda: points(metric) == list(steps))

@@ -1,1 +1,2 @@
-"""`tandem rl`: a client that rolls out groups with a person's environment and trains them, for a number of steps."""
+"""`tandem rl`: a client that rolls out groups with a person's environment and trains them, for a
+number of steps."""

@@ -31,7 +31,8 @@ class RunSection(Record):
 
 
 class EnvironmentSection(Record):
-    """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of the groups."""
+    """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of
+    the groups."""
 
     use: str = Field(pattern=r"^[\w.]+:\S+$")
     weight: float = Field(default=1.0, gt=0)
@@ -39,7 +40,8 @@ class EnvironmentSection(Record):
 
 
 class EvalSection(Record):
-    """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first `groups` tasks."""
+    """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first
+    `groups` tasks."""
 
     every: int = Field(default=10, ge=1)
     groups: int = Field(default=8, ge=1)
@@ -47,7 +49,15 @@ class EvalSection(Record):
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
 
 
-OF_JOBS = {"loss", "advantage", "optimizer", "packing", "deadline_seconds", "stall_seconds", "max_attempts"}
+OF_JOBS = {
+    "loss",
+    "advantage",
+    "optimizer",
+    "packing",
+    "deadline_seconds",
+    "stall_seconds",
+    "max_attempts",
+}
 """Settings of `RLSection` that each job gets as they are."""
 
 
@@ -55,11 +65,13 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    workers: int | None = Field(default=None, ge=1)  # groups in flight; None: for all jobs in the bound
+    # Groups in flight; None: for all jobs in the bound.
+    workers: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
-    pin: bool = False  # all turns of a rollout sample from the step that its first turn sampled from
+    # All turns of a rollout sample from the step that its first turn sampled from.
+    pin: bool = False
     retries: int = Field(default=2, ge=0)  # of a rollout that raised
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
@@ -67,7 +79,8 @@ class RLSection(Record):
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0)  # this and the next two: limits of each job
+    # This and the next two: limits of each job.
+    deadline_seconds: float = Field(default=3600.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
     environment: list[EnvironmentSection] = Field(min_length=1)
@@ -82,7 +95,14 @@ class RLSection(Record):
 
     @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:
-        if own := self.sampling.keys() & {"model", "messages", "n", "stream", "logprobs", "return_token_ids"}:
+        if own := self.sampling.keys() & {
+            "model",
+            "messages",
+            "n",
+            "stream",
+            "logprobs",
+            "return_token_ids",
+        }:
             raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
         try:
             sampling_options(**self.sampling)
@@ -90,10 +110,13 @@ class RLSection(Record):
             raise ValueError(f"sampling.{error}") from error
         sampled, trained = self.sampling.get("temperature", 1.0), self.loss.temperature
         if sampled != trained:
-            raise ValueError(f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal")
+            raise ValueError(
+                f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal"
+            )
         if self.optimizer.schedule != Schedule() and self.optimizer.batch_size is None:
             raise ValueError(
-                "optimizer.schedule needs optimizer.batch_size (groups), which says how many steps a job has"
+                "optimizer.schedule needs optimizer.batch_size (groups), which says how many steps"
+                " a job has"
             )
         return self
 

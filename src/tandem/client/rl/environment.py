@@ -1,4 +1,5 @@
-"""Environments: a person's coroutine and its tasks, or a taskset of verifiers; and what samples for their rollouts."""
+"""Environments: a person's coroutine and its tasks, or a taskset of verifiers; and what samples for
+their rollouts."""
 
 import asyncio
 import importlib
@@ -26,23 +27,36 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
-"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away, and for which groups may
-fail."""
+"""Seconds for which requests are repeated while vLLM, the controller or the publisher is away, and
+for which groups may fail."""
 PAUSES = 1.0, 60.0
-"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed by another."""
+"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed
+by another."""
 
 
 class Sampler:
-    """What a rollout gets: `chat` samples one message, `finish` makes the trajectory of all that was sampled.
+    """What a rollout gets: `chat` samples one message, `finish` makes the trajectory of all that
+    was sampled.
 
-    `newest()` is the newest served step, and `pin` the step to sample from in its place. `response` is vLLM's last
-    answer.
+    `newest()` is the newest served step, and `pin` the step to sample from in its place. `response`
+    is vLLM's last answer.
     """
 
     def __init__(
-        self, vllm: httpx.AsyncClient, run: str, newest: Callable[[], int], pin: int | None, options: Mapping[str, Any]
+        self,
+        vllm: httpx.AsyncClient,
+        run: str,
+        newest: Callable[[], int],
+        pin: int | None,
+        options: Mapping[str, Any],
     ) -> None:
-        self._vllm, self._run, self._newest, self._pin, self.options = vllm, run, newest, pin, options
+        self._vllm, self._run, self._newest, self._pin, self.options = (
+            vllm,
+            run,
+            newest,
+            pin,
+            options,
+        )
         self._builder = TrajectoryBuilder([])
         self.response: dict[str, Any] = {}
 
@@ -54,8 +68,8 @@ class Sampler:
     async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """The message that follows `messages`; `options`: vLLM's, such as `tools` or `max_tokens`.
 
-        InvalidInput for options that change the distribution, and for what vLLM refuses, such as a conversation longer
-        than its context.
+        InvalidInput for options that change the distribution, and for what vLLM refuses, such as a
+        conversation longer than its context.
         """
         wanted = loop_options(self.options, options, "temperature")
         extra = sampling_options(**{**wanted, **options})["extra_body"]
@@ -69,7 +83,8 @@ class Sampler:
         return self._builder.finish(float(reward), metrics=numbers)
 
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """vLLM's answer; the request is repeated while vLLM is away or does not have the step yet."""
+        """vLLM's answer; the request is repeated while vLLM is away or does not have the step
+        yet."""
         backoff = Backoff(PATIENCE)
         while True:
             model, error = self.model, TandemError(f"vLLM at {self._vllm.base_url} does not answer")
@@ -78,8 +93,14 @@ class Sampler:
                 if response.is_success:
                     answer: dict[str, Any] = response.json()
                     return answer
-                error = InvalidInput(f"vLLM answered {response.status_code} for {model}: {response.text[:500]}")
-                gone = response.status_code == 404 and self._pin is not None and self._pin < self._newest()
+                error = InvalidInput(
+                    f"vLLM answered {response.status_code} for {model}: {response.text[:500]}"
+                )
+                gone = (
+                    response.status_code == 404
+                    and self._pin is not None
+                    and self._pin < self._newest()
+                )
                 if gone or (response.status_code < 500 and response.status_code not in (404, 429)):
                     raise error
             await asyncio.sleep(backoff.next(error))
@@ -97,12 +118,14 @@ class Group:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        self.informative = len({one.reward for one in made}) > 1 or any(one.advantage for one in made)
+        self.informative = len({one.reward for one in made}) > 1 or any(
+            one.advantage for one in made
+        )
 
 
 class Tasks:
-    """Tasks by number, the same after a restart: a sequence in another order in each epoch, any other iterable in its
-    own order, from its beginning again when it ends."""
+    """Tasks by number, the same after a restart: a sequence in another order in each epoch, any
+    other iterable in its own order, from its beginning again when it ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None
@@ -112,7 +135,9 @@ class Tasks:
     def __getitem__(self, number: int) -> Any:
         self._take(number + 1)
         epoch, i = divmod(number, len(self._known))
-        return self._known[i if self._seed is None else _order(self._seed, epoch, len(self._known))[i]]
+        return self._known[
+            i if self._seed is None else _order(self._seed, epoch, len(self._known))[i]
+        ]
 
     def first(self, count: int) -> list[Any]:
         """The first tasks in their own order, at most `count`."""
@@ -130,16 +155,22 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 def described(error: Exception) -> str:
-    """The error, and the line of a person's own code that it came through last. Where that code is installed, it is the
-    first line of an installed package."""
+    """The error, and the line of a person's own code that it came through last. Where that code is
+    installed, it is the first line of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own, installed = ([frame for frame in frames if _whose(frame.filename) == whose] for whose in ("own", "installed"))
+    own, installed = (
+        [frame for frame in frames if _whose(frame.filename) == whose]
+        for whose in ("own", "installed")
+    )
     at = own[-1:] or installed[:1]
-    return f"{type(error).__name__}: {error}" + "".join(f" ({Path(f.filename).name}, line {f.lineno})" for f in at)
+    return f"{type(error).__name__}: {error}" + "".join(
+        f" ({Path(f.filename).name}, line {f.lineno})" for f in at
+    )
 
 
 def _whose(file: str) -> str:
-    """Whose code is in the file: "own", "installed", or "" for this package and the standard library."""
+    """Whose code is in the file: "own", "installed", or "" for this package and the standard
+    library."""
     if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
         return ""
     if {"site-packages", "dist-packages"} & set(Path(file).parts):
@@ -148,13 +179,18 @@ def _whose(file: str) -> str:
 
 
 class Environment:
-    """What `use` names: a class with `tasks` and the coroutine `rollout`, or a coroutine beside a function `tasks`."""
+    """What `use` names: a class with `tasks` and the coroutine `rollout`, or a coroutine beside a
+    function `tasks`."""
 
     def __init__(self, section: EnvironmentSection, seed: int, where: str) -> None:
         module_name, _, name = section.use.partition(":")
         arguments = section.arguments
         if module_name == "verifiers":
-            module_name, name, arguments = "tandem.client.verifiers", "Environment", {"name": name, **arguments}
+            module_name, name, arguments = (
+                "tandem.client.verifiers",
+                "Environment",
+                {"name": name, **arguments},
+            )
         try:
             module = importlib.import_module(module_name)
             found = getattr(module, name)
@@ -168,16 +204,23 @@ class Environment:
         except TandemError:
             raise
         except Exception as error:
-            needs = "it needs rollout(task, sampler) and tasks(), in a module beside the config file or installed"
+            needs = (
+                "it needs rollout(task, sampler) and tasks(), in a module beside the config file or"
+                " installed"
+            )
             problem = f"can't load {section.use!r}: {described(error)}"
             raise InvalidInput(f"{problem}; {needs}", field=f"{where}.use") from error
 
     async def play(
-        self, task: Any, sampler: Callable[[], Any], settings: RLSection, failed: Callable[[Exception], object],
+        self,
+        task: Any,
+        sampler: Callable[[], Any],
+        settings: RLSection,
+        failed: Callable[[Exception], object],
         pauses: tuple[float, float] = PAUSES,
-    ) -> Trajectory:  # fmt: skip
-        """One rollout. An error is passed to `failed`, and the rollout tried again after a pause, up to `retries`
-        times."""
+    ) -> Trajectory:
+        """One rollout. An error is passed to `failed`, and the rollout tried again after a pause,
+        up to `retries` times."""
         backoff = Backoff(inf, *pauses)  # what an environment needs may be away for a moment
         for left in reversed(range(settings.retries + 1)):
             limit = asyncio.timeout(settings.rollout_seconds)
@@ -205,7 +248,8 @@ def _cancelled() -> bool:
 
 
 def _failure(error: BaseException, expired: float | None) -> Exception:
-    """The error of a rollout; TandemError for what would end more than the rollout, and after the `expired` seconds."""
+    """The error of a rollout; TandemError for what would end more than the rollout, and after the
+    `expired` seconds."""
     if expired is not None and isinstance(error, TimeoutError):
         where = error.__cause__ or error  # the cancellation knows where the rollout was
         late = TandemError(f"the rollout took longer than rl.rollout_seconds ({expired:g} s)")
@@ -216,7 +260,8 @@ def _failure(error: BaseException, expired: float | None) -> Exception:
 
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
-    """Raises InvalidInput for what the controller would refuse, with all other groups of the batch."""
+    """Raises InvalidInput for what the controller would refuse, with all other groups of the
+    batch."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

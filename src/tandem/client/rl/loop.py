@@ -1,7 +1,9 @@
-"""The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves the served step.
+"""The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves
+the served step.
 
-A job of base step b trains a group only if no turn of it was sampled by a step older than b - `max_off_policy_steps`.
-A worker starts a group only if a job within this bound still needs one. With 0 the loop is synchronous.
+A job of base step b trains a group only if no turn of it was sampled by a step older than b -
+`max_off_policy_steps`. A worker starts a group only if a job within this bound still needs one.
+With 0 the loop is synchronous.
 """
 
 import asyncio
@@ -34,21 +36,32 @@ class Loop:
     """`environments`: those of [[rl.environment]], then that of [eval]."""
 
     def __init__(
-        self, config: Config, tandem: AsyncTandem, vllm: httpx.AsyncClient, environments: list[Environment],
-        state_file: Path, record: Record, *, patience: float = PATIENCE, pauses: tuple[float, float] = PAUSES,
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        tandem: AsyncTandem,
+        vllm: httpx.AsyncClient,
+        environments: list[Environment],
+        state_file: Path,
+        record: Record,
+        *,
+        patience: float = PATIENCE,
+        pauses: tuple[float, float] = PAUSES,
+    ) -> None:
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file = environments, state_file
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.workers = config.rl.workers or (self.bound + 1) * self._size
-        self.base = self.served = self.last = 0  # the next job's base step; the newest served step; the last to make
-        self.running: dict[str, tuple[asyncio.Task[None], int]] = {}  # task -> its group's coroutine, served step then
+        # The next job's base step; the newest served step; the last to make.
+        self.base = self.served = self.last = 0
+        # Task -> its group's coroutine, served step then.
+        self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[Group] = []
         self.counts: Counter[str] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
-        self.awaited: int | None = None  # the step that vLLM is to serve, while the loop waits for it
+        # The step that vLLM is to serve, while the loop waits for it.
+        self.awaited: int | None = None
         self._rewards: list[float] = []  # since the last submission
         self._pauses, self._limits = pauses, Limits(config.rl, patience, pauses)
 
@@ -63,7 +76,9 @@ class Loop:
                     await self._follow(tasks)
                     workers.cancel()
         except LockHeldError as error:
-            raise Conflict(f"another `tandem rl` uses {self._file}; stop it first", field="--state") from error
+            raise Conflict(
+                f"another `tandem rl` uses {self._file}; stop it first", field="--state"
+            ) from error
         except BaseExceptionGroup as group:
             first: BaseException = group
             while isinstance(first, BaseExceptionGroup):
@@ -71,26 +86,42 @@ class Loop:
             raise first from None
 
     async def _begin(self) -> None:
-        """Create the run or find it, and go on from the state file: what was submitted is followed."""
+        """Create the run or find it, and go on from the state file: what was submitted is
+        followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
         new = State(run=run.name, environments=uses, first=0, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
         existing: RunStatus | None = None
         with suppress(NotFound):
             existing = await self._tandem.get_run(run.name)
-        if self.state is not new and self.state.created not in (0.0, existing and existing.spec.created):
-            problem = f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
+        if self.state is not new and self.state.created not in (
+            0.0,
+            existing and existing.spec.created,
+        ):
+            problem = (
+                f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
+            )
             raise InvalidInput(problem, field="--state")
         status = existing or await self._tandem.create_run(**run.model_dump(exclude_unset=True))
         raise_if_other(status, run.model_dump(exclude_unset=True), "run.lora")
         if self.state is new:
-            new.created, new.first, new.recorded = status.spec.created, status.newest_step, len(self.record.lines)
+            new.created, new.first, new.recorded = (
+                status.spec.created,
+                status.newest_step,
+                len(self.record.lines),
+            )
         del self.record.lines[: self.state.recorded]
         if not self.state.jobs and status.num_pending:
-            raise Conflict(f"run {run.name!r} has queued or running jobs; wait until they end", field="run.name")
+            raise Conflict(
+                f"run {run.name!r} has queued or running jobs; wait until they end",
+                field="run.name",
+            )
         self._shared, dead = status.shared_gpus, False
         if self._shared and self.bound:
-            problem = "trainer and vLLM take turns on the same GPUs, so nobody samples while a job trains; set it to 0"
+            problem = (
+                "trainer and vLLM take turns on the same GPUs, so nobody samples while a job"
+                " trains; set it to 0"
+            )
             raise InvalidInput(problem, field="rl.max_off_policy_steps")
         for job in list(self.state.jobs):
             if dead:  # it starts from a step that will not be
@@ -99,13 +130,17 @@ class Loop:
             elif self.state.pending and job is self.state.jobs[-1] and await self._send():
                 continue  # it is forgotten
             known = await self._state_of(job.id)
-            gone = known in ("", "succeeded") and discarded(job.id, job.base, await self._tandem.checkpoints(run.name))
+            gone = known in ("", "succeeded") and discarded(
+                job.id, job.base, await self._tandem.checkpoints(run.name)
+            )
             if dead := dead or gone or known in ("failed", "cancelled"):
                 self.state.forget(job)
             elif not known:  # it made its step, and was removed since
                 self.state.jobs.remove(job)
         jobs = self.state.jobs
-        self.base = jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
+        self.base = (
+            jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
+        )
         self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
         await self._until_served(self._followed)
@@ -129,7 +164,13 @@ class Loop:
         weights = [section.weight for section in self._rl.environment]
         async with asyncio.TaskGroup() as groups:
             while True:
-                await _until(lambda: self._room() > 0 and len(self.running) < self.workers and not self._limits.paused)
+                await _until(
+                    lambda: (
+                        self._room() > 0
+                        and len(self.running) < self.workers
+                        and not self._limits.paused
+                    )
+                )
                 task = again.pop(0) if again else self.state.next_task(weights)
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
@@ -143,7 +184,12 @@ class Loop:
         began = time.time()
         try:
             of = self._environments[i]
-            group = Group(task, await self._sampled(of, of.tasks[number], self._rl.group_size), began, time.time())
+            group = Group(
+                task,
+                await self._sampled(of, of.tasks[number], self._rl.group_size),
+                began,
+                time.time(),
+            )
         except Exception as error:
             if task not in self.running:
                 return  # it was dropped as stale before its other rollouts had ended
@@ -169,7 +215,9 @@ class Loop:
         self.counts[why] += 1
         self.state.open.remove(task)
 
-    async def _sampled(self, of: Environment, task: Any, size: int, step: int | None = None) -> list[Trajectory]:
+    async def _sampled(
+        self, of: Environment, task: Any, size: int, step: int | None = None
+    ) -> list[Trajectory]:
         """`size` trajectories of a task, from the newest steps or all from `step`."""
 
         def sampler() -> Sampler:
@@ -181,7 +229,10 @@ class Loop:
             self.error = described(error)
 
         async with asyncio.TaskGroup() as rollouts:
-            made = [rollouts.create_task(of.play(task, sampler, self._rl, failed, self._pauses)) for _ in range(size)]
+            made = [
+                rollouts.create_task(of.play(task, sampler, self._rl, failed, self._pauses))
+                for _ in range(size)
+            ]
         return [rollout.result() for rollout in made]
 
     # ---- the trainer's side
@@ -203,9 +254,11 @@ class Loop:
         self.ready = [group for group in self.ready if group not in stale]
         for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
-        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones. On shared GPUs it
-        # does not answer beside a job.
-        evaluated = (all if self._shared else any)((self.base <= self._followed, self._evaluation.done()))
+        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones. On
+        # shared GPUs it does not answer beside a job.
+        evaluated = (all if self._shared else any)(
+            (self.base <= self._followed, self._evaluation.done())
+        )
         return len(self.ready) >= self._size and evaluated
 
     async def _submit(self, batch: list[Group]) -> None:
@@ -214,7 +267,9 @@ class Loop:
         for name in job_names(self._run, self.base):
             if not await self._state_of(name):
                 break  # the others are of jobs that failed, or whose step was rolled back
-        numbers = batch_numbers(batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts)
+        numbers = batch_numbers(
+            batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts
+        )
         numbers["last_error"] = self.error if self.counts["errors"] else None
         rewards, counts, self._rewards, self.counts = self._rewards, self.counts, [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
@@ -231,8 +286,8 @@ class Loop:
         self._limits.refused(batch, refusal, self.base)
 
     async def _send(self) -> NothingToLearn | None:
-        """Send the request that is written down; the refusal where its groups teach nothing, and no job was made. Then
-        its tasks are left out."""
+        """Send the request that is written down; the refusal where its groups teach nothing, and no
+        job was made. Then its tasks are left out."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -254,35 +309,51 @@ class Loop:
     # ---- the follower's side
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        """Wait for each job and until its step is served; record the step's numbers, and evaluate it."""
+        """Wait for each job and until its step is served; record the step's numbers, and evaluate
+        it."""
         self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
             await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
             job = self.state.jobs[0]
             await self._tandem.wait_job(job.id, inf)
             await self._until_served(job.base + 1)
-            self._idle_since = self.record.step(job, await self._tandem.job_events(job.id), self._idle_since)
-            await self._evaluation  # until then the job stays in the state: a kill must not lose the evaluation
+            self._idle_since = self.record.step(
+                job, await self._tandem.job_events(job.id), self._idle_since
+            )
+            # Until then the job stays in the state: a kill must not lose the evaluation.
+            await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
             self._evaluation = tasks.create_task(self._evaluate(self._followed))
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
-        # Without a limit: vLLM may take half an hour to start. What the publisher refuses is raised.
+        # Without a limit: vLLM may take half an hour to start. What the publisher refuses is
+        # raised.
         self.served = (await self._tandem.wait_served(self._run, step, inf)).step
         self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
         """Record the reward of `step` on the tasks of [eval], where it is due."""
         settings, made = self.config.eval, step - self.state.first
-        if settings is None or (made % settings.every and step != self.last) or self.record.evaluated(step):
+        if (
+            settings is None
+            or (made % settings.every and step != self.last)
+            or self.record.evaluated(step)
+        ):
             return
         of = self._environments[-1 if settings.environment else 0]
-        sampled = [self._sampled(of, task, settings.samples, step) for task in of.tasks.first(settings.groups)]
+        sampled = [
+            self._sampled(of, task, settings.samples, step)
+            for task in of.tasks.first(settings.groups)
+        ]
         results = await asyncio.gather(*sampled, return_exceptions=True)
-        trajectories = [trajectory for result in results if isinstance(result, list) for trajectory in result]
-        self.record.evaluation(step, trajectories, sum(not isinstance(result, list) for result in results))
+        trajectories = [
+            trajectory for result in results if isinstance(result, list) for trajectory in result
+        ]
+        self.record.evaluation(
+            step, trajectories, sum(not isinstance(result, list) for result in results)
+        )
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,5 @@
-"""What the loop writes: its state, one JSON file; and its numbers, a JSON line for each step and evaluation, once."""
+"""What the loop writes: its state, one JSON file; and its numbers, a JSON line for each step and
+evaluation, once."""
 
 import json
 import time
@@ -40,7 +41,8 @@ class State(BaseModel):
     cursors: list[int]
     open: list[str] = []  # handed out, and in no job
     jobs: list[Submitted] = []
-    # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is the same job.
+    # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is
+    # the same job.
     pending: dict[str, Any] | None = None
 
     def next_task(self, weights: Sequence[float]) -> str:
@@ -57,13 +59,18 @@ class State(BaseModel):
 
 
 def load_state(path: Path, new: State) -> State:
-    """The state in the file, or `new`; raises InvalidInput where it is another loop's or damaged."""
+    """The state in the file, or `new`; raises InvalidInput where it is another loop's or
+    damaged."""
     try:
         state = read_record(path, State) or new
     except ValidationError as error:
-        raise InvalidInput(f"{path} is damaged; restore it, or remove it to begin anew", field="--state") from error
+        raise InvalidInput(
+            f"{path} is damaged; restore it, or remove it to begin anew", field="--state"
+        ) from error
     if (state.run, state.environments) != (new.run, new.environments):
-        problem = f"{path} is of run {state.run!r} with the environments {', '.join(state.environments)}"
+        problem = (
+            f"{path} is of run {state.run!r} with the environments {', '.join(state.environments)}"
+        )
         raise InvalidInput(f"{problem}; restore the config, or name another file", field="--state")
     return state
 
@@ -71,8 +78,8 @@ def load_state(path: Path, new: State) -> State:
 def batch_numbers(
     batch: Sequence[Group], base: int, row: int, sampled: Sequence[float], counts: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards of all that was
-    sampled for it, the groups that were left out too."""
+    """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards
+    of all that was sampled for it, the groups that were left out too."""
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     behind = [base - (turn.policy_step or 0) for turn in turns]
@@ -95,7 +102,10 @@ def batch_numbers(
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The environment's own metrics, each over the trajectories that have it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
-    return {name: fmean(one.metrics[name] for one in trajectories if name in one.metrics) for name in names}
+    return {
+        name: fmean(one.metrics[name] for one in trajectories if name in one.metrics)
+        for name in names
+    }
 
 
 class Record:
@@ -110,14 +120,19 @@ class Record:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int) -> bool:
-        """Whether the step was evaluated, by one sample at least, since it was last trained. A rollback has it trained
-        again."""
-        ours = (line for line in reversed(self.lines) if step in (line.get("step"), line.get("evaluated")))
+        """Whether the step was evaluated, by one sample at least, since it was last trained. A
+        rollback has it trained again."""
+        ours = (
+            line
+            for line in reversed(self.lines)
+            if step in (line.get("step"), line.get("evaluated"))
+        )
         newest: Mapping[str, Any] = next(ours, {})
         return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
-        """Record a step; returns when its job ended. The trainer had nothing to do since `idle_since`."""
+        """Record a step; returns when its job ended. The trainer had nothing to do since
+        `idle_since`."""
         at = {event.type: event.time for event in events}
         numbers, ended = dict(job.numbers), at["succeeded"]
         seconds = {
@@ -127,7 +142,9 @@ class Record:
             "serving": max(0.0, at.get("served", time.time()) - at.get("checkpoint", ended)),
         }
         trained = [event.data["metrics"] for event in events if event.type == "step"][-1:] or [{}]
-        shown = {name: value for name, value in trained[0].items() if not name.startswith("memory_")}
+        shown = {
+            name: value for name, value in trained[0].items() if not name.startswith("memory_")
+        }
         if all(line.get("job") != job.id for line in self.lines):
             line = {"step": job.base + 1, "job": job.id, **numbers, "seconds": seconds}
             self._write(line | {"trained": shown})
@@ -136,7 +153,11 @@ class Record:
     def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:
         """Record what the tasks of [eval] earned."""
         rewards = [trajectory.reward for trajectory in trajectories]
-        line = {"evaluated": step, "reward": fmean(rewards) if rewards else None, "samples": len(rewards)}
+        line = {
+            "evaluated": step,
+            "reward": fmean(rewards) if rewards else None,
+            "samples": len(rewards),
+        }
         self._write(line | {"failed": failed, "metrics": _means(trajectories)})
 
     def _write(self, line: dict[str, Any]) -> None:

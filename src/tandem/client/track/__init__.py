@@ -1,4 +1,5 @@
-"""`tandem track`: a client of the controller that writes a run's metrics to experiment trackers, each step once."""
+"""`tandem track`: a client of the controller that writes a run's metrics to experiment trackers,
+each step once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -10,8 +11,9 @@ from tandem.client.track.tensorboard import TensorBoard
 from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
 
-# A target finds in what it has written where it stopped (`position`), so nothing has to be kept beside it. Before a row
-# takes the place of rows that are there, `rewind` takes these back, or begins a new curve where they can't be replaced.
+# A target finds in what it has written where it stopped (`position`), so nothing has to be kept
+# beside it. Before a row takes the place of rows that are there, `rewind` takes these back, or
+# begins a new curve where they can't be replaced.
 Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
@@ -20,10 +22,11 @@ class TrackerFailed(TandemError, code="tracker_failed"): ...
 
 
 def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> dict[str, int]:
-    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns their numbers.
+    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns
+    their numbers.
 
-    Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with what a tracker said;
-    called again, it goes on where it stopped.
+    Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with
+    what a tracker said; called again, it goes on where it stopped.
     """
     spec = tandem.get_run(run).spec
     with ExitStack() as stack:
@@ -45,7 +48,9 @@ def _telling(place: str) -> Iterator[None]:
     except TandemError:
         raise
     except Exception as error:
-        raise TrackerFailed(f"{type(error).__name__}: {error}; try again", field=f"--to {place}") from error
+        raise TrackerFailed(
+            f"{type(error).__name__}: {error}; try again", field=f"--to {place}"
+        ) from error
 
 
 def _target(run: RunSpec, place: str) -> Target:
@@ -63,7 +68,8 @@ def _write(target: Target, row: Row) -> bool:
     if last and new[:3] <= last[:3]:
         return False
     if last and row.kind == "step" and new.step <= last.step:
-        # After a rollback or a failed job other steps come in their place. A job's next attempt repeats its numbers.
+        # After a rollback or a failed job other steps come in their place. A job's next attempt
+        # repeats its numbers.
         if last.job == new.job and not target.replaces:
             return False
         target.position = last._replace(step=new.step - 1)

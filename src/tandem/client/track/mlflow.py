@@ -1,7 +1,7 @@
 """MLflow: a run with a tag that holds the last row's position.
 
-MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is sent again, and
-MLflow's database drops a metric that it has with the same step, time and value.
+MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is
+sent again, and MLflow's database drops a metric that it has with the same step, time and value.
 """
 
 import os
@@ -24,7 +24,9 @@ class Mlflow:
         self._mlflow = optional("mlflow")
         self._name, self._key = run.name, f"{run.name}-{run.created:.0f}"
         digest = sha256(f"{where} {self._key}".encode()).hexdigest()[:16]
-        self._lock = open_alone(Path(tempfile.gettempdir()) / f"tandem-track-{os.getuid()}-{digest}.lock")
+        self._lock = open_alone(
+            Path(tempfile.gettempdir()) / f"tandem-track-{os.getuid()}-{digest}.lock"
+        )
         self._client = client = self._mlflow.MlflowClient(tracking_uri=where)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "tandem")
         found = client.get_experiment_by_name(name)
@@ -39,11 +41,17 @@ class Mlflow:
         entities, new = self._mlflow.entities, not self._id or not self.position
         if not self._id:
             tags = {_RUN: self._key} | ({_POSITION: str(self.position)} if self.position else {})
-            self._id = self._client.create_run(self._experiment, run_name=self._name, tags=tags).info.run_id
+            self._id = self._client.create_run(
+                self._experiment, run_name=self._name, tags=tags
+            ).info.run_id
         time, step = int(row.time * 1000), row.position.step
         metrics = [entities.Metric(name, value, time, step) for name, value in row.values.items()]
-        parameters = [entities.Param(name, value) for name, value in row.parameters.items()] if new else []
-        self._client.log_batch(self._id, metrics, parameters, [entities.RunTag(_POSITION, str(row.position))])
+        parameters = (
+            [entities.Param(name, value) for name, value in row.parameters.items()] if new else []
+        )
+        self._client.log_batch(
+            self._id, metrics, parameters, [entities.RunTag(_POSITION, str(row.position))]
+        )
 
     def rewind(self, step: int) -> None:
         self._client.set_terminated(self._id)

@@ -1,5 +1,7 @@
-"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its jobs' events; and
-what trackers need for it: a file that belongs to one `tandem track`, a package that may be missing."""
+"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its
+jobs' events; and what trackers need for it: a file that belongs to one `tandem track`, a package
+that may be missing.
+"""
 
 import fcntl
 import json
@@ -51,7 +53,9 @@ class Row:
 class Follower:
     """Reads the run's events after `position` (None: all), and makes rows of them."""
 
-    def __init__(self, tandem: Tandem, run: RunSpec, position: Position | None, *, follow: bool) -> None:
+    def __init__(
+        self, tandem: Tandem, run: RunSpec, position: Position | None, *, follow: bool
+    ) -> None:
         self._tandem, self._run, self._follow = tandem, run, follow
         self._from = position[:2] if position else (0.0, "")
         self._seq = {position.job: position.seq} if position else {}  # job -> its last event read
@@ -73,7 +77,9 @@ class Follower:
         found: list[JobStatus] = []
         while not found or (found[0].spec.created, found[0].id) >= self._from:
             before = found[0].id if found else None
-            page = self._tandem.list_jobs(self._run.name, limit=min(20 + 10 * len(found), 1000), before=before)
+            page = self._tandem.list_jobs(
+                self._run.name, limit=min(20 + 10 * len(found), 1000), before=before
+            )
             if not page:
                 break
             found = page + found
@@ -82,10 +88,15 @@ class Follower:
     def _rows(self, job: JobStatus) -> Iterator[Row]:
         seq, before = self._seq.get(job.id, -1), self._before
         live = self._follow and job.state not in TERMINAL
-        for event in self._tandem.events(job.id, seq, math.inf) if live else self._tandem.job_events(job.id, seq):
+        for event in (
+            self._tandem.events(job.id, seq, math.inf)
+            if live
+            else self._tandem.job_events(job.id, seq)
+        ):
             if before and before.id != job.id and event.type in ("step", *TERMINAL):
                 last, before, self._before = before, None, None
-                yield from self._rows(last)  # `served` comes after the terminal event, and before this job's rows
+                # `served` comes after the terminal event, and before this job's rows.
+                yield from self._rows(last)
             self._seq[job.id] = event.seq
             if event.type in KINDS and (row := self._row(job, event)):
                 yield row
@@ -95,33 +106,47 @@ class Follower:
         steps = [other for other in events if other.type == "step" and other.seq <= event.seq]
         if not steps:
             return None  # the file of its events was damaged
-        values = _numbers(event.data.get("metrics") or event.data, "served/" if event.type == "served" else "")
+        values = _numbers(
+            event.data.get("metrics") or event.data, "served/" if event.type == "served" else ""
+        )
         values |= {alias: values[name] for name, alias in _ALIASES.items() if name in values}
         if event.type == "succeeded":
             values = _numbers(_checkpoint(job, events, event), "checkpoint/")
         settings = self._run.model_dump(exclude={"created"}) | job.spec.model_dump(
             include={"kind", "loss", "optimizer"}
         )
-        position = Position(job.spec.created, job.id, event.seq, int(steps[-1].data["metrics"]["optimizer_step"]))
+        position = Position(
+            job.spec.created, job.id, event.seq, int(steps[-1].data["metrics"]["optimizer_step"])
+        )
         return Row(position, event.type, event.time, values, dict(_flat(settings)))
 
 
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
-    """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and its memory."""
+    """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and
+    its memory."""
     found = {event.type: event for event in events}  # the last of each type
     # Without this event its rank died right after the commit.
     written = found["checkpoint"].data if "checkpoint" in found else {}
     ranks = by_attempt(events)[-1].ranks.values()
-    peaks = [kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()]
+    peaks = [
+        kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()
+    ]
     return job.spec.data.model_dump() | {
-        "step": job.spec.base_step + 1, "attempt": end.attempt, "seconds": end.time - found["claimed"].time,
-        "bytes": written.get("bytes"), "write_seconds": written.get("seconds"),
+        "step": job.spec.base_step + 1,
+        "attempt": end.attempt,
+        "seconds": end.time - found["claimed"].time,
+        "bytes": written.get("bytes"),
+        "write_seconds": written.get("seconds"),
         "peak_memory_bytes": max(peaks, default=None),
-    }  # fmt: skip
+    }
 
 
 def _numbers(data: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    return {prefix + name: float(value) for name, value in data.items() if isinstance(value, int | float)}
+    return {
+        prefix + name: float(value)
+        for name, value in data.items()
+        if isinstance(value, int | float)
+    }
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -134,13 +159,16 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """The file, made if missing, to read it and to append to it, locked until it is closed. Raises Conflict."""
+    """The file, made if missing, to read it and to append to it, locked until it is closed. Raises
+    Conflict."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Conflict(f"another `tandem track` holds {path}; stop it first", field="--to") from error
+        raise Conflict(
+            f"another `tandem track` holds {path}; stop it first", field="--to"
+        ) from error
     return file
 
 
@@ -150,4 +178,6 @@ def optional(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         extra = module.split(".")[0]
-        raise InvalidInput(f"it needs a package: pip install 'tandem-rl[{extra}]' ({error})", field="--to") from error
+        raise InvalidInput(
+            f"it needs a package: pip install 'tandem-rl[{extra}]' ({error})", field="--to"
+        ) from error

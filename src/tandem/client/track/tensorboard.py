@@ -1,4 +1,5 @@
-"""TensorBoard's event files: records with masked CRC-32C, each a protocol buffer `tensorflow.Event`.
+"""TensorBoard's event files: records with masked CRC-32C, each a protocol buffer
+`tensorflow.Event`.
 
 Fields are numbered as in tensorboard/compat/proto: event.proto, summary.proto, tensor.proto.
 """
@@ -37,7 +38,8 @@ def _field(number: int, *content: bytes) -> bytes:
 
 
 def _record(time: float, step: int, content: bytes, position: Position | None = None) -> bytes:
-    """An event in its frame (length, checksum, data, checksum); `position` is in its `source_metadata.writer`."""
+    """An event in its frame (length, checksum, data, checksum); `position` is in its
+    `source_metadata.writer`."""
     writer = _field(10, _field(1, _MARK, str(position).encode())) if position else b""
     data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + content + writer
     length = struct.pack("<Q", len(data))
@@ -49,7 +51,8 @@ def _value(name: str, *content: bytes) -> bytes:
 
 
 class TensorBoard:
-    """DIR/<run>/events.out.tfevents.tandem. A row is one event, which names its position as its writer."""
+    """DIR/<run>/events.out.tfevents.tandem. A row is one event, which names its position as its
+    writer."""
 
     replaces = True
 
@@ -73,13 +76,26 @@ class TensorBoard:
     def write(self, row: Row) -> None:
         head = b""
         if self.position is None:
-            table = "\n".join(["| name | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in row.parameters.items())])
-            text = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, table.encode()))  # a tensor [1]
+            table = "\n".join(
+                [
+                    "| name | value |",
+                    "|---|---|",
+                    *(f"| {k} | {v} |" for k, v in row.parameters.items()),
+                ]
+            )
+            # A tensor [1].
+            text = _field(
+                8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, table.encode())
+            )
             plugin = _field(9, _field(1, _field(1, b"text")))
             head = _record(row.time, 0, _field(3, b"brain.Event:2"))
             head += _record(row.time, 0, _field(5, _value("hyperparameters", text, plugin)))
-        scalars = (_value(name, b"\x15" + bytes(c_float(value))) for name, value in row.values.items())
-        self._file.write(head + _record(row.time, row.position.step, _field(5, *scalars), row.position))
+        scalars = (
+            _value(name, b"\x15" + bytes(c_float(value))) for name, value in row.values.items()
+        )
+        self._file.write(
+            head + _record(row.time, row.position.step, _field(5, *scalars), row.position)
+        )
 
     def rewind(self, step: int) -> None:
         """A session starts at `step`: SessionLog.START makes the steps from there on void."""

@@ -1,7 +1,8 @@
-"""Weights & Biases. Its own record of a run, `wandb/*run-*/run-*.wandb`, says which rows are there, also offline.
+"""Weights & Biases. Its own record of a run, `wandb/*run-*/run-*.wandb`, says which rows are there,
+also offline.
 
-W&B buffers a few rows, which are lost when it is killed; they are sent again. Where its server has them already it
-drops them, because a row's W&B step is not above the last one there.
+W&B buffers a few rows, which are lost when it is killed; they are sent again. Where its server has
+them already it drops them, because a row's W&B step is not above the last one there.
 """
 
 import json
@@ -20,17 +21,26 @@ _BLOCK, _HEADER = 32768, 7  # bytes
 
 
 class Wandb:
-    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group named as Tandem's run; a new one after a rollback."""
+    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group named as Tandem's run; a new one after
+    a rollback."""
 
     replaces = False
 
     def __init__(self, run: RunSpec, where: str) -> None:
         self._wandb = optional("wandb")
-        self._project, self._name, self._id = where or "tandem", run.name, f"{run.name}-{run.created:.0f}"
+        self._project, self._name, self._id = (
+            where or "tandem",
+            run.name,
+            f"{run.name}-{run.created:.0f}",
+        )
         self._where = Path(os.environ.get("WANDB_DIR") or ".")
         self._lock = open_alone(self._where / "wandb" / f".tandem-{self._id}.lock")
         files = self._where.glob(f"wandb/*run-*-{escape(self._id)}-*/run-*.wandb")
-        found = [(position, int(path.stem.rpartition("-")[2])) for path in files for position in positions(path)]
+        found = [
+            (position, int(path.stem.rpartition("-")[2]))
+            for path in files
+            for position in positions(path)
+        ]
         self.position: Position | None = max(found)[0] if found else None
         self._start(max(found)[1] if found else 0)
 
@@ -38,10 +48,16 @@ class Wandb:
         self._number, self._parameters = number, dict[str, str]()
         try:
             self._run = self._wandb.init(
-                project=self._project, id=f"{self._id}-{number}", group=self._name, resume="allow", dir=self._where,
+                project=self._project,
+                id=f"{self._id}-{number}",
+                group=self._name,
+                resume="allow",
+                dir=self._where,
                 name=f"{self._name} ({number})" if number else self._name,
-                settings=self._wandb.Settings(x_disable_stats=True, disable_git=True, console="off", silent=True),
-            )  # fmt: skip
+                settings=self._wandb.Settings(
+                    x_disable_stats=True, disable_git=True, console="off", silent=True
+                ),
+            )
         except self._wandb.errors.Error as error:
             problem = f"W&B: {error}; set WANDB_API_KEY, or WANDB_MODE=offline"
             raise InvalidInput(problem, field="--to wandb") from error
@@ -53,7 +69,11 @@ class Wandb:
             self._run.config.update(row.parameters, allow_val_change=True)
             self._parameters = row.parameters
         step = row.position.step
-        values = {"optimizer_step": step, _POSITION: str(row.position), "_timestamp": row.time} | row.values
+        values = {
+            "optimizer_step": step,
+            _POSITION: str(row.position),
+            "_timestamp": row.time,
+        } | row.values
         self._run.log(values, step=step * len(KINDS) + KINDS.index(row.kind), commit=True)
 
     def rewind(self, step: int) -> None:  # noqa: ARG002
@@ -67,7 +87,8 @@ class Wandb:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum, length and kind."""
+    """The whole records of a file in LevelDB's log format: blocks of parts, each with checksum,
+    length and kind."""
     content, record = path.read_bytes(), b""
     for block in range(0, len(content), _BLOCK):
         at, end = block or _HEADER, min(block + _BLOCK, len(content))

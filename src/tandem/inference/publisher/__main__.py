@@ -1,4 +1,5 @@
-"""`python -m tandem.inference.publisher`: publishes checkpoints to the vLLM server beside it until SIGTERM."""
+"""`python -m tandem.inference.publisher`: publishes checkpoints to the vLLM server beside it until
+SIGTERM."""
 
 import os
 import signal
@@ -24,7 +25,8 @@ def main() -> None:
     """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
     configure()
     free_path_names()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # at once: the publisher may die at any point
+    # At once: the publisher may die at any point.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         settings = load_settings()
         client = VllmClient(settings)

@@ -22,14 +22,15 @@ FileStats = tuple[tuple[str, int, int, int], ...]
 TRIES = 3
 """How often vLLM may answer 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
-"""When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles each time."""
+"""When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles
+each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
 
 
 @dataclass
 class ServedCheckpoint:
-    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's events say so;
-    `manifest`: the `manifest_identity` with which it was last read."""
+    """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's
+    events say so; `manifest`: the `manifest_identity` with which it was last read."""
 
     path: Path
     record: Served
@@ -44,8 +45,8 @@ class CheckpointRefused(Exception):
 
 @dataclass
 class Refusal:
-    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless, after `pause` seconds,
-    by the monotonic clock."""
+    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless,
+    after `pause` seconds, by the monotonic clock."""
 
     stats: FileStats
     reason: str
@@ -74,25 +75,32 @@ class CheckpointLoader:
         self.transport.server_lost()
 
     def verified(self, name: str) -> float | None:
-        """When this object verified what vLLM serves as `name`, Unix seconds; None if it did not."""
+        """When this object verified what vLLM serves as `name`, Unix seconds; None if it did
+        not."""
         return self._served[name].record.verified if name in self._served else None
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
 
-        A refused checkpoint is tried again when its files change or the server is lost, and after a pause if vLLM
-        answered 500.
+        A refused checkpoint is tried again when its files change or the server is lost, and after a
+        pause if vLLM answered 500.
         """
         served = self._served.get(name)
         try:
             identity = self.spool.checkpoints.manifest_identity(run.name, step)
-            if identity and served is not None and served.manifest == identity and self._lists(name, served.path):
+            if (
+                identity
+                and served is not None
+                and served.manifest == identity
+                and self._lists(name, served.path)
+            ):
                 return served  # to read a manifest with its probe takes milliseconds, at every turn
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
             if served is not None and self._lists(name, served.path):
-                return served  # vLLM serves a verified copy, which the damage on the volume does not change
+                # vLLM serves a verified copy, which the damage on the volume does not change.
+                return served
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
             served.manifest = identity
@@ -111,7 +119,9 @@ class CheckpointLoader:
         try:
             served = self._try_to_serve(run, manifest, name, path)
         except (CheckpointDamaged, InferenceRefused) as error:
-            raise self._refuse(name, stats, str(error), passing=isinstance(error, InferenceFailed)) from error
+            raise self._refuse(
+                name, stats, str(error), passing=isinstance(error, InferenceFailed)
+            ) from error
         served.manifest = identity
         self._served[name] = served
         self._refused.pop(name, None)
@@ -125,8 +135,11 @@ class CheckpointLoader:
     def _lists(self, name: str, path: Path) -> bool:
         return self.transport.listed.get(name) == str(path)
 
-    def _try_to_serve(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
-        """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the checkpoint."""
+    def _try_to_serve(
+        self, run: RunSpec, manifest: Manifest, name: str, path: Path
+    ) -> ServedCheckpoint:
+        """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the
+        checkpoint."""
         for attempt in range(1, TRIES):
             try:
                 return self._load_and_verify(run, manifest, name, path)
@@ -136,11 +149,15 @@ class CheckpointLoader:
                 self.transport.refresh()  # it may have loaded the adapter all the same
         return self._load_and_verify(run, manifest, name, path)
 
-    def _load_and_verify(self, run: RunSpec, manifest: Manifest, name: str, path: Path) -> ServedCheckpoint:
+    def _load_and_verify(
+        self, run: RunSpec, manifest: Manifest, name: str, path: Path
+    ) -> ServedCheckpoint:
         started = time.monotonic()
         if run.lora is not None:
             # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
-            self.transport.copies.copy(path, self.spool.checkpoints.path(run.name, manifest.step), manifest)
+            self.transport.copies.copy(
+                path, self.spool.checkpoints.path(run.name, manifest.step), manifest
+            )
         copied = time.monotonic()
         parts: dict[str, float] = {}
         if not self._lists(name, path):
@@ -148,24 +165,44 @@ class CheckpointLoader:
         loaded = time.monotonic()
         identity = self.transport.identity or name
         try:
-            result = verify(self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity)
+            result = verify(
+                self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity
+            )
         except WrongWeights as error:
             wanted = resolve_model(self.spool.root, run.base_model)
             other = f"; the run's base model is {wanted}, vLLM's is {self.base_model}"
-            raise InferenceRefused(str(error) + ("" if self.base_model in (None, wanted) else other)) from error
+            raise InferenceRefused(
+                str(error) + ("" if self.base_model in (None, wanted) else other)
+            ) from error
         self.transport.announce(name, path)
-        seconds = {"copy": copied - started, "load": loaded - copied, "verify": time.monotonic() - loaded,
-                   "since_checkpoint": time.time() - manifest.created, **parts}  # fmt: skip
-        record = Served(step=manifest.step, model=name, weights=run.weights, transport=self.transport.name,
-                        checkpoint=manifest.weights_sha256, verified=time.time(),
-                        mean_abs_logprob_error=result.error, tokens_checked=result.tokens,
-                        seconds={part: round(value, 6) for part, value in seconds.items()})  # fmt: skip
-        log.info("serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds)
+        seconds = {
+            "copy": copied - started,
+            "load": loaded - copied,
+            "verify": time.monotonic() - loaded,
+            "since_checkpoint": time.time() - manifest.created,
+            **parts,
+        }
+        record = Served(
+            step=manifest.step,
+            model=name,
+            weights=run.weights,
+            transport=self.transport.name,
+            checkpoint=manifest.weights_sha256,
+            verified=time.time(),
+            mean_abs_logprob_error=result.error,
+            tokens_checked=result.tokens,
+            seconds={part: round(value, 6) for part, value in seconds.items()},
+        )
+        log.info(
+            "serving", model=name, error=f"{result.error:.3g}", tokens=result.tokens, **seconds
+        )
         return ServedCheckpoint(path, record, manifest.job)
 
-    def _refuse(self, name: str, stats: FileStats, reason: str, *, passing: bool = False) -> CheckpointRefused:
-        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files. `passing`: the cause may go
-        away without a change of the files."""
+    def _refuse(
+        self, name: str, stats: FileStats, reason: str, *, passing: bool = False
+    ) -> CheckpointRefused:
+        """Unload the checkpoint, if vLLM has it, and remember the refusal for these files.
+        `passing`: the cause may go away without a change of the files."""
         if name in self.transport.listed:
             self.unload(name)
         before = self._refused.get(name)
@@ -174,5 +211,7 @@ class CheckpointLoader:
         pause = TRY_AGAIN_SECONDS
         if before is not None and before.stats == stats:
             pause = min(2 * before.pause, LONGEST_PAUSE_SECONDS)
-        self._refused[name] = Refusal(stats, reason, pause, time.monotonic() + (pause if passing else math.inf))
+        self._refused[name] = Refusal(
+            stats, reason, pause, time.monotonic() + (pause if passing else math.inf)
+        )
         return CheckpointRefused(reason)

@@ -1,8 +1,9 @@
-"""Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old ones unloaded. Runs
-that were trained or sampled last come first, so that after a restart they don't wait for those that nobody uses.
+"""Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old
+ones unloaded. Runs that were trained or sampled last come first, so that after a restart they don't
+wait for those that nobody uses.
 
-The publisher compares the spool with vLLM's list of models and does what is missing. Its memory only saves work, so it
-and vLLM may die and start again at any time.
+The publisher compares the spool with vLLM's list of models and does what is missing. Its memory
+only saves work, so it and vLLM may die and start again at any time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,17 @@ from pydantic import ValidationError
 
 from tandem.config import Settings
 from tandem.errors import CheckpointDamaged, NotFound, TandemError
-from tandem.inference.publisher.checkpoint_loader import CheckpointLoader, CheckpointRefused, ServedCheckpoint
-from tandem.inference.publisher.transports import AdapterCopies, LoraTransport, MergedTransport, copies_directory
+from tandem.inference.publisher.checkpoint_loader import (
+    CheckpointLoader,
+    CheckpointRefused,
+    ServedCheckpoint,
+)
+from tandem.inference.publisher.transports import (
+    AdapterCopies,
+    LoraTransport,
+    MergedTransport,
+    copies_directory,
+)
 from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import verify_tolerance
 from tandem.spool import Spool
@@ -31,8 +41,11 @@ GRACE_SECONDS = 60.0
 
 
 class Publisher:
-    def __init__(self, settings: Settings, client: VllmClient, *, grace: float = GRACE_SECONDS) -> None:
-        """`grace`: see Retention. SpoolUnusable while the volume is not there; InvalidInput for wrong settings."""
+    def __init__(
+        self, settings: Settings, client: VllmClient, *, grace: float = GRACE_SECONDS
+    ) -> None:
+        """`grace`: see Retention. SpoolUnusable while the volume is not there; InvalidInput for
+        wrong settings."""
         self._spool = Spool(settings.root)
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
@@ -45,12 +58,16 @@ class Publisher:
             else MergedTransport(client, copies, settings, self._spool)
         )
         base_model = settings.model_path() if settings.base_model else None
-        self._loader = CheckpointLoader(self._spool, client, self._transport, verify_tolerance(settings), base_model)
+        self._loader = CheckpointLoader(
+            self._spool, client, self._transport, verify_tolerance(settings), base_model
+        )
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        self._gone = False  # nobody listens at vLLM's address, and no record says that it serves a step
-        self._records_checked = False  # whether vLLM has what they say, since it was last seen to start
+        # Nobody listens at vLLM's address, and no record says that it serves a step.
+        self._gone = False
+        # Whether vLLM has what they say, since it was last seen to start.
+        self._records_checked = False
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
@@ -74,8 +91,8 @@ class Publisher:
 
     @contextmanager
     def _vllm_awake(self) -> Iterator[str]:
-        """If the value is empty, vLLM is awake and stays awake in this context: on shared GPUs nobody can write a hold.
-        Otherwise the value says why not."""
+        """If the value is empty, vLLM is awake and stays awake in this context: on shared GPUs
+        nobody can write a hold. Otherwise the value says why not."""
         if self._devices is None:
             yield ""
             return
@@ -89,13 +106,15 @@ class Publisher:
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
         wanted: dict[str, set[str]] = {}  # by run: the names that must stay loaded
-        published: dict[str, float] = {}  # run -> when its checkpoints last changed, before it was published
+        # Run -> when its checkpoints last changed, before it was published.
+        published: dict[str, float] = {}
         again = False  # whether the last load was for a run that had had its turn
         while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
-                # Between two loads of others a run may come once more. With steps that come faster than they are
-                # loaded it would else keep the others waiting, and this loop would not end.
+                # Between two loads of others a run may come once more. With steps that come faster
+                # than they are loaded it would else keep the others waiting, and this loop would
+                # not end.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue
                 liveness.beat("publisher")
@@ -104,11 +123,14 @@ class Publisher:
                 wanted[run] = self._try_to_publish(run)
                 if self._loader.loads > loads:
                     again = is_again
-                    break  # that took a while: a run may have a new checkpoint, which then comes first
+                    # That took a while: a run may have a new checkpoint, which then comes first.
+                    break
         self._usage.update(set(wanted), self._loader.verified)
         self._unload_old(wanted)
         self._transport.copies.remove_unused(
-            self._transport.listed.values(), self._client.adapters_in_use, older_than=10 * self._retention.grace
+            self._transport.listed.values(),
+            self._client.adapters_in_use,
+            older_than=10 * self._retention.grace,
         )
 
     def _changes(self) -> dict[str, float]:
@@ -122,13 +144,15 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        if self._weights == "merged" and len(changes) > 1:  # runs of an earlier deployment: vLLM has one run's weights
+        # Runs of an earlier deployment: vLLM has one run's weights.
+        if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
         return changes
 
     def _try_to_publish(self, run: str) -> set[str]:
-        """`_publish_run`; after an error what the run has loaded stays, and the other runs go on."""
+        """`_publish_run`; after an error what the run has loaded stays, and the other runs go
+        on."""
         try:
             wanted = self._publish_run(self._specs[run])
         except InferenceUnavailable:
@@ -140,16 +164,23 @@ class Publisher:
         return wanted
 
     def _unload_old(self, wanted: Mapping[str, set[str]]) -> None:
-        for name in [name for name, path in self._transport.listed.items() if self._is_of_deleted_run(name, path)]:
+        for name in [
+            name
+            for name, path in self._transport.listed.items()
+            if self._is_of_deleted_run(name, path)
+        ]:
             log.info("unloading", model=name, deleted=True)
             self._loader.unload(name, deleted=True)
         existing = {name for name in self._transport.listed if self._is_in_chain(name)}
         names = set().union(*wanted.values())
-        for name in self._retention.expired(self._transport.listed, runs=wanted, wanted=names, existing=existing):
+        for name in self._retention.expired(
+            self._transport.listed, runs=wanted, wanted=names, existing=existing
+        ):
             self._loader.unload(name)
 
     def _is_of_deleted_run(self, name: str, path: str) -> bool:
-        """Whether a publisher loaded this for a run that is gone. One that can't be read is not gone."""
+        """Whether a publisher loaded this for a run that is gone. One that can't be read is not
+        gone."""
         run = run_of(name)
         if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
             return False
@@ -163,21 +194,27 @@ class Publisher:
         return False
 
     def _is_in_chain(self, name: str) -> bool:
-        """Whether the step is, or before it was removed by age was, in its run's chain: not discarded by a rollback."""
+        """Whether the step is, or before it was removed by age was, in its run's chain: not
+        discarded by a rollback."""
         run = run_of(name)
         try:
-            return run in self._specs and int(name.rpartition("@")[2]) <= self._spool.checkpoints.newest(run)
+            return run in self._specs and int(
+                name.rpartition("@")[2]
+            ) <= self._spool.checkpoints.newest(run)
         except (TandemError, OSError):  # it was deleted meanwhile
             return True
 
     def _withdraw_records(self) -> bool:
-        """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False if that failed."""
+        """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False
+        if that failed."""
         try:
             self._spool.check()
             for run in self._spool.runs.names():
                 record = self._spool.served.get(run)
                 if record is not None and record.model not in self._transport.listed:
-                    log.warning("vLLM does not have the step any more that it served", model=record.model)
+                    log.warning(
+                        "vLLM does not have the step any more that it served", model=record.model
+                    )
                     self._spool.served.withdraw(run)
         except (TandemError, OSError) as error:
             self._log_change("records", f"can't remove the records of what vLLM served: {error}")
@@ -186,15 +223,19 @@ class Publisher:
         return True
 
     def _publish_run(self, run: RunSpec) -> set[str]:
-        """Have the newest `keep_served` good steps of a run served. Returns their names, which must stay loaded."""
+        """Have the newest `keep_served` good steps of a run served. Returns their names, which must
+        stay loaded."""
         wanted: set[str] = set()
         newest: Served | None = None
-        refused: tuple[int, str] | None = None  # the newest step that is above `newest` and refused, and why
-        # Behind refused steps it looks for older ones: at no more than two extra steps. Where none is served it goes on
-        # from turn to turn, because it remembers which are refused.
+        # The newest step that is above `newest` and refused, and why.
+        refused: tuple[int, str] | None = None
+        # Behind refused steps it looks for older ones: at no more than two extra steps. Where none
+        # is served it goes on from turn to turn, because it remembers which are refused.
         most_steps, most_loads = self._keep + 2, self._loader.loads + self._keep + 2
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
-            enough = looked >= most_steps and (newest or self._served(run.name) or self._loader.loads >= most_loads)
+            enough = looked >= most_steps and (
+                newest or self._served(run.name) or self._loader.loads >= most_loads
+            )
             if len(wanted) == self._keep or enough:
                 break
             name = f"{run.name}@{step}"
@@ -209,7 +250,11 @@ class Publisher:
                 # Clients wait for this record, so it is written before older steps are loaded.
                 self._put_record(run.name, newest, refused)
             self._tell_job(served)
-        if newest is None and refused is not None and (before := self._served(run.name)) is not None:
+        if (
+            newest is None
+            and refused is not None
+            and (before := self._served(run.name)) is not None
+        ):
             self._put_record(run.name, before, refused)
             wanted.add(before.model)
         return wanted
@@ -219,7 +264,10 @@ class Publisher:
         record = self._spool.served.get(run)
         if record is not None:
             try:
-                if self._spool.checkpoints.manifest(run, record.step).weights_sha256 != record.checkpoint:
+                if (
+                    self._spool.checkpoints.manifest(run, record.step).weights_sha256
+                    != record.checkpoint
+                ):
                     return None
             except NotFound:
                 return None
@@ -234,19 +282,32 @@ class Publisher:
             self._spool.served.put(run, record)
 
     def _tell_job(self, served: ServedCheckpoint) -> None:
-        """Append `served` to the events of the checkpoint's job. Only once, however often the checkpoint is loaded."""
+        """Append `served` to the events of the checkpoint's job. Only once, however often the
+        checkpoint is loaded."""
         if served.job is None or served.told:
             return
         with self._spool.job_lock(served.job):
             events = self._spool.events.read(served.job)
             # Without any event the job's records were removed.
             if events and not any(event.type == "served" for event in events):
-                told = {"step", "model", "transport", "mean_abs_logprob_error", "tokens_checked", "seconds"}
-                self._spool.events.append(served.job, "served", **served.record.model_dump(include=told))
+                told = {
+                    "step",
+                    "model",
+                    "transport",
+                    "mean_abs_logprob_error",
+                    "tokens_checked",
+                    "seconds",
+                }
+                self._spool.events.append(
+                    served.job, "served", **served.record.model_dump(include=told)
+                )
         served.told = True
 
-    def _log_change(self, topic: str, trouble: str, write: Callable[[str], None] = log.warning) -> None:
-        """Log a trouble when it begins or changes, and once more when it is over (`trouble` is empty)."""
+    def _log_change(
+        self, topic: str, trouble: str, write: Callable[[str], None] = log.warning
+    ) -> None:
+        """Log a trouble when it begins or changes, and once more when it is over (`trouble` is
+        empty)."""
         before = self._troubles.pop(topic, "")
         if trouble:
             self._troubles[topic] = trouble

@@ -1,11 +1,14 @@
-"""How a checkpoint's weights get into vLLM: as an adapter (`LoraTransport`) or as vLLM's own (`MergedTransport`).
+"""How a checkpoint's weights get into vLLM: as an adapter (`LoraTransport`) or as vLLM's own
+(`MergedTransport`).
 
-Another way is another class with the public methods of these two, which can raise what `VllmClient` raises.
+Another way is another class with the public methods of these two, which can raise what `VllmClient`
+raises.
 
-vLLM (0.32) reads an adapter's files again whenever it evicted the adapter from its cache, and its engine dies when it
-can't. So vLLM loads copies on this machine: a rollback, or a volume that is down, must not end it. A copy's path names
-its content. By the path a new publisher recognises the checkpoint in vLLM's list, although a rollback may have replaced
-it under the same name, and vLLM's prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
+vLLM (0.32) reads an adapter's files again whenever it evicted the adapter from its cache, and its
+engine dies when it can't. So vLLM loads copies on this machine: a rollback, or a volume that is
+down, must not end it. A copy's path names its content. By the path a new publisher recognises the
+checkpoint in vLLM's list, although a rollback may have replaced it under the same name, and vLLM's
+prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -38,9 +41,11 @@ log = Log("publisher")
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
-"""How long one attempt waits for requests of a replaced adapter, where its cached blocks could be reused."""
+"""How long one attempt waits for requests of a replaced adapter, where its cached blocks could be
+reused."""
 BEAT_SECONDS = 10.0
-"""Between two signs of life during what may take longer than the liveness probe allows a turn of the publisher."""
+"""Between two signs of life during what may take longer than the liveness probe allows a turn of
+the publisher."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -61,24 +66,30 @@ class AdapterCopies:
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not; of a run of all weights, which have no copy, it
-        only names them. CheckpointDamaged if the manifest lists no adapter."""
+        """The path of this checkpoint's copy, whether it exists or not; of a run of all weights,
+        which have no copy, it only names them. CheckpointDamaged if the manifest lists no
+        adapter."""
         content = manifest.weights_sha256
         if run.lora is not None:
             for file in ADAPTER_FILES:
                 if file not in manifest.files:
-                    raise CheckpointDamaged(f"checkpoint {manifest.run}@{manifest.step}: its manifest lists no {file}")
+                    raise CheckpointDamaged(
+                        f"checkpoint {manifest.run}@{manifest.step}: its manifest lists no {file}"
+                    )
             hashes = "".join(manifest.files[file].sha256 for file in ADAPTER_FILES)
             content = hashlib.sha256(hashes.encode()).hexdigest()
         return self._directory / f"{name}-{content[:32]}"
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
-        """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists. CheckpointDamaged if
-        a file is missing or does not have the manifest's hash."""
-        files = manifest.model_copy(update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}})
+        """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists.
+        CheckpointDamaged if a file is missing or does not have the manifest's hash."""
+        files = manifest.model_copy(
+            update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}}
+        )
         if path.is_dir():
             try:
-                # After a loss of power files may be empty, and what tidies TMPDIR may have removed some.
+                # After a loss of power files may be empty, and what tidies TMPDIR may have removed
+                # some.
                 if path not in self._checked or not _have_sizes(path, files):
                     verify_files(path, files)
                 self._checked.add(path)
@@ -103,12 +114,14 @@ class AdapterCopies:
     def remove_unused(
         self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
     ) -> None:
-        """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than` seconds. Those whose
-        names are `in_use()` stay: requests run with them, and vLLM may read them again."""
+        """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than`
+        seconds. Those whose names are `in_use()` stay: requests run with them, and vLLM may read
+        them again."""
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                for used in (*path.iterdir(), path):  # so that what tidies TMPDIR by age leaves them
+                # So that what tidies TMPDIR by age leaves them.
+                for used in (*path.iterdir(), path):
                     with suppress(FileNotFoundError):
                         os.utime(used)
             elif path != self.usage_file and time.time() - path.stat().st_mtime > older_than:
@@ -130,14 +143,16 @@ class AdapterCopies:
 
 def _have_sizes(directory: Path, files: Manifest) -> bool:
     with suppress(OSError):
-        return all((directory / name).stat().st_size == entry.size for name, entry in files.files.items())
+        return all(
+            (directory / name).stat().st_size == entry.size for name, entry in files.files.items()
+        )
     return False
 
 
 class LoraTransport:
-    """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of the last `refresh`
-    and of this object's own changes; `name`: how the weights came; `identity`: what vLLM has under this name must equal
-    the identity adapter."""
+    """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
+    the last `refresh` and of this object's own changes; `name`: how the weights came; `identity`:
+    what vLLM has under this name must equal the identity adapter."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -145,10 +160,12 @@ class LoraTransport:
         self._client = client
         self.copies = copies
         self.listed: dict[str, str] = {}
-        self._loaded: dict[str, str] | None = None  # name -> path of the last load since the server started, if known
+        # Name -> path of the last load since the server started, if known.
+        self._loaded: dict[str, str] | None = None
 
     def refresh(self) -> bool:
-        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is another server."""
+        """Ask vLLM for its list. Returns whether a name is gone that was listed before: then it is
+        another server."""
         before, self.listed = self.listed, self._client.models()
         return not before.keys() <= self.listed.keys()
 
@@ -157,7 +174,8 @@ class LoraTransport:
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
-        """Load a copied adapter under a name that is not listed. Returns the seconds of each part, if there are any."""
+        """Load a copied adapter under a name that is not listed. Returns the seconds of each part,
+        if there are any."""
         self._flush_prefix_cache(name, path)
         self._client.load_lora(name, str(path))
         self.listed[name] = str(path)
@@ -166,9 +184,10 @@ class LoraTransport:
         return {}
 
     def announce(self, name: str, path: Path) -> None:
-        """The weights are verified. Who knows the name of an adapter may use it as soon as vLLM lists it."""
+        """The weights are verified. Who knows the name of an adapter may use it as soon as vLLM
+        lists it."""
 
-    def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002 - as in MergedTransport
+    def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002
         """Remove the name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
         path = self.listed.pop(name)
@@ -176,33 +195,43 @@ class LoraTransport:
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys blocks by the name."""
+        """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys
+        blocks by the name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return
         deadline = time.monotonic() + FLUSH_SECONDS
-        # A request that still runs with the old adapter would write its blocks again after the reset.
+        # A request that still runs with the old adapter would write its blocks again after the
+        # reset.
         while name in self._client.adapters_in_use() or not self._client.reset_prefix_cache():
             if time.monotonic() > deadline:
-                raise InferenceUnavailable(f"requests use the old {name}, so the prefix cache can't be reset yet")
+                raise InferenceUnavailable(
+                    f"requests use the old {name}, so the prefix cache can't be reset yet"
+                )
             time.sleep(0.2)
 
 
 class MergedTransport:
-    """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's ranks or from files, if
-    they were offered; else vLLM's workers merge the adapter, or read a whole model's files."""
+    """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's
+    ranks or from files, if they were offered; else vLLM's workers merge the adapter, or read a
+    whole model's files."""
 
-    name, identity = "merge", ""  # vLLM has no other model to compare with; rows prove these weights
+    # vLLM has no other model to compare with; rows prove these weights.
+    name, identity = "merge", ""
 
-    def __init__(self, client: VllmClient, copies: AdapterCopies, settings: Settings, spool: Spool) -> None:
+    def __init__(
+        self, client: VllmClient, copies: AdapterCopies, settings: Settings, spool: Spool
+    ) -> None:
         self._client, self.copies, self._settings, self._spool = client, copies, settings, spool
         self._check = SpotCheck(settings.model_path(), serving_dtype(settings))
         self.listed: dict[str, str] = {}
         self._refreshed: dict[str, str] = {}  # what the last `refresh` listed; `load` replaces it
-        self._waits = 0.0, ""  # until when (monotonic) no swap is ordered, because requests would not end, and why
+        # Until when (monotonic) no swap is ordered, because requests would not end, and why.
+        self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Weights that were not announced, or that are torn, count as none: `load` writes and checks them again."""
+        """Weights that were not announced, or that are torn, count as none: `load` writes and
+        checks them again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -214,38 +243,63 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
-        """Swap the weights, and compare rows of every tensor with what they must be. New requests wait from here to
-        `announce`. InferenceRefused where vLLM has other weights then."""
+        """Swap the weights, and compare rows of every tensor with what they must be. New requests
+        wait from here to `announce`. InferenceRefused where vLLM has other weights then."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)
         sources = self._offered(run, checkpoint)
         if run.lora is not None:
-            expected, scale, own = self._check.adapter_rows(path, run.lora), run.lora.alpha / run.lora.rank, None
+            expected, scale, own = (
+                self._check.adapter_rows(path, run.lora),
+                run.lora.alpha / run.lora.rank,
+                None,
+            )
         else:
             model = self._model(run, checkpoint)
-            expected, scale, own = self._check.model_rows(model), 0.0, {"way": "volume", "directory": str(model)}
-        swap = partial(self._client.swap_merged, name, str(path), scale, self._settings.swap_requests,
-                       self._settings.swap_seconds, again=own)  # fmt: skip
+            expected, scale, own = (
+                self._check.model_rows(model),
+                0.0,
+                {"way": "volume", "directory": str(model)},
+            )
+        swap = partial(
+            self._client.swap_merged,
+            name,
+            str(path),
+            scale,
+            self._settings.swap_requests,
+            self._settings.swap_seconds,
+            again=own,
+        )
         for source in sources:
             try:
                 answer = self._order(partial(swap, source=source))
                 break
             except InferenceRefused as error:
-                log.warning("whole weights did not arrive", model=name, transport=source["way"], reason=error)
+                log.warning(
+                    "whole weights did not arrive",
+                    model=name,
+                    transport=source["way"],
+                    reason=error,
+                )
         else:
-            if own is not None:  # not before: ranks give up sooner than a large checkpoint is hashed
+            # Not before: ranks give up sooner than a large checkpoint is hashed.
+            if own is not None:
                 files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
                 _alive(partial(verify_files, model, files))
             answer = self._order(partial(swap, source=own))
         self.listed, self.name = {name: str(path)}, answer["transport"]
         if wrong := expected.wrong(self._client.merged_rows(expected.rows)):
             raise InferenceRefused(f"vLLM's weights differ from this checkpoint's: {wrong}")
-        return {key.removesuffix("_seconds"): value for key, value in answer.items() if key.endswith("_seconds")}
+        return {
+            key.removesuffix("_seconds"): value
+            for key, value in answer.items()
+            if key.endswith("_seconds")
+        }
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """vLLM's answer to `swap`. With `wait` new requests wait for running ones to end. Where these did not end in
-        time, requests are let in for as long before the next swap."""
+        """vLLM's answer to `swap`. With `wait` new requests wait for running ones to end. Where
+        these did not end in time, requests are let in for as long before the next swap."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -264,14 +318,19 @@ class MergedTransport:
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
-        while (offer := self._offer(checkpoint.job)).get("transport") == "volume" and time.monotonic() < deadline:
+        while (offer := self._offer(checkpoint.job)).get(
+            "transport"
+        ) == "volume" and time.monotonic() < deadline:
             liveness.beat("publisher")  # the job's ranks write the files
             time.sleep(0.1)
         if offer and offer["transport"] != "volume":
             sources.append({**offer, "way": offer["transport"]})
         try:
             # This hashes all of them.
-            if run.lora is not None and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None:
+            if (
+                run.lora is not None
+                and (files := _alive(partial(self._spool.merged.find, checkpoint))) is not None
+            ):
                 sources.append({"way": "volume", "directory": str(files)})
         except CheckpointDamaged as error:
             log.warning(error.message)
@@ -279,7 +338,9 @@ class MergedTransport:
 
     def _offer(self, job: str) -> dict[str, Any]:
         """What the job's ranks are about to send, while they run; else nothing."""
-        events = [event for event in self._spool.events.read(job) if event.type in ("offered", "sent")]
+        events = [
+            event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
+        ]
         if not events or events[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
             return {}
         return events[-1].data
@@ -288,11 +349,13 @@ class MergedTransport:
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Return to the weights that were verified last; `deleted`: to the base model's, which nobody is served."""
+        """Return to the weights that were verified last; `deleted`: to the base model's, which
+        nobody is served."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 
 
 def _alive[T](action: Callable[[], T]) -> T:
-    """The result of `action`, which takes as long as TANDEM_SWAP_SECONDS or the size of a model: that is no hang."""
+    """The result of `action`, which takes as long as TANDEM_SWAP_SECONDS or the size of a model:
+    that is no hang."""
     return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

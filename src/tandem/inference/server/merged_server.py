@@ -1,8 +1,9 @@
-"""Serves one run's merged weights as `<run>@<step>`: ASGI middleware in vLLM's API server, inside the guard.
+"""Serves one run's merged weights as `<run>@<step>`: ASGI middleware in vLLM's API server, inside
+the guard.
 
-The publisher swaps weights, verifies them and announces them. From the swap to the announcement new requests wait, so
-nobody samples from weights that were not verified. Requests that run go on; their answers say which tokens came from
-which weights (`weight_versions.py`).
+The publisher swaps weights, verifies them and announces them. From the swap to the announcement new
+requests wait, so nobody samples from weights that were not verified. Requests that run go on; their
+answers say which tokens came from which weights (`weight_versions.py`).
 """
 
 import asyncio
@@ -35,8 +36,9 @@ _CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is aliv
 
 @dataclass(frozen=True)
 class Version:
-    """Weights. `path`: of the adapter, or what names the content of whole weights; `scale`: the adapter's; `transport`:
-    how they came; `again`: from where they may be got again (a source of `worker/landing.py`)."""
+    """Weights. `path`: of the adapter, or what names the content of whole weights; `scale`: the
+    adapter's; `transport`: how they came; `again`: from where they may be got again (a source of
+    `worker/landing.py`)."""
 
     name: str
     path: str
@@ -46,7 +48,8 @@ class Version:
 
 
 class SwapFailed(Exception):
-    """The order was not carried out. `status`: of the HTTP answer; 503 where the same order can succeed later."""
+    """The order was not carried out. `status`: of the HTTP answer; 503 where the same order can
+    succeed later."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -85,7 +88,8 @@ class MergedServer:
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
-        add_request = self._engine.add_request  # `generate` calls it when its first result is asked for
+        # `generate` calls it when its first result is asked for.
+        add_request = self._engine.add_request
 
         async def add_and_note(*args: Any, **kwargs: Any) -> Any:
             queue = await add_request(*args, **kwargs)
@@ -96,10 +100,17 @@ class MergedServer:
         self._engine.add_request = add_and_note
 
     async def _sample(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._until(lambda: self.phase not in ("swapping", "unverified"), time.monotonic() + HOLD_SECONDS)
+        await self._until(
+            lambda: self.phase not in ("swapping", "unverified"), time.monotonic() + HOLD_SECONDS
+        )
         if self.phase != "served":
-            reasons = {"empty": "no checkpoint is served yet", "torn": "the last swap of weights failed"}
-            reason = reasons.get(self.phase, f"the weights were not verified within {HOLD_SECONDS:.0f} s")
+            reasons = {
+                "empty": "no checkpoint is served yet",
+                "torn": "the last swap of weights failed",
+            }
+            reason = reasons.get(
+                self.phase, f"the weights were not verified within {HOLD_SECONDS:.0f} s"
+            )
             if self._engine.errored:
                 reason = "vLLM's engine has died"
             problem = f"{reason}; try again later"
@@ -129,7 +140,11 @@ class MergedServer:
     async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
         """Wait until something holds. False where the engine dies or the deadline passes before."""
         async with self._changed:
-            while not check() and not self._engine.errored and (left := deadline - time.monotonic()) > 0:
+            while (
+                not check()
+                and not self._engine.errored
+                and (left := deadline - time.monotonic()) > 0
+            ):
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(left, _CHECK_SECONDS))
         return check()
@@ -138,8 +153,11 @@ class MergedServer:
         if (body := await read_body(scope, receive)) is None:
             return
         actions: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-            "/swap": self._swap_to, "/announce": self._announce, "/revert": self._revert, "/rows": self._rows,
-        }  # fmt: skip
+            "/swap": self._swap_to,
+            "/announce": self._announce,
+            "/revert": self._revert,
+            "/rows": self._rows,
+        }
         try:
             if action == "" and scope["method"] == "GET":
                 result: dict[str, Any] = {}
@@ -154,8 +172,15 @@ class MergedServer:
             await error(400, wrong.code, str(wrong), wrong.field)(scope, receive, send)
             return
         current = self.current
-        state = {"phase": self.phase, "name": current.name, "path": current.path, "transport": current.transport}
-        await JSONResponse({**state, "in_flight": len(self._in_flight), **result})(scope, receive, send)
+        state = {
+            "phase": self.phase,
+            "name": current.name,
+            "path": current.path,
+            "transport": current.transport,
+        }
+        await JSONResponse({**state, "in_flight": len(self._in_flight), **result})(
+            scope, receive, send
+        )
 
     async def _rows(self, order: dict[str, Any]) -> dict[str, Any]:
         answers = await self._call("rows", time.monotonic() + 60, order["rows"])
@@ -169,10 +194,13 @@ class MergedServer:
         return {}
 
     async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The publisher refuses the weights of `path`: those that were announced last are served again. `to_base`:
-        their run was deleted, so the base model's weights come back, and nothing is served."""
+        """The publisher refuses the weights of `path`: those that were announced last are served
+        again. `to_base`: their run was deleted, so the base model's weights come back, and nothing
+        is served."""
         async with self._swap:
-            if order["path"] != self.current.path or (self.phase == "served" and not order.get("to_base")):
+            if order["path"] != self.current.path or (
+                self.phase == "served" and not order.get("to_base")
+            ):
                 return {}
             if order.get("to_base"):
                 self.verified = Version(BASE_MODEL_NAME, BASE_MODEL_NAME)
@@ -183,14 +211,17 @@ class MergedServer:
         return seconds
 
     async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Stage the weights, then swap. The old ones stay in use until all of the new ones are here."""
+        """Stage the weights, then swap. The old ones stay in use until all of the new ones are
+        here."""
         version = Version(order["name"], order["path"], order["scale"], again=order["again"])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
         async with self._swap:
             transport = await self._stage(version, order["source"], deadline)
             staged = time.monotonic()
-            seconds = await self._write(replace(version, transport=transport), order["requests"], deadline)
+            seconds = await self._write(
+                replace(version, transport=transport), order["requests"], deadline
+            )
             await self._set("unverified")
         return {"stage_seconds": staged - begin, **seconds}
 
@@ -198,13 +229,17 @@ class MergedServer:
         """Bring the weights to the workers. Returns how they came."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
-        while not all(ways := [a["result"] for a in await self._call("staged", deadline, version.path)]):
+        while not all(
+            ways := [a["result"] for a in await self._call("staged", deadline, version.path)]
+        ):
             await asyncio.sleep(pause)
-            pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)  # each call comes between two steps of the engine
+            # Each call comes between two steps of the engine.
+            pause = min(1.2 * pause, _LONGEST_POLL_SECONDS)
         return str(ways[0])
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
-        """Swap between two steps. If that fails the old weights are in use, or the phase is `torn`."""
+        """Swap between two steps. If that fails the old weights are in use, or the phase is
+        `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
         begin = time.monotonic()
@@ -231,10 +266,13 @@ class MergedServer:
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, requests, version.name, deadline)
 
-        def tell(answers: list[dict[str, Any]]) -> None:  # before the tokens that come after the answer are passed on
+        # Before the tokens that come after the answer are passed on.
+        def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:
-                    request.swapped(version.name, answers[0]["tokens"], in_engine=in_engine.get(request, False))
+                    request.swapped(
+                        version.name, answers[0]["tokens"], in_engine=in_engine.get(request, False)
+                    )
 
         try:
             [outcome] = await self._call("swap", deadline + GRACE_SECONDS, *arguments, tell=tell)
@@ -243,17 +281,26 @@ class MergedServer:
         if "torn" in outcome:
             raise Torn(outcome["torn"])
         if "late" in outcome:
-            raise SwapFailed("the engine was busy until the deadline, or sleeps; the old weights stay")
+            raise SwapFailed(
+                "the engine was busy until the deadline, or sleeps; the old weights stay"
+            )
         return dict(outcome)
 
     async def _call(
-        self, method: str, deadline: float, *args: Any, tell: Callable[[list[dict[str, Any]]], None] | None = None
+        self,
+        method: str,
+        deadline: float,
+        *args: Any,
+        tell: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503 where no answer came
-        in time, 422 where one is an error. `tell` gets the answers as soon as they are here."""
+        """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503
+        where no answer came in time, 422 where one is an error. `tell` gets the answers as soon as
+        they are here."""
 
         async def ask() -> list[dict[str, Any]]:
-            answers: list[dict[str, Any]] = await self._engine.collective_rpc("tandem_call", args=(method, *args))
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(
+                "tandem_call", args=(method, *args)
+            )
             if tell is not None:
                 tell(answers)
             return answers
@@ -263,10 +310,15 @@ class MergedServer:
             left = deadline - time.monotonic()
             if self._engine.errored or left <= 0:
                 call.cancel()
-                raise SwapFailed(f"{method}: {'no answer from vLLM in time' if left <= 0 else 'the engine has died'}")
+                raise SwapFailed(
+                    f"{method}:"
+                    f" {'no answer from vLLM in time' if left <= 0 else 'the engine has died'}"
+                )
             await asyncio.wait([call], timeout=min(left, _CHECK_SECONDS))
         if (failure := call.exception()) is not None:
-            raise SwapFailed(f"{method} failed in vLLM: {type(failure).__name__}: {failure}") from failure
+            raise SwapFailed(
+                f"{method} failed in vLLM: {type(failure).__name__}: {failure}"
+            ) from failure
         answers: list[dict[str, Any]] = call.result()
         if problem := next((answer["error"] for answer in answers if "error" in answer), ""):
             raise SwapFailed(f"{method} failed in vLLM: {problem}", 422)

@@ -33,9 +33,11 @@ class Rows(TypedDict):
 
 
 _ORDERS: dict[str, TypeAdapter[Any]] = {
-    "/swap": TypeAdapter(Swap), "/announce": TypeAdapter(Announce), "/revert": TypeAdapter(Revert),
+    "/swap": TypeAdapter(Swap),
+    "/announce": TypeAdapter(Announce),
+    "/revert": TypeAdapter(Revert),
     "/rows": TypeAdapter(Rows),
-}  # fmt: skip
+}
 
 
 def read_order(action: str, body: bytes) -> dict[str, Any]:

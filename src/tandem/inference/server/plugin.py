@@ -1,22 +1,31 @@
-"""A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that it starts.
+"""A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
+it starts.
 
 It installs what merged weights need (`worker/`), and works around five faults of vLLM 0.32:
 
-- `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's memory. (The orphan can't
-  be found by its environment, because it overwrites that.) Every engine process asks the kernel to die with its parent.
-- With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also without adapters on
-  experts. On the CPU there are none (they are Triton's), and on Blackwell they demand an adapter of experts, so the
+- `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
+memory. (The orphan can't
+  be found by its environment, because it overwrites that.) Every engine process asks the kernel to
+  die with its parent.
+- With `--enable-lora`, vLLM runs every mixture of experts in kernels that take adapters, also
+without adapters on
+  experts. On the CPU there are none (they are Triton's), and on Blackwell they demand an adapter of
+  experts, so the
   engine ends. There vLLM is told that experts have no LoRA.
-- On the CPU, tokens of the base model get the last slot's adapter wherever they share a batch with tokens of any
+- On the CPU, tokens of the base model get the last slot's adapter wherever they share a batch with
+tokens of any
   adapter: their slot is -1, with which torch indexes from the end.
-- If a worker raises, the executor leaves the answers of those behind it unread and takes them for those of the next
+- If a worker raises, the executor leaves the answers of those behind it unread and takes them for
+those of the next
   call. So of several workers none raises where an adapter can't be loaded.
-- FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that, and chooses some of
-  these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did not), and for attention on Blackwell. The
+- FlashInfer compiles its kernels with nvcc, which images and many machines lack. vLLM knows that,
+and chooses some of
+  these kernels all the same: for the sums over tensor-parallel GPUs (0.26 did not), and for
+  attention on Blackwell. The
   first use ends the engine. There FlashInfer is hidden, and vLLM takes other kernels.
 
-On the CPU it also has the API server fork its engine, which vLLM would start as a new process that imports torch and
-vLLM again: 8 of the 17 seconds of a start.
+On the CPU it also has the API server fork its engine, which vLLM would start as a new process that
+imports torch and vLLM again: 8 of the 17 seconds of a start.
 """
 
 import functools
@@ -34,7 +43,8 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 
 
 def register() -> None:
-    """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its engine."""
+    """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its
+    engine."""
     parent = multiprocessing.parent_process()
     if parent is None:
         _fork_the_engine_on_the_cpu()
@@ -51,9 +61,9 @@ def register() -> None:
 
 @functools.cache
 def _install_merged_weights() -> None:
-    """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory pool for weights: a
-    sleeping engine offloads only what is in it. After a swap the engine updates the requests that it has, and those
-    that reached it during the swap."""
+    """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory
+    pool for weights: a sleeping engine offloads only what is in it. After a swap the engine updates
+    the requests that it has, and those that reached it during the swap."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -77,7 +87,9 @@ def _install_merged_weights() -> None:
         load_model(worker, *args, **kwargs)
         del runner.load_model
 
-    def call_or_swap(core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+    def call_or_swap(
+        core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if method == "tandem_call" and args[0] == "swap":
             return [extension.swap(core, collective_rpc, *args[1:])]
         return collective_rpc(core, method, timeout, args, kwargs)
@@ -97,7 +109,8 @@ def _install_merged_weights() -> None:
 
 
 def _fork_the_engine_on_the_cpu() -> None:
-    """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has computed."""
+    """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has
+    computed."""
     # vLLM also calls its plugins where it only looks at a model's class.
     if "vllm.engine.arg_utils" not in sys.modules:
         return
@@ -121,8 +134,8 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 
 def _give_up_the_port() -> None:
-    """Close the API server's port, which a fork inherits: a client that connects while the server shuts down would wait
-    for the engine's end."""
+    """Close the API server's port, which a fork inherits: a client that connects while the server
+    shuts down would wait for the engine's end."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # the listing had opened one, and has closed it
@@ -130,7 +143,8 @@ def _give_up_the_port() -> None:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    os.dup2(null, descriptor)  # the server's object, which is here too, still closes that number
+                    # The server's object, which is here too, still closes that number.
+                    os.dup2(null, descriptor)
     os.close(null)
 
 
@@ -181,7 +195,11 @@ def _switch_expert_lora_off() -> None:
 
     def without_lora(config: FusedMoEConfig) -> None:
         lora = get_current_vllm_config().lora_config
-        if lora is not None and lora.target_modules is not None and "experts" not in lora.target_modules:
+        if (
+            lora is not None
+            and lora.target_modules is not None
+            and "experts" not in lora.target_modules
+        ):
             config.is_lora_enabled = False
         original(config)
 

@@ -1,9 +1,9 @@
-"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of training, and
-`/rollout/inference/v1/generate` its route from tokens to tokens.
+"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of
+training, and `/rollout/inference/v1/generate` its route from tokens to tokens.
 
-ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and log-probs, and puts the
-prompt's token ids and the model's name into each choice (of a stream, its first chunk), so that a choice alone holds
-what `turn_from_openai` needs.
+ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and
+log-probs, and puts the prompt's token ids and the model's name into each choice (of a stream, its
+first chunk), so that a choice alone holds what `turn_from_openai` needs.
 """
 
 import json
@@ -17,7 +17,10 @@ from tandem.inference.server.guard import ROLLOUT_PATHS
 from tandem.vllm_client.sampling import distorting
 
 # With these the answer would not have exactly the sampled tokens.
-_INCOMPLETE: dict[str, tuple[object, ...]] = {"echo": (None, False), "include_reasoning": (None, True)}
+_INCOMPLETE: dict[str, tuple[object, ...]] = {
+    "echo": (None, False),
+    "include_reasoning": (None, True),
+}
 
 
 class RolloutDoor:
@@ -68,14 +71,21 @@ def _asking(path: str, options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(params := options.get("sampling_params"), dict):
         return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    return {**options, **ids, "logprobs": True if path.endswith("chat/completions") else options.get("logprobs") or 0}
+    return {
+        **options,
+        **ids,
+        "logprobs": True if path.endswith("chat/completions") else options.get("logprobs") or 0,
+    }
 
 
 def _complete(answer: dict[str, Any]) -> dict[str, Any]:
     for choice in answer.get("choices", ()):
-        choice["prompt_token_ids"] = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        choice["prompt_token_ids"] = choice.get("prompt_token_ids") or answer.get(
+            "prompt_token_ids"
+        )
         choice["model"] = answer.get("model")
-        # vLLM's /inference/v1/generate names them by numbers by 0.32; `renderers` knows the older names.
+        # vLLM's /inference/v1/generate names them by numbers by 0.32; `renderers` knows the older
+        # names.
         content = (choice.get("logprobs") or {}).get("content") or ()
         for entry, token in zip(content, choice.get("token_ids") or (), strict=False):
             entry.setdefault("token", f"token_id:{token}")

@@ -1,7 +1,8 @@
 """`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe.
 
-Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free: vLLM allocates a share of a
-GPU's whole memory, and where something else uses that, it fails after a minute of loading.
+Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free: vLLM
+allocates a share of a GPU's whole memory, and where something else uses that, it fails after a
+minute of loading.
 """
 
 import fcntl
@@ -22,11 +23,13 @@ from tandem.system.logs import Log, configure
 log = Log("inference")
 
 FREE_SECONDS = 60.0
-"""How long the GPUs may take to become free. After that this program exits, and supervisord starts it again."""
+"""How long the GPUs may take to become free. After that this program exits, and supervisord starts
+it again."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
-"""The environment variable by which processes of an earlier vLLM are found. Its value names spool and port."""
+"""The environment variable by which processes of an earlier vLLM are found. Its value names spool
+and port."""
 
 
 class CannotStartNow(TandemError):
@@ -34,8 +37,8 @@ class CannotStartNow(TandemError):
 
 
 def main() -> None:
-    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on wrong settings, and 1
-    where vLLM can't start now but may later."""
+    """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on
+    wrong settings, and 1 where vLLM can't start now but may later."""
     configure()
     try:
         settings = load_settings()
@@ -46,7 +49,9 @@ def main() -> None:
         log.error(f"vLLM can't be started: {error}")
         sys.exit(2 if isinstance(error, (InvalidInput, OSError)) else 1)
     if not has_token:
-        log.warning("TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher")
+        log.warning(
+            "TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher"
+        )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.argv[1:]))
     # A killed vLLM leaves sockets and files there.
@@ -56,8 +61,8 @@ def main() -> None:
 
 
 def _withdraw_records(settings: Settings) -> None:
-    """Remove what says that vLLM serves a step: the vLLM that starts now has none. The publisher does this too, but it
-    may have died with the vLLM before."""
+    """Remove what says that vLLM serves a step: the vLLM that starts now has none. The publisher
+    does this too, but it may have died with the vLLM before."""
     try:
         spool = Spool(settings.root)  # a full volume can still lose files
         for run in spool.runs.names():
@@ -67,23 +72,27 @@ def _withdraw_records(settings: Settings) -> None:
 
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
-    """Kill what an earlier vLLM of this spool and port left, then wait until a trainer and its memory are gone.
+    """Kill what an earlier vLLM of this spool and port left, then wait until a trainer and its
+    memory are gone.
 
-    Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until this process ends,
-    also across `exec`. Raises CannotStartNow where this vLLM already runs, where a process survives SIGKILL, or where a
-    GPU is not free after `free_seconds`.
+    Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
+    this process ends, also across `exec`. Raises CannotStartNow where this vLLM already runs, where
+    a process survives SIGKILL, or where a GPU is not free after `free_seconds`.
     """
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
     lock = runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    os.set_inheritable(descriptor, True)  # `exec` keeps a record lock, and children don't inherit it
+    # `exec` keeps a record lock, and children don't inherit it.
+    os.set_inheritable(descriptor, True)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         message = f"vLLM already runs for this spool and port ({lock} is locked): stop it first"
         raise CannotStartNow(message) from error
     for leftover in processes.marked(*marker):
-        log.warning("killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command)
+        log.warning(
+            "killing a process of an earlier vLLM", pid=leftover.pid, command=leftover.command
+        )
     survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=_KILL_SECONDS)
     if survivors:
         pids = ", ".join(str(process.pid) for process in survivors)
@@ -96,11 +105,14 @@ def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> d
 
 
 def _wait_for_trainer(settings: Settings) -> None:
-    """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the job."""
+    """Wait while a live trainer holds the GPUs. A vLLM that died during a job starts after the
+    job."""
     try:
         spool = Spool(settings.root)
         if hold := spool.hold.live():
-            log.info("waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner)
+            log.info(
+                "waiting until the trainer gives the GPUs back", job=hold.job, runner=hold.runner
+            )
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
@@ -109,8 +121,8 @@ def _wait_for_trainer(settings: Settings) -> None:
 
 
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
-    # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some memory. If that is too
-    # much for vLLM, it refuses to start by itself.
+    # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some
+    # memory. If that is too much for vLLM, it refuses to start by itself.
     devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
     allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
     floor = dict.fromkeys(devices.uuids, allowed)
@@ -118,7 +130,10 @@ def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
         log.warning("waiting until the devices are free", bytes_in_use=busy)
         busy = devices.over(devices.wait_free(free_seconds, floor), floor)
     if busy:
-        uses = ["the driver does not answer" if used is None else f"{used} bytes in use" for used in busy.values()]
+        uses = [
+            "the driver does not answer" if used is None else f"{used} bytes in use"
+            for used in busy.values()
+        ]
         in_use = ", ".join(f"{uuid} ({use})" for uuid, use in zip(busy, uses, strict=True))
         need = f"vLLM starts when less than {devices.free_bytes + allowed} bytes are in use"
         remedy = "stop the other programs on these GPUs, or raise TANDEM_FREE_GPU_BYTES"

@@ -1,5 +1,6 @@
-"""Tells in each answer which weights its tokens came from: their names in the header `x-tandem-weights`, and after a
-swap, in the field `weight_versions`, for each sequence the first token of each name."""
+"""Tells in each answer which weights its tokens came from: their names in the header
+`x-tandem-weights`, and after a swap, in the field `weight_versions`, for each sequence the first
+token of each name."""
 
 import asyncio
 import json
@@ -19,9 +20,11 @@ Sequence = tuple[int, int]  # the numbers of a prompt and of a sample
 
 @dataclass(eq=False)
 class InFlight:
-    """A sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the weights that it began with.
+    """A sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the weights
+    that it began with.
 
-    `swaps`: the name after each swap that its running sequences saw, and how many tokens they had then.
+    `swaps`: the name after each swap that its running sequences saw, and how many tokens they had
+    then.
     """
 
     id: str
@@ -31,8 +34,8 @@ class InFlight:
     swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
 
     def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
-        """The weights became `name`. `tokens`: of each sequence in the engine; `in_engine`: whether this request had
-        reached it when the swap began."""
+        """The weights became `name`. `tokens`: of each sequence in the engine; `in_engine`: whether
+        this request had reached it when the swap began."""
         if mine := self._of_this_request(tokens):
             self.swaps.append((name, mine))
         elif not in_engine:
@@ -40,10 +43,13 @@ class InFlight:
         # Otherwise all its sequences had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """vLLM calls a sequence `chatcmpl-<id>`, `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_`
-        before it where there are several, and 8 random hexadecimal digits after it."""
+        """vLLM calls a sequence `chatcmpl-<id>`, `generate-tokens-<id>` or `cmpl-<id>-<prompt>`,
+        with `<sample>_` before it where there are several, and 8 random hexadecimal digits after
+        it."""
         of = re.escape(self.id)
-        name = re.compile(rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?")
+        name = re.compile(
+            rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?"
+        )
         found = ((name.fullmatch(engine_id), count) for engine_id, count in tokens.items())
         return {(int(match[2] or 0), int(match[1] or 0)): count for match, count in found if match}
 
@@ -58,7 +64,8 @@ class InFlight:
                 if not spans or spans[-1][0] != name:
                     spans.append([name, count])
         return [
-            {"prompt": prompt, "sample": sample, "spans": spans} for (prompt, sample), spans in sorted(found.items())
+            {"prompt": prompt, "sample": sample, "spans": spans}
+            for (prompt, sample), spans in sorted(found.items())
         ]
 
 
@@ -68,7 +75,11 @@ class VersionedAnswer(ChangedAnswer):
         self._request = request
 
     def headers(self) -> dict[str, str]:
-        return {"x-tandem-weights": ",".join([self._request.first, *(name for name, _ in self._request.swaps)])}
+        return {
+            "x-tandem-weights": ",".join(
+                [self._request.first, *(name for name, _ in self._request.swaps)]
+            )
+        }
 
     def whole(self, body: bytes) -> bytes:
         if not self._request.swaps:
@@ -78,5 +89,9 @@ class VersionedAnswer(ChangedAnswer):
     def event(self, body: bytes) -> bytes:
         if not self._request.swaps or not body.startswith(b"data: [DONE]"):
             return body
-        event = {"object": "tandem.weight_versions", "choices": [], "weight_versions": self._request.versions()}
+        event = {
+            "object": "tandem.weight_versions",
+            "choices": [],
+            "weight_versions": self._request.versions(),
+        }
         return b"data: " + json.dumps(event).encode() + b"\n\n" + body

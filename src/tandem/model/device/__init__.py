@@ -1,13 +1,15 @@
 """The device of this process, chosen by `activate`: one GPU, or the CPU.
 
-CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a good part of a
-rank's start, more so if several ranks start at once. torch creates it at the first use of the GPU, and holds the
-interpreter's lock all the while. Instead:
+CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
+good part of a rank's start, more so if several ranks start at once. torch creates it at the first
+use of the GPU, and holds the interpreter's lock all the while. Instead:
 
-1. `activate` starts a thread that creates the context through CUDA's runtime library. A call through ctypes releases
+1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
+through ctypes releases
    the interpreter's lock.
 2. Meanwhile the rank joins its process groups and builds the model in host memory.
-3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use the context that
+3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use
+the context that
    exists.
 
 The thread ignores errors: torch runs into the same error afterwards, and reports it with a message.
@@ -37,7 +39,8 @@ _current = threading.local()  # `.set`: the GPU is the current device of this th
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     """The kind of device that a setting means: "auto" means CUDA if there is a usable GPU.
 
-    Once a GPU was found, neither this process nor one forked from it looks again, which takes time in each rank.
+    Once a GPU was found, neither this process nor one forked from it looks again, which takes time
+    in each rank.
     """
     global _gpu_seen
     if setting == "auto":
@@ -47,16 +50,23 @@ def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
 
 
 def activate(kind: Kind, local_rank: int = 0) -> torch.device:
-    """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the process can see.
+    """Make `kind` this process's device: the CPU, or `cuda:<local_rank>` of the GPUs that the
+    process can see.
 
-    Returns at once; CUDA starts in a thread. Call it before anything is built. A second call with the same kind does
-    nothing; with the other kind it raises RuntimeError. A missing GPU is reported by the first function that needs it.
+    Returns at once; CUDA starts in a thread. Call it before anything is built. A second call with
+    the same kind does nothing; with the other kind it raises RuntimeError. A missing GPU is
+    reported by the first function that needs it.
     """
     global _kind, _gpu, _start
     if _kind not in (None, kind):
-        raise RuntimeError(f"this process runs on {_kind} already; start another process for {kind}")
+        raise RuntimeError(
+            f"this process runs on {_kind} already; start another process for {kind}"
+        )
     if _kind is None and kind == "cuda":
-        _gpu, _start = local_rank, threading.Thread(target=_create_context, args=(local_rank,), daemon=True)
+        _gpu, _start = (
+            local_rank,
+            threading.Thread(target=_create_context, args=(local_rank,), daemon=True),
+        )
         _start.start()
     elif _kind is None:
         cpu_shim.install()
@@ -70,14 +80,17 @@ def _create_context(gpu: int) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """CUDA's runtime library, the copy that torch has loaded. Its calls release the interpreter's lock."""
+    """CUDA's runtime library, the copy that torch has loaded. Its calls release the interpreter's
+    lock."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}")
 
 
 def is_cuda() -> bool:
     """Whether `activate` chose a GPU. Doesn't wait for it."""
     if _kind is None:
-        raise RuntimeError("this process has no device yet: call tandem.model.device.activate first")
+        raise RuntimeError(
+            "this process has no device yet: call tandem.model.device.activate first"
+        )
     return _kind == "cuda"
 
 
@@ -87,8 +100,8 @@ def started() -> bool:
 
 
 def wait_until_started() -> Kind:
-    """Wait for the device, make it the calling thread's current device, and return its kind. RuntimeError if the GPU
-    can't be used."""
+    """Wait for the device, make it the calling thread's current device, and return its kind.
+    RuntimeError if the GPU can't be used."""
     global _started
     if not is_cuda():
         return "cpu"
@@ -101,13 +114,16 @@ def wait_until_started() -> Kind:
         torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
         torch.cuda.set_device(_gpu)
     except RuntimeError as error:
-        raise RuntimeError(f"GPU {_gpu} of those that this process can see can't be used: {error}") from error
+        raise RuntimeError(
+            f"GPU {_gpu} of those that this process can see can't be used: {error}"
+        ) from error
     _current.set = _started = True
     return "cuda"
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, to be called in another thread: it first waits for the device and makes it current in that thread."""
+    """`work`, to be called in another thread: it first waits for the device and makes it current in
+    that thread."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         wait_until_started()

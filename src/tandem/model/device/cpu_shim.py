@@ -1,6 +1,7 @@
 """Lets Megatron-core run on the CPU, by replacing functions of torch in the whole process.
 
-Megatron-core asks `torch.cuda` for the device, streams and random state, and calls `torch.tensor` with `device="cuda"`.
+Megatron-core asks `torch.cuda` for the device, streams and random state, and calls `torch.tensor`
+with `device="cuda"`.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ from torch.utils._device import _device_constructors
 
 
 class _Stream:
-    """A CUDA stream, or an event in it, of a device that has only one queue, whose work is always finished."""
+    """A CUDA stream, or an event in it, of a device that has only one queue, whose work is always
+    finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -25,7 +27,8 @@ class _Stream:
 def install() -> None:
     """Replace the functions. Call it before Megatron-core builds anything."""
     cpu, stream = torch.device("cpu"), _Stream()
-    # Each name gets an object of its own: torch.compile refuses a torch in which two names are one object.
+    # Each name gets an object of its own: torch.compile refuses a torch in which two names are one
+    # object.
     replacements: dict[str, Any] = {
         "current_device": lambda: cpu,
         "current_stream": lambda *_, **__: stream,
@@ -37,7 +40,8 @@ def install() -> None:
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
-    # `with torch.device(...)` recognises factories by a set that it makes at first use: make it before replacing one.
+    # `with torch.device(...)` recognises factories by a set that it makes at first use: make it
+    # before replacing one.
     _device_constructors()
     original = torch.tensor
 
@@ -50,7 +54,8 @@ def install() -> None:
 
     torch.tensor = tensor
 
-    from tandem.model.mcore import random  # only now, because importing Megatron may call the functions above
+    # Only now, because importing Megatron may call the functions above.
+    from tandem.model.mcore import random
 
     random._get_cuda_rng_state = torch.cuda.get_rng_state
     random._set_cuda_rng_state = torch.cuda.set_rng_state

@@ -1,5 +1,5 @@
-"""Memory of this process's device: allocations, how much is in use, and freeing what allocators keep unused. All sizes
-in bytes."""
+"""Memory of this process's device: allocations, how much is in use, and freeing what allocators
+keep unused. All sizes in bytes."""
 
 import contextlib
 import math
@@ -13,19 +13,26 @@ from tandem.model.device import wait_until_started
 
 ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
 COUNTS = {
-    "alloc_retries": "num_alloc_retries", "ooms": "num_ooms", "device_allocs": "num_device_alloc",
+    "alloc_retries": "num_alloc_retries",
+    "ooms": "num_ooms",
+    "device_allocs": "num_device_alloc",
     "device_frees": "num_device_free",
-}  # fmt: skip
+}
 """Count in `stats` -> its name in torch.cuda.memory_stats."""
 
 
 def allocate(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, where: torch.device, *, multiple: int = ALIGNMENT
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    where: torch.device,
+    *,
+    multiple: int = ALIGNMENT,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Pack many uninitialised tensors into one allocation, because each driver call blocks the other threads.
+    """Pack many uninitialised tensors into one allocation, because each driver call blocks the
+    other threads.
 
-    Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a view of it of each
-    shape, in the order of `shapes`.
+    Returns `(whole, parts)`: a flat tensor whose size in bytes is a multiple of `multiple`, and a
+    view of it of each shape, in the order of `shapes`.
     """
     begins, end, step = {}, 0, ALIGNMENT // dtype.itemsize
     for name, shape in shapes.items():
@@ -33,15 +40,19 @@ def allocate(
         end += -(-math.prod(shape) // step) * step
     length = -(-end * dtype.itemsize // multiple) * multiple // dtype.itemsize
     whole = torch.empty(length, dtype=dtype, device=where)
-    return whole, {name: whole[at : at + math.prod(shapes[name])].view(shapes[name]) for name, at in begins.items()}
+    return whole, {
+        name: whole[at : at + math.prod(shapes[name])].view(shapes[name])
+        for name, at in begins.items()
+    }
 
 
 def stats() -> dict[str, int]:
     """Counters of this process's allocator. Doesn't wait for queued work.
 
-    `allocated`, `reserved`, `active`, `inactive_split`, `requested` (see torch.cuda.memory_stats) in bytes now, and as
-    `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory; and COUNTS since the process began. On
-    the CPU only `allocated` and `reserved`, which both are the resident set.
+    `allocated`, `reserved`, `active`, `inactive_split`, `requested` (see torch.cuda.memory_stats)
+    in bytes now, and as `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned`
+    memory; and COUNTS since the process began. On the CPU only `allocated` and `reserved`, which
+    both are the resident set.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -62,7 +73,8 @@ def reset_peaks() -> None:
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        with contextlib.suppress(OSError):  # where this is forbidden, the peaks stay those since the process began
+        # Where this is forbidden, the peaks stay those since the process began.
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -71,15 +83,19 @@ def used() -> int:
     if wait_until_started() == "cuda":
         free, total = torch.cuda.mem_get_info()
         return total - free
-    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def release_cached() -> None:
-    """Free what the allocators keep for later: unused device memory and unused pinned host memory."""
+    """Free what the allocators keep for later: unused device memory and unused pinned host
+    memory."""
     if wait_until_started() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
-        torch._C._host_emptyCache()  # which torch.accelerator.empty_host_cache of newer versions calls
+        # Which torch.accelerator.empty_host_cache of newer versions calls.
+        torch._C._host_emptyCache()
 
 
 def release_workspaces() -> None:

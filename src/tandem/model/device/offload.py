@@ -1,4 +1,5 @@
-"""Gives device memory back for a while: the tensors stay, their storages are emptied and later refilled."""
+"""Gives device memory back for a while: the tensors stay, their storages are emptied and later
+refilled."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,30 +9,35 @@ from tandem.model import device
 from tandem.model.device.memory import ALIGNMENT
 
 CHUNK = 2**30
-"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which would double one large buffer."""
+"""Bytes of one host buffer. torch rounds pinned memory up to a power of two, which would double one
+large buffer."""
 
 
 class Offload:
-    """Tensors that are parked and restored together: a model's parameters, or its optimizer's state, or its gradients.
+    """Tensors that are parked and restored together: a model's parameters, or its optimizer's
+    state, or its gradients.
 
-    `contents=True` keeps their values in host buffers (pinned if there is a GPU), made at the first `park` and used
-    again by later ones, because pinning costs far more than copying. `contents=False` drops the values, for tensors
-    that are read from files again or begin at zero.
+    `contents=True` keeps their values in host buffers (pinned if there is a GPU), made at the first
+    `park` and used again by later ones, because pinning costs far more than copying.
+    `contents=False` drops the values, for tensors that are read from files again or begin at zero.
     """
 
     def __init__(self, *, contents: bool) -> None:
         self._contents = contents
         self._host: list[torch.Tensor] = []  # each of CHUNK bytes, but the last one
-        self._parked: list[tuple[torch.UntypedStorage, int, int]] = []  # and its bytes, and where its copy begins
+        # And its bytes, and where its copy begins.
+        self._parked: list[tuple[torch.UntypedStorage, int, int]] = []
 
     @property
     def parked(self) -> bool:
         return bool(self._parked)
 
     def park(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Free the tensors' device memory, and with it that of all views of them; returns the number of bytes freed.
+        """Free the tensors' device memory, and with it that of all views of them; returns the
+        number of bytes freed.
 
-        The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked already.
+        The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked
+        already.
         """
         if self._parked:
             raise RuntimeError("these tensors are offloaded already; restore them first")
@@ -46,7 +52,10 @@ class Offload:
                 self._host = []  # frees them before more are made
                 sizes = [min(CHUNK, offset - begin) for begin in range(0, offset, CHUNK)]
                 pinned = device.is_cuda()
-                self._host = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in sizes]
+                self._host = [
+                    torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                    for n in sizes
+                ]
             for own, copy in self._pieces():
                 copy.copy_(own, non_blocking=True)
         device.synchronize()  # waits for the copies, and for kernels that still read the tensors
@@ -55,7 +64,8 @@ class Offload:
         return sum(size for _, size, _ in self._parked)
 
     def restore(self) -> None:
-        """Allocate the tensors' memory again, in the same sizes: with their contents, or uninitialised."""
+        """Allocate the tensors' memory again, in the same sizes: with their contents, or
+        uninitialised."""
         for storage, size, _ in self._parked:
             storage.resize_(size)
         if self._contents:
@@ -67,9 +77,15 @@ class Offload:
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of what is parked, and their places in host memory."""
         for storage, size, begin in self._parked:
-            own, end = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), begin + size
+            own, end = (
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),
+                begin + size,
+            )
             at = begin
             while at < end:
                 until = min(end, (at // CHUNK + 1) * CHUNK)
-                yield own[at - begin : until - begin], self._host[at // CHUNK][at % CHUNK :][: until - at]
+                yield (
+                    own[at - begin : until - begin],
+                    self._host[at // CHUNK][at % CHUNK :][: until - at],
+                )
                 at = until

@@ -1,7 +1,8 @@
-"""The blocks of a decoder layer, each with its residual connection: attention, and a dense MLP (or `moe_block.py`).
+"""The blocks of a decoder layer, each with its residual connection: attention, and a dense MLP (or
+`moe_block.py`).
 
-Each computes its own backward pass, from what its forward kept. So what is kept is a choice (`Keep`), not autograd's,
-and what was not kept is computed again, to the same bits.
+Each computes its own backward pass, from what its forward kept. So what is kept is a choice
+(`Keep`), not autograd's, and what was not kept is computed again, to the same bits.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from tandem.model.lora import LoraLinear
 
 
 class Keep(IntEnum):
-    """What a layer keeps for its backward pass, from little to much. Each level keeps what those before it keep."""
+    """What a layer keeps for its backward pass, from little to much. Each level keeps what those
+    before it keep."""
 
     INPUT = 0  # the layer's input and the attention's output
     ATTENTION = 1  # the MLP's input, and what the attention block computes
@@ -50,43 +52,64 @@ class Block:
     def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
 
-    def _added(self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _added(
+        self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
         """x plus the block's last linear layer of `features`; and the layer's A x."""
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
         return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
 
-    def _unnormalised(self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor) -> torch.Tensor:
-        """From the gradient of `_added`, that of the linear layer's output, which is computed again if needed."""
+    def _unnormalised(
+        self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
+    ) -> torch.Tensor:
+        """From the gradient of `_added`, that of the linear layer's output, which is computed again
+        if needed."""
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
         _add_norm_gradient(self._post_norm, gradient, output)
         zero = torch.zeros_like(output)
-        return kernels.rms_norm_backward(gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero)
+        return kernels.rms_norm_backward(
+            gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
+        )
 
-    def _input_gradient(self, of_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def _input_gradient(
+        self, of_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
         """`gradient`: of the block's output, and so of the input that was added to it."""
         _add_norm_gradient(self._norm, of_normalised, x)
-        return kernels.rms_norm_backward(of_normalised, x, multiplier(self._norm), self._norm.eps, gradient)
+        return kernels.rms_norm_backward(
+            of_normalised, x, multiplier(self._norm), self._norm.eps, gradient
+        )
 
 
 class AttentionBlock(Block):
     """`x + W_o attention(heads(W_qkv norm(x)))`."""
 
     def __init__(
-        self, norm: Any, qkv: LoraLinear, proj: LoraLinear, shape: HeadShape, *, windowed: bool = False,
-        scale: float | None = None, post_norm: Any = None, sinks: Parameter | None = None,
-    ) -> None:  # fmt: skip
-        """`windowed`: attention reaches only the row's sliding window back. `scale`: see `Arch.attention_scale`.
-        `sinks`: frozen [heads], see `Arch.sinks`."""
+        self,
+        norm: Any,
+        qkv: LoraLinear,
+        proj: LoraLinear,
+        shape: HeadShape,
+        *,
+        windowed: bool = False,
+        scale: float | None = None,
+        post_norm: Any = None,
+        sinks: Parameter | None = None,
+    ) -> None:
+        """`windowed`: attention reaches only the row's sliding window back. `scale`: see
+        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`."""
         super().__init__(norm, post_norm)
         self._windowed, self._sinks = windowed, sinks
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
 
-    def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+    def forward(
+        self, x: torch.Tensor, row: TreeParams, keep: Keep | None
+    ) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         kept, row = Kept(x), self._seen(row)
         qkv, inner, heads = self._heads(self._normalised(x), row)
@@ -94,7 +117,9 @@ class AttentionBlock(Block):
             output = attend(*heads, row, self._scale, self._sinks)
         else:
             kept.graph = _HeadsGraph()
-            with kept.graph.holding(heads, forget=keep < Keep.ATTENTION or row.deal is not None) as entered:
+            with kept.graph.holding(
+                heads, forget=keep < Keep.ATTENTION or row.deal is not None
+            ) as entered:
                 output = attend(*entered, row, self._scale, self._sinks)
             kept.tensors = {"output": output}
             if keep >= Keep.ATTENTION:
@@ -107,10 +132,13 @@ class AttentionBlock(Block):
     def output_again(self, kept: Kept) -> torch.Tensor:
         """What `forward` returned."""
         assert kept.x is not None
-        return self._added(self._proj, _flat(kept.tensors["output"].detach(), self._slots(kept.x)), kept.x)[0]
+        return self._added(
+            self._proj, _flat(kept.tensors["output"].detach(), self._slots(kept.x)), kept.x
+        )[0]
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `kept`."""
         x, graph, output, row = kept.x, kept.graph, kept.tensors.pop("output"), self._seen(row)
         assert x is not None
         assert graph is not None
@@ -134,7 +162,9 @@ class AttentionBlock(Block):
             of_heads = row.deal.scatter(of_heads)
         if self._shape.q_norm is not None and gradients.wanted(self._shape.q_norm):
             of_norms = kernels.head_norm_gradients(of_heads, qkv, self._shape, *row.rotation)
-            for weight, of_weight in zip((self._shape.q_norm, self._shape.k_norm), of_norms, strict=True):
+            for weight, of_weight in zip(
+                (self._shape.q_norm, self._shape.k_norm), of_norms, strict=True
+            ):
                 gradients.add(weight, of_weight)
         of_qkv = kernels.split_heads_backward(of_heads, qkv, self._head_shape(), *row.rotation)
         of_normalised, of_inner = self._qkv.input_gradient(of_qkv)
@@ -158,8 +188,11 @@ class AttentionBlock(Block):
             return shape
         return replace(shape, q_norm=shape.q_norm.float() + 1, k_norm=shape.k_norm.float() + 1)
 
-    def _heads(self, normalised: torch.Tensor, row: TreeParams) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """q, k and v as one tensor, A x of their adapters, and the three as the attention takes them."""
+    def _heads(
+        self, normalised: torch.Tensor, row: TreeParams
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
+        """q, k and v as one tensor, A x of their adapters, and the three as the attention takes
+        them."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, row)
 
@@ -172,15 +205,24 @@ class MlpBlock(Block):
     """`x + W_down swiglu(W_gate_up norm(x))`."""
 
     def __init__(
-        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, *, activation: str = "silu",
+        self,
+        norm: Any,
+        gate_up: LoraLinear,
+        down: LoraLinear,
+        *,
+        activation: str = "silu",
         post_norm: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(norm, post_norm)
         self._gate_up, self._down = gate_up, down
         self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
-        self._activate_backward = kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
+        self._activate_backward = (
+            kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
+        )
 
-    def forward(self, x: torch.Tensor, _row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+    def forward(
+        self, x: torch.Tensor, _row: TreeParams, keep: Keep | None
+    ) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         y, tensors = self.added_to(x, self._normalised(x), keep)
         return y, Kept(x if keep is not None and keep >= Keep.ATTENTION else None, tensors)
@@ -197,7 +239,8 @@ class MlpBlock(Block):
         return y, tensors
 
     def backward(self, gradient: torch.Tensor, kept: Kept, _row: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `kept`."""
         assert kept.x is not None
         of_normalised = self.input_gradient(gradient, self._normalised(kept.x), kept.tensors)
         return self._input_gradient(of_normalised, kept.x, gradient)
@@ -205,8 +248,8 @@ class MlpBlock(Block):
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, kept: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """From the gradient of what `added_to` returned that of `normalised`; adds those of parameters to theirs. Uses
-        up `kept`, what that forward kept."""
+        """From the gradient of what `added_to` returned that of `normalised`; adds those of
+        parameters to theirs. Uses up `kept`, what that forward kept."""
         if "gate_up" in kept:
             gate_up, inner = kept.pop("gate_up"), kept.pop("inner", None)
         else:
@@ -228,14 +271,15 @@ class _HeadsGraph:
 
     @contextmanager
     def holding(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Within it the graph is recorded, of tensors equal to `heads`. `forget`: it does not keep them, so `again`
-        must be called before `gradients`."""
+        """Within it the graph is recorded, of tensors equal to `heads`. `forget`: it does not keep
+        them, so `again` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # Detached: an output that its own graph saves would keep that graph alive until `gradients` uses it up.
+            # Detached: an output that its own graph saves would keep that graph alive until
+            # `gradients` uses it up.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
         def unpack(packed: Any) -> torch.Tensor:

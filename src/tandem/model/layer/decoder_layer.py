@@ -21,12 +21,19 @@ from tandem.spool.schema import LoraShape
 
 
 class DecoderLayer(MegatronModule):
-    """Attention, and an MLP or a mixture of experts. Parameters are uninitialised and have Megatron's names."""
+    """Attention, and an MLP or a mixture of experts. Parameters are uninitialised and have
+    Megatron's names."""
 
     keep = Keep.ALL
 
     def __init__(
-        self, config: TransformerConfig, arch: Arch, index: int, lora: LoraShape | None, switch: AdapterSwitch, **_: Any
+        self,
+        config: TransformerConfig,
+        arch: Arch,
+        index: int,
+        lora: LoraShape | None,
+        switch: AdapterSwitch,
+        **_: Any,
     ) -> None:
         """`index`: of the layer, counted over all stages."""
         super().__init__(config=config)
@@ -47,7 +54,9 @@ class DecoderLayer(MegatronModule):
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
             # A leaf, so that autograd comes back here.
-            x = _Blocks.apply(torch.empty((), requires_grad=True), x, self.blocks, packed_seq_params, self.keep)
+            x = _Blocks.apply(
+                torch.empty((), requires_grad=True), x, self.blocks, packed_seq_params, self.keep
+            )
         else:
             for block in self.blocks:
                 x, _kept = block.forward(x, packed_seq_params, None)
@@ -57,38 +66,65 @@ class DecoderLayer(MegatronModule):
         arch, attention, tp = self._arch, self.self_attention, current().sizes.tensor
         rows = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv = LoraLinear(
-            arch.hidden_size, rows, "rows", groups=arch.num_kv_heads // tp, bias=arch.qkv_bias, **self._adapters
+            arch.hidden_size,
+            rows,
+            "rows",
+            groups=arch.num_kv_heads // tp,
+            bias=arch.qkv_bias,
+            **self._adapters,
         )
         proj = LoraLinear(
-            arch.query_size, {"o_proj": arch.hidden_size}, "columns", bias=arch.output_bias, **self._adapters
+            arch.query_size,
+            {"o_proj": arch.hidden_size},
+            "columns",
+            bias=arch.output_bias,
+            **self._adapters,
         )
         attention.linear_qkv, attention.linear_proj = qkv, proj
         sinks = self._vector(arch.num_heads // tp) if arch.sinks else None
-        q_norm, k_norm = (self._norm(arch.head_dim), self._norm(arch.head_dim)) if arch.qk_norm else (None, None)
+        q_norm, k_norm = (
+            (self._norm(arch.head_dim), self._norm(arch.head_dim)) if arch.qk_norm else (None, None)
+        )
         attention.register_parameter("sinks", sinks)
         attention.register_module("q_layernorm", q_norm)
         attention.register_module("k_layernorm", k_norm)
         heads = HeadShape(
-            arch.num_kv_heads // tp, arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.rms_norm_eps,
-            None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-            partial_rope=arch.rotary_size not in (None, arch.head_dim), offset_norms=arch.offset_norms,
-        )  # fmt: skip
+            arch.num_kv_heads // tp,
+            arch.num_heads // arch.num_kv_heads,
+            arch.head_dim,
+            arch.rms_norm_eps,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            partial_rope=arch.rotary_size not in (None, arch.head_dim),
+            offset_norms=arch.offset_norms,
+        )
         windowed = arch.window is not None and arch.window.layers[self._index]
         return AttentionBlock(
-            self.input_layernorm, qkv, proj, heads, windowed=windowed, scale=arch.attention_scale,
-            post_norm=self.post_self_attn_layernorm, sinks=sinks,
-        )  # fmt: skip
+            self.input_layernorm,
+            qkv,
+            proj,
+            heads,
+            windowed=windowed,
+            scale=arch.attention_scale,
+            post_norm=self.post_self_attn_layernorm,
+            sinks=sinks,
+        )
 
     def _mlp_block(self) -> MlpBlock:
         linears = self._mlp(self.mlp, self._arch.ffn_hidden_size)
         return MlpBlock(
-            self.pre_mlp_layernorm, *linears, activation=self._arch.activation, post_norm=self.post_mlp_layernorm
+            self.pre_mlp_layernorm,
+            *linears,
+            activation=self._arch.activation,
+            post_norm=self.post_mlp_layernorm,
         )
 
     def _mlp(self, mlp: nn.Module, features: int) -> tuple[LoraLinear, LoraLinear]:
         hidden, gate_up = self._arch.hidden_size, {"gate_proj": features, "up_proj": features}
         mlp.linear_fc1 = fc1 = LoraLinear(hidden, gate_up, "rows", **self._adapters)
-        mlp.linear_fc2 = fc2 = LoraLinear(features, {"down_proj": hidden}, "columns", **self._adapters)
+        mlp.linear_fc2 = fc2 = LoraLinear(
+            features, {"down_proj": hidden}, "columns", **self._adapters
+        )
         return fc1, fc2
 
     def _moe_block(self) -> MoeBlock:
@@ -100,13 +136,17 @@ class DecoderLayer(MegatronModule):
         if moe.router == "sigmoid":
             router.correction_bias = Parameter(torch.empty(moe.num_experts))
         ffn, options = moe.ffn_hidden_size, self._adapters | {"bias": moe.biases}
-        gate_up = ExpertLinear(moe.num_experts, hidden, {"gate_proj": ffn, "up_proj": ffn}, "rows", **options)
+        gate_up = ExpertLinear(
+            moe.num_experts, hidden, {"gate_proj": ffn, "up_proj": ffn}, "rows", **options
+        )
         down = ExpertLinear(moe.num_experts, ffn, {"down_proj": hidden}, "columns", **options)
         self.mlp.experts = nn.ModuleDict({"fc1": gate_up, "fc2": down})
         shared = None
         if moe.shared_size:
             self.mlp.shared_experts = nn.Module()
-            shared = MlpBlock(self.pre_mlp_layernorm, *self._mlp(self.mlp.shared_experts, moe.shared_size))
+            shared = MlpBlock(
+                self.pre_mlp_layernorm, *self._mlp(self.mlp.shared_experts, moe.shared_size)
+            )
         return MoeBlock(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
 
     def _vector(self, size: int) -> Parameter:
@@ -114,11 +154,17 @@ class DecoderLayer(MegatronModule):
 
 
 class _Blocks(torch.autograd.Function):
-    """Blocks one after the other, with their own backward, which adds the parameters' gradients itself."""
+    """Blocks one after the other, with their own backward, which adds the parameters' gradients
+    itself."""
 
     @staticmethod
     def forward(
-        ctx: Any, _leaf: torch.Tensor, x: torch.Tensor, blocks: list[Any], row: TreeParams, keep: Keep
+        ctx: Any,
+        _leaf: torch.Tensor,
+        x: torch.Tensor,
+        blocks: list[Any],
+        row: TreeParams,
+        keep: Keep,
     ) -> torch.Tensor:
         ctx.blocks, ctx.row, ctx.kept = blocks, row, []
         x = x.detach()

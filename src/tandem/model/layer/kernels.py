@@ -1,4 +1,5 @@
-"""What a layer computes between its matrix products, forward and backward: on CUDA one kernel each, elsewhere torch's.
+"""What a layer computes between its matrix products, forward and backward: on CUDA one kernel each,
+elsewhere torch's.
 
 Both compute in fp32 and round once. Tensors are contiguous unless noted; S is the number of slots.
 """
@@ -18,7 +19,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key, its value."""
+    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key,
+    its value."""
 
     groups: int
     queries: int  # per group
@@ -26,8 +28,10 @@ class HeadShape:
     eps: float
     q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
     k_norm: torch.Tensor | None
-    partial_rope: bool = False  # RoPE turns only the first dimensions of a head; torch's kernels on every device
-    offset_norms: bool = False  # heads are multiplied by 1 + weight; the kernels get that sum as the weight
+    # RoPE turns only the first dimensions of a head; torch's kernels on every device.
+    partial_rope: bool = False
+    # Heads are multiplied by 1 + weight; the kernels get that sum as the weight.
+    offset_norms: bool = False
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -53,7 +57,8 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 @_one_kernel_on_cuda
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S, features]."""
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S,
+    features]."""
     return (_normalised(x, eps)[0] * weight).to(x.dtype)
 
 
@@ -71,11 +76,15 @@ def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) ->
 
 
 @_one_kernel_on_cuda
-def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
-    """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) * size].
+def split_heads(
+    qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int
+) -> Heads:
+    """Queries and keys, normalised and rotated, and values of qkv [S, groups * (queries + 2) *
+    size].
 
-    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with i + size / 2, or
-    with `partial_rope`, where cos has fewer columns, with i + that number. Slots from S to `length` become zero.
+    cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with
+    i + size / 2, or with `partial_rope`, where cos has fewer columns, with i + that number. Slots
+    from S to `length` become zero.
     """
     x = qkv.float() if shape.partial_rope else qkv
     parts = list(_grouped(x, shape).split([shape.queries, 1, 1], 2))
@@ -83,7 +92,9 @@ def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: tor
         if weight is not None:
             parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(x.dtype)
         parts[index] = _rotated(parts[index], cos, sin)
-    q, k, v = (pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts)
+    q, k, v = (
+        pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts
+    )
     return q, k, v
 
 
@@ -94,18 +105,23 @@ def split_heads_backward(
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
     x = qkv.float() if shape.partial_rope else qkv
     inputs = _grouped(x, shape).split([shape.queries, 1, 1], 2)
-    parts = [gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients]
+    parts = [
+        gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients
+    ]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         parts[index] = _rotated(parts[index], cos, -sin)
         if weight is not None:
-            parts[index] = _norm_gradient(parts[index] * weight, *_normalised(inputs[index], shape.eps))
+            parts[index] = _norm_gradient(
+                parts[index] * weight, *_normalised(inputs[index], shape.eps)
+            )
     return torch.cat([part.to(qkv.dtype) for part in parts], 2).flatten(1)
 
 
 def head_norm_gradients(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The gradients of the weights that normalise queries and keys, fp32 [size]; as `split_heads_backward`."""
+    """The gradients of the weights that normalise queries and keys, fp32 [size]; as
+    `split_heads_backward`."""
     inputs, found = _grouped(qkv, shape).split([shape.queries, 1, 1], 2), []
     for gradient, heads in zip(gradients[:2], inputs[:2], strict=True):
         of_normalised = gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1))
@@ -116,14 +132,18 @@ def head_norm_gradients(
 
 @_one_kernel_on_cuda
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S, features]."""
+    """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S,
+    features]."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 
 
 @_one_kernel_on_cuda
-def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over `gate_up`."""
+def swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over
+    `gate_up`."""
     gate, up = gate_up.chunk(2, -1)
     sigmoid = gate.sigmoid()
     activated = gate * sigmoid
@@ -137,7 +157,9 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return (gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
-def geglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def geglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, `geglu(gate_up)`)."""
     gate, up = gate_up.float().chunk(2, -1)
     activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
@@ -156,14 +178,19 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of `probs`)."""
+    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of
+    `probs`)."""
     of_gate_up, activated = swiglu_backward((gradient * probs[:, None]).to(gate_up.dtype), gate_up)
-    return of_gate_up, (activated * probs[:, None]).to(gate_up.dtype), (gradient.float() * activated).sum(-1)
+    return (
+        of_gate_up,
+        (activated * probs[:, None]).to(gate_up.dtype),
+        (gradient.float() * activated).sum(-1),
+    )
 
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each row's probability, fp32 [N]: [N, features].
-    gate is at most 7, up from -7 to 7 (`GptOssExperts` in transformers)."""
+    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each row's probability, fp32
+    [N]: [N, features]. gate is at most 7, up from -7 to 7 (`GptOssExperts` in transformers)."""
     gate, up = _clamped(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 
@@ -178,14 +205,21 @@ def clamped_swiglu_backward(
     activated = glu * (up + 1)
     scaled = gradient * probs[:, None]
     of_gate = scaled * (up + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid))
-    inside = torch.cat((gate_up.chunk(2, -1)[0] <= LIMIT, gate_up.chunk(2, -1)[1].abs() <= LIMIT), -1)
+    inside = torch.cat(
+        (gate_up.chunk(2, -1)[0] <= LIMIT, gate_up.chunk(2, -1)[1].abs() <= LIMIT), -1
+    )
     of_gate_up = torch.cat((of_gate, scaled * glu), -1).mul_(inside)
-    return of_gate_up.to(gate_up.dtype), (activated * probs[:, None]).to(gate_up.dtype), (gradient * activated).sum(-1)
+    return (
+        of_gate_up.to(gate_up.dtype),
+        (activated * probs[:, None]).to(gate_up.dtype),
+        (gradient * activated).sum(-1),
+    )
 
 
 @_one_kernel_on_cuda
 def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
-    """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64 [S, k]."""
+    """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64
+    [S, k]."""
     return plus + rows[of].sum(1)
 
 
@@ -204,7 +238,9 @@ def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor
     return x * inverse, inverse
 
 
-def _norm_gradient(gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _norm_gradient(
+    gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
     """From the gradient of `normalised`, that of the input."""
     return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
 

@@ -1,12 +1,13 @@
 """The block of a decoder layer that is a mixture of experts; see `blocks.py`.
 
-Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would differ from run to
-run. Here every sum has a fixed order.
+Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would
+differ from run to run. Here every sum has a fixed order.
 
-The ranks that the experts are cut over (EP, ETP) gather their tokens and what their routers chose; each computes its
-own experts' rows of all tokens, and sends each token's sum to the token's rank. With k experts per token that is less
-traffic than sending each token to each expert's rank, as long as there are at most k such ranks. Without expert
-parallelism nothing waits for the device; with it the host waits for one number, how many rows this rank has.
+The ranks that the experts are cut over (EP, ETP) gather their tokens and what their routers chose;
+each computes its own experts' rows of all tokens, and sends each token's sum to the token's rank.
+With k experts per token that is less traffic than sending each token to each expert's rank, as long
+as there are at most k such ranks. Without expert parallelism nothing waits for the device; with it
+the host waits for one number, how many rows this rank has.
 """
 
 from dataclasses import dataclass
@@ -26,12 +27,15 @@ from tandem.model.layer.blocks import Block, Keep, Kept, MlpBlock, named
 
 @dataclass
 class Routing:
-    """Which experts compute which tokens. A row is one token at one of its experts; rows are ordered by expert."""
+    """Which experts compute which tokens. A row is one token at one of its experts; rows are
+    ordered by expert."""
 
     probs: torch.Tensor  # fp32 [S, k], of each token's experts
     experts: torch.Tensor  # int64 [S, k]
-    all_probs: torch.Tensor | None  # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen
-    # Of this rank's N rows, which are of the tokens of all ranks that the experts are cut over. Alone N is S * k.
+    # fp32 [S, experts], unscaled; None: `probs` are a softmax over the chosen.
+    all_probs: torch.Tensor | None
+    # Of this rank's N rows, which are of the tokens of all ranks that the experts are cut over.
+    # Alone N is S * k.
     token: torch.Tensor  # int64 [N], each row's
     row: torch.Tensor  # int64 [all S, k], each token's; N: another rank has it
     row_probs: torch.Tensor  # fp32 [N], each row's of `probs`
@@ -39,19 +43,37 @@ class Routing:
 
 
 class MoeBlock(Block):
-    """`x + shared(norm(x)) + sum over a token's experts of p * W_down swiglu(W_gate_up norm(x))`."""
+    """`x + shared(norm(x)) + sum over a token's experts of p * W_down swiglu(W_gate_up
+    norm(x))`."""
 
     def __init__(
-        self, norm: Any, router: Any, gate_up: ExpertLinear, down: ExpertLinear, shape: MoE, layer: int,
+        self,
+        norm: Any,
+        router: Any,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        shape: MoE,
+        layer: int,
         shared: MlpBlock | None = None,
-    ) -> None:  # fmt: skip
-        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations' dtype and the
-        softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias` [experts]; as in transformers and vLLM.
-        `layer`: 0, 1, ..."""
+    ) -> None:
+        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations'
+        dtype and the softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias`
+        [experts]; as in transformers and vLLM. `layer`: 0, 1, ..."""
         super().__init__(norm)
-        self._module, self._gate_up, self._down, self._shape, self._layer = router, gate_up, down, shape, layer
-        self._shared, self._activate = shared, kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu
-        self._activate_backward = kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
+        self._module, self._gate_up, self._down, self._shape, self._layer = (
+            router,
+            gate_up,
+            down,
+            shape,
+            layer,
+        )
+        self._shared, self._activate = (
+            shared,
+            kernels.clamped_swiglu if shape.biases else kernels.expert_swiglu,
+        )
+        self._activate_backward = (
+            kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
+        )
         self._topology = parallel.current()
         self._group = self._topology.experts
 
@@ -60,7 +82,9 @@ class MoeBlock(Block):
         weight: Parameter = self._module.weight
         return weight
 
-    def forward(self, x: torch.Tensor, row: TreeParams, keep: Keep | None) -> tuple[torch.Tensor, Kept]:
+    def forward(
+        self, x: torch.Tensor, row: TreeParams, keep: Keep | None
+    ) -> tuple[torch.Tensor, Kept]:
         """x [S, hidden] -> the same shape. `keep`: None where there is no backward pass."""
         normalised = self._normalised(x)
         routing = self._route(normalised, row.experts)
@@ -71,7 +95,10 @@ class MoeBlock(Block):
         output, down_inner = self._down(scaled, routing.ends)
         if (bias := self._down.row_biases(routing.ends, len(output))) is not None:
             output.addcmul_(bias, routing.row_probs[:, None].to(bias.dtype))
-        kept = Kept(x if keep is not None and keep >= Keep.ATTENTION else None, named("down_inner", down_inner))
+        kept = Kept(
+            x if keep is not None and keep >= Keep.ATTENTION else None,
+            named("down_inner", down_inner),
+        )
         if keep is Keep.ALL:
             kept.tensors |= {"gate_up": gate_up} | named("inner", inner)
         y = self._sum(output, routing, x)
@@ -81,7 +108,8 @@ class MoeBlock(Block):
         return y, kept
 
     def backward(self, gradient: torch.Tensor, kept: Kept, row: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up `kept`."""
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `kept`."""
         x = kept.x
         assert x is not None
         normalised = self._normalised(x)
@@ -93,7 +121,9 @@ class MoeBlock(Block):
             gate_up, inner = self._gates_and_ups(rows, ends)
         of_output = parallel.gather(gradient, self._group)[routing.token]
         of_scaled, of_inner = self._down.input_gradient(of_output, ends)
-        of_gate_up, scaled, of_probs = self._activate_backward(of_scaled, gate_up, routing.row_probs)
+        of_gate_up, scaled, of_probs = self._activate_backward(
+            of_scaled, gate_up, routing.row_probs
+        )
         if (bias := self._down.row_biases(ends, len(of_output))) is not None:
             of_probs += (of_output.float() * bias).sum(-1)
         down_inner = kept.tensors.pop("down_inner", None)
@@ -115,13 +145,16 @@ class MoeBlock(Block):
         of_normalised = self._sum(of_rows, routing, of_router)
         return self._input_gradient(of_normalised, x, gradient)
 
-    def _gates_and_ups(self, rows: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gates_and_ups(
+        self, rows: torch.Tensor, ends: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, inner = self._gate_up(rows, ends)
         bias = self._gate_up.row_biases(ends, len(rows))
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, row_experts: torch.Tensor | None) -> Routing:
-        """`row_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they have gradients."""
+        """`row_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they
+        have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
         all_probs = None
         if self._shape.router == "sigmoid":
@@ -140,8 +173,13 @@ class MoeBlock(Block):
         if all_probs is None:  # a softmax over the chosen logits
             probs = probs.softmax(-1)
         if self._shape.router == "sigmoid":
-            probs = self._shape.scale * (probs / self._total(probs) if self._shape.norm_topk_prob else probs)
-        of_tokens, row_probs = parallel.gather(chosen, self._group), parallel.gather(probs, self._group)
+            probs = self._shape.scale * (
+                probs / self._total(probs) if self._shape.norm_topk_prob else probs
+            )
+        of_tokens, row_probs = (
+            parallel.gather(chosen, self._group),
+            parallel.gather(probs, self._group),
+        )
         ordered, pairs = of_tokens.view(-1).sort(stable=True)
         ends = torch.searchsorted(ordered, torch.arange(experts, device=pairs.device), right=True)
         row = torch.full_like(pairs, 0)
@@ -154,7 +192,15 @@ class MoeBlock(Block):
             row += end - begin
         row.scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         row_probs = row_probs.view(-1)[pairs]
-        return Routing(probs, chosen, all_probs, pairs // k, row.view_as(of_tokens), row_probs, ends.to(torch.int32))
+        return Routing(
+            probs,
+            chosen,
+            all_probs,
+            pairs // k,
+            row.view_as(of_tokens),
+            row_probs,
+            ends.to(torch.int32),
+        )
 
     def _sum(self, rows: torch.Tensor, routing: Routing, plus: torch.Tensor) -> torch.Tensor:
         """Each of this rank's tokens' rows, wherever they are, plus `plus` [S, features]."""
@@ -165,7 +211,8 @@ class MoeBlock(Block):
         return plus + parallel.scatter_sum(own, self._group)
 
     def _best_of_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token [S, k]. A group is as good as its two best experts, all with their biases."""
+        """The experts of each token [S, k]. A group is as good as its two best experts, all with
+        their biases."""
         choice = scores + self._module.correction_bias
         groups = choice.unflatten(-1, (self._shape.groups, -1))
         best = groups.topk(2).values.sum(-1).topk(self._shape.groups_per_token).indices
@@ -184,7 +231,10 @@ class MoeBlock(Block):
             mean = (of_probs * routing.probs).sum(-1, keepdim=True)
             return whole.scatter_(1, routing.experts, routing.probs * (of_probs - mean))
         if self._shape.router == "sigmoid":
-            of_probs, chosen = self._shape.scale * of_probs, routing.all_probs.gather(-1, routing.experts)
+            of_probs, chosen = (
+                self._shape.scale * of_probs,
+                routing.all_probs.gather(-1, routing.experts),
+            )
             if self._shape.norm_topk_prob:
                 total = self._total(chosen)
                 of_probs = (of_probs - (of_probs * chosen / total).sum(-1, keepdim=True)) / total

@@ -1,6 +1,7 @@
 """The functions of `kernels.py` on a GPU, each as one kernel.
 
-Every program computes whole rows, so no sum depends on how the work is divided: results are the same bits each time.
+Every program computes whole rows, so no sum depends on how the work is divided: results are the
+same bits each time.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from tandem.model.layer.kernels import Heads, HeadShape
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rms_norm(x, weight, out, columns, eps, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(x, weight, out, columns, eps, COLUMNS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = c < columns
     value = tl.load(x + row * columns + c, mask=inside, other=0.0).to(tl.float32)
@@ -23,7 +24,7 @@ def _rms_norm(x, weight, out, columns, eps, COLUMNS: tl.constexpr):  # type: ign
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rms_norm_backward(gradient, x, weight, plus, out, columns, eps, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm_backward(gradient, x, weight, plus, out, columns, eps, COLUMNS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside, at = c < columns, row * columns + c
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -37,10 +38,24 @@ def _rms_norm_backward(gradient, x, weight, plus, out, columns, eps, COLUMNS: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _split_heads(  # type: ignore[no-untyped-def]
-    qkv, q_norm, k_norm, cos, sin, q, k, v, slots, groups, queries, size, eps,
-    NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def _split_heads(
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    slots,
+    groups,
+    queries,
+    size,
+    eps,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = size // 2
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
@@ -50,7 +65,9 @@ def _split_heads(  # type: ignore[no-untyped-def]
     second = tl.load(at + half, mask=inside & used, other=0.0).to(tl.float32)
     is_value = h == queries + 1
     if NORM:
-        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[
+            :, None
+        ]
         w = tl.where(h < queries, q_norm + d, k_norm + d)
         a, b = (
             tl.load(w, mask=inside, other=0.0).to(tl.float32),
@@ -65,22 +82,45 @@ def _split_heads(  # type: ignore[no-untyped-def]
     to = q + ((slot * groups + group) * queries + h) * size + d
     tl.store(to, turned, mask=inside & (h < queries))
     tl.store(to + half, turned_second, mask=inside & (h < queries))
-    to = tl.where(is_value, v + (slot * groups + group) * size + d, k + (slot * groups + group) * size + d)
+    to = tl.where(
+        is_value, v + (slot * groups + group) * size + d, k + (slot * groups + group) * size + d
+    )
     tl.store(to, turned, mask=inside & (h >= queries))
     tl.store(to + half, turned_second, mask=inside & (h >= queries))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _split_heads_backward(  # type: ignore[no-untyped-def]
-    q, k, v, qkv, q_norm, k_norm, cos, sin, out, groups, queries, size, eps,
-    q_slot, q_head, k_slot, k_head, v_slot, v_head,
-    NORM: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def _split_heads_backward(
+    q,
+    k,
+    v,
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    out,
+    groups,
+    queries,
+    size,
+    eps,
+    q_slot,
+    q_head,
+    k_slot,
+    k_head,
+    v_slot,
+    v_head,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = size // 2
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside, is_value = (h < queries + 2) & (d < half), h == queries + 1
-    of_key = tl.where(is_value, v + slot * v_slot + group * v_head + d, k + slot * k_slot + group * k_head + d)
+    of_key = tl.where(
+        is_value, v + slot * v_slot + group * v_head + d, k + slot * k_slot + group * k_head + d
+    )
     source = tl.where(h < queries, q + slot * q_slot + (group * queries + h) * q_head + d, of_key)
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -107,16 +147,20 @@ def _split_heads_backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu(gate_up, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(gate_up, out, columns, COLUMNS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside, at = c < columns, gate_up + row * 2 * columns + c
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + c, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row * columns + c,
+        (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_backward(gradient, gate_up, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu_backward(gradient, gate_up, out, columns, COLUMNS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside, at = c < columns, gate_up + row * 2 * columns + c
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -131,7 +175,7 @@ def _swiglu_backward(gradient, gate_up, out, columns, COLUMNS: tl.constexpr):  #
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expert_swiglu(gate_up, probs, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _expert_swiglu(gate_up, probs, out, columns, COLUMNS: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside, at = c < columns, gate_up + row * 2 * columns + c
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -141,9 +185,9 @@ def _expert_swiglu(gate_up, probs, out, columns, COLUMNS: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _expert_swiglu_backward(  # type: ignore[no-untyped-def]
+def _expert_swiglu_backward(
     gradient, gate_up, probs, out, of_probs, columns, COLUMNS: tl.constexpr
-):  # fmt: skip
+):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside, at = c < columns, gate_up + row * 2 * columns + c
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -159,7 +203,7 @@ def _expert_swiglu_backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constexpr):
     token, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = c < columns
     total = tl.load(plus + token * columns + c, mask=inside, other=0.0).to(tl.float32)
@@ -170,7 +214,7 @@ def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantise_rows(rows, out, scales, columns, largest, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantise_rows(rows, out, scales, columns, largest, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     most = tl.zeros((COLUMNS,), tl.float32)
     for begin in range(0, columns, COLUMNS):
@@ -181,7 +225,9 @@ def _quantise_rows(rows, out, scales, columns, largest, COLUMNS: tl.constexpr): 
     tl.store(scales + row, scale)
     for begin in range(0, columns, COLUMNS):
         c = begin + tl.arange(0, COLUMNS)
-        value = tl.load(rows + row * columns + c, mask=c < columns, other=0.0).to(tl.float32) / scale
+        value = (
+            tl.load(rows + row * columns + c, mask=c < columns, other=0.0).to(tl.float32) / scale
+        )
         value = tl.minimum(tl.maximum(value, -largest), largest)
         tl.store(out + row * columns + c, value.to(out.dtype.element_ty), mask=c < columns)
 
@@ -196,17 +242,32 @@ def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     out = torch.empty_like(x)
-    _rms_norm_backward[(len(x),)](gradient, x, weight, plus, out, x.shape[1], eps, **_row(x.shape[1]))
+    _rms_norm_backward[(len(x),)](
+        gradient, x, weight, plus, out, x.shape[1], eps, **_row(x.shape[1])
+    )
     return out
 
 
-def split_heads(qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int) -> Heads:
+def split_heads(
+    qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor, length: int
+) -> Heads:
     q = qkv.new_empty(length, shape.groups * shape.queries, shape.size)
     k, v = (qkv.new_empty(length, shape.groups, shape.size) for _ in range(2))
     _split_heads[(length, shape.groups)](
-        qkv, *_norms(qkv, shape), cos, sin, q, k, v, len(qkv), shape.groups, shape.queries, shape.size, shape.eps,
+        qkv,
+        *_norms(qkv, shape),
+        cos,
+        sin,
+        q,
+        k,
+        v,
+        len(qkv),
+        shape.groups,
+        shape.queries,
+        shape.size,
+        shape.eps,
         **_blocks(shape),
-    )  # fmt: skip
+    )
     return q, k, v
 
 
@@ -216,9 +277,19 @@ def split_heads_backward(
     out = torch.empty_like(qkv)
     strides = [stride for gradient in gradients for stride in gradient.stride()[:2]]
     _split_heads_backward[(len(qkv), shape.groups)](
-        *gradients, qkv, *_norms(qkv, shape), cos, sin, out, shape.groups, shape.queries, shape.size, shape.eps,
-        *strides, **_blocks(shape),
-    )  # fmt: skip
+        *gradients,
+        qkv,
+        *_norms(qkv, shape),
+        cos,
+        sin,
+        out,
+        shape.groups,
+        shape.queries,
+        shape.size,
+        shape.eps,
+        *strides,
+        **_blocks(shape),
+    )
     return out
 
 
@@ -229,7 +300,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty_like(gradient)
     grid = (len(gradient), triton.cdiv(gradient.shape[1], 2048))
     _swiglu_backward[grid](gradient, gate_up, out, gradient.shape[1], COLUMNS=2048)
@@ -247,21 +320,33 @@ def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     out, of_probs, columns = torch.empty_like(gradient), torch.empty_like(probs), gradient.shape[1]
-    _expert_swiglu_backward[(len(gradient),)](gradient, gate_up, probs, out, of_probs, columns, **_row(columns))
+    _expert_swiglu_backward[(len(gradient),)](
+        gradient, gate_up, probs, out, of_probs, columns, **_row(columns)
+    )
     return gate_up, out, of_probs
 
 
 def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(plus)
-    _sum_rows[(len(plus),)](rows, of, plus, out, plus.shape[1], K=of.shape[1], **_row(plus.shape[1]))
+    _sum_rows[(len(plus),)](
+        rows, of, plus, out, plus.shape[1], K=of.shape[1], **_row(plus.shape[1])
+    )
     return out
 
 
-def quantise_rows(rows: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row divided by a scale of its own, so that its largest value is `largest`; and the scales, fp32 [n, 1]."""
-    out, scales = torch.empty_like(rows, dtype=dtype), rows.new_empty(len(rows), 1, dtype=torch.float32)
+def quantise_rows(
+    rows: torch.Tensor, dtype: torch.dtype, largest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row divided by a scale of its own, so that its largest value is `largest`; and the
+    scales, fp32 [n, 1]."""
+    out, scales = (
+        torch.empty_like(rows, dtype=dtype),
+        rows.new_empty(len(rows), 1, dtype=torch.float32),
+    )
     block = min(4096, triton.next_power_of_2(rows.shape[1]))
-    _quantise_rows[(len(rows),)](rows, out, scales, rows.shape[1], largest, COLUMNS=block, num_warps=8)
+    _quantise_rows[(len(rows),)](
+        rows, out, scales, rows.shape[1], largest, COLUMNS=block, num_warps=8
+    )
     return out, scales
 
 
@@ -272,7 +357,9 @@ def _row(columns: int) -> dict[str, Any]:
 
 def _norms(qkv: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
     # Any pointer does where there is no norm.
-    return (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
+    return (
+        (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
+    )
 
 
 def _blocks(shape: HeadShape) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`logprobs.py` on a GPU: one pass over the logits forward, one backward. Each program computes whole rows."""
+"""`logprobs.py` on a GPU: one pass over the logits forward, one backward. Each program computes
+whole rows."""
 
 import torch
 import triton
@@ -8,9 +9,17 @@ _BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _statistics(  # type: ignore[no-untyped-def]
-    logits, targets, largest_out, total_out, weighted_out, target_out, columns, scale, BLOCK: tl.constexpr
-):  # fmt: skip
+def _statistics(
+    logits,
+    targets,
+    largest_out,
+    total_out,
+    weighted_out,
+    target_out,
+    columns,
+    scale,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * columns
     largest, total, weighted = -float("inf"), 0.0, 0.0
@@ -36,9 +45,17 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _logits_gradient(  # type: ignore[no-untyped-def]
-    logits, targets, normaliser, entropy, of_logprobs, of_entropy, columns, scale, BLOCK: tl.constexpr
-):  # fmt: skip
+def _logits_gradient(
+    logits,
+    targets,
+    normaliser,
+    entropy,
+    of_logprobs,
+    of_entropy,
+    columns,
+    scale,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = c < columns, logits + row * columns + c
@@ -49,21 +66,39 @@ def _logits_gradient(  # type: ignore[no-untyped-def]
     tl.store(at, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
-    """m, Z, sum exp(l - m) (l - m), and l of the target or 0: fp32 [n]; see `logprobs._Statistics`."""
+def statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, ...]:
+    """m, Z, sum exp(l - m) (l - m), and l of the target or 0: fp32 [n]; see
+    `logprobs._Statistics`."""
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
-    _statistics[(len(logits),)](logits, targets, *out, logits.shape[1], 1 / temperature, BLOCK=_BLOCK, num_warps=8)
+    _statistics[(len(logits),)](
+        logits, targets, *out, logits.shape[1], 1 / temperature, BLOCK=_BLOCK, num_warps=8
+    )
     return tuple(out)
 
 
 def logits_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor,
-    of_logprobs: torch.Tensor, of_entropy: torch.Tensor, temperature: float,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normaliser: torch.Tensor,
+    entropy: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    of_entropy: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
     """See `logprobs._logits_gradient`."""
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
     _logits_gradient[grid](
-        logits, targets, normaliser, entropy, of_logprobs.contiguous(), of_entropy.contiguous(), logits.shape[1],
-        1 / temperature, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
+        logits,
+        targets,
+        normaliser,
+        entropy,
+        of_logprobs.contiguous(),
+        of_entropy.contiguous(),
+        logits.shape[1],
+        1 / temperature,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
     return logits

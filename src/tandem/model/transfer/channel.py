@@ -1,9 +1,10 @@
-"""Bytes from ranks of the trainer to vLLM's workers, over a process group of their own beside each process's default
-one: NCCL between GPUs, Gloo between CPUs.
+"""Bytes from ranks of the trainer to vLLM's workers, over a process group of their own beside each
+process's default one: NCCL between GPUs, Gloo between CPUs.
 
-The senders are the first ranks of the group, and they take turns. It is one group, because NCCL takes 0.8 s to connect
-one. A store that the first sender serves brings the group together. Nothing here waits longer than STALL_SECONDS for
-another process, but NCCL while it connects: whoever calls `connect` watches over it from another thread.
+The senders are the first ranks of the group, and they take turns. It is one group, because NCCL
+takes 0.8 s to connect one. A store that the first sender serves brings the group together. Nothing
+here waits longer than STALL_SECONDS for another process, but NCCL while it connects: whoever calls
+`connect` watches over it from another thread.
 """
 
 import os
@@ -35,8 +36,9 @@ class Pending(Protocol):
 
 class Channel(Protocol):
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
-        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call it, in the same
-        order and with the same size. The buffer of another sender may be overwritten."""
+        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call
+        it, in the same order and with the same size. The buffer of another sender may be
+        overwritten."""
 
     def close(self) -> None: ...
 
@@ -47,8 +49,10 @@ def serve_store(address: str) -> TCPStore:
 
 
 def join_store(address: str, port: int) -> tuple[TCPStore, str]:
-    """The store that `serve_store` serves, and this machine's address on the way to it. OSError where nobody serves."""
-    with socket.create_connection((address, port), STALL_SECONDS) as connection:  # TCPStore would try again and again
+    """The store that `serve_store` serves, and this machine's address on the way to it. OSError
+    where nobody serves."""
+    # TCPStore would try again and again.
+    with socket.create_connection((address, port), STALL_SECONDS) as connection:
         own = connection.getsockname()[0]
     return TCPStore(address, port, None, False, timedelta(seconds=STALL_SECONDS), False), own
 
@@ -71,7 +75,8 @@ def connect(
 
 
 def finish(pending: Pending) -> None:
-    """Wait until a buffer has arrived. Raises where that takes longer than STALL_SECONDS, or the group has failed."""
+    """Wait until a buffer has arrived. Raises where that takes longer than STALL_SECONDS, or the
+    group has failed."""
     deadline = time.monotonic() + STALL_SECONDS
     while not pending.is_completed():
         if time.monotonic() > deadline:
@@ -81,14 +86,20 @@ def finish(pending: Pending) -> None:
 
 
 class _Group:
-    def __init__(self, store: Store, rank: int, size: int, where: torch.device, address: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, where: torch.device, address: str
+    ) -> None:
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(days=1)  # `finish` has a limit of its own, and NCCL's would end the process
-            with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+            # `finish` has a limit of its own, and NCCL's would end the process.
+            options._timeout = timedelta(days=1)
+            with _environment(
+                TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
+            ):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            finish(self.broadcast(torch.zeros(1, device=where), 0))  # connects; the group alone does not
+            # Connects; the group alone does not.
+            finish(self.broadcast(torch.zeros(1, device=where), 0))
         else:
             gloo: Any = ProcessGroupGloo
             options = gloo._Options()
@@ -108,7 +119,8 @@ class _Group:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """NCCL's process groups read these when they are made. vLLM's and the trainer's own keep theirs."""
+    """NCCL's process groups read these when they are made. vLLM's and the trainer's own keep
+    theirs."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -23,9 +23,11 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """What another process passes to `imported` to copy from `tensor`, whose memory must exist until then.
+    """What another process passes to `imported` to copy from `tensor`, whose memory must exist
+    until then.
 
-    None where the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
+    None where the memory can't be shared: on the CPU, or with the allocator's
+    `expandable_segments`.
     """
     if not tensor.is_cuda:
         return None
@@ -41,11 +43,12 @@ def exported(tensor: torch.Tensor) -> Export | None:
 
 @contextlib.contextmanager
 def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
-    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what another process
-    exported. Wait for the copies before leaving the block, which closes the other process's memory.
+    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what
+    another process exported. Wait for the copies before leaving the block, which closes the other
+    process's memory.
 
-    The calling thread's current device and stream are used. Raises NotShared if the memory can't be shared, or a call
-    of CUDA fails.
+    The calling thread's current device and stream are used. Raises NotShared if the memory can't be
+    shared, or a call of CUDA fails.
     """
     if export is None:
         raise NotShared("the other process can't share its memory")
@@ -55,9 +58,13 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
     _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
 
     def copy(tensor: torch.Tensor, offset: int) -> None:
-        source, target = ctypes.c_void_p((pointer.value or 0) + start + offset), ctypes.c_void_p(tensor.data_ptr())
+        source, target = (
+            ctypes.c_void_p((pointer.value or 0) + start + offset),
+            ctypes.c_void_p(tensor.data_ptr()),
+        )
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))  # 3: device to device
+        # 3: device to device.
+        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))
 
     try:
         yield copy
@@ -66,13 +73,19 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
 
 
 class IpcChannel:
-    """A `Channel` of `channel.py`: the workers copy from the sender's buffers, and say so in the store."""
+    """A `Channel` of `channel.py`: the workers copy from the sender's buffers, and say so in the
+    store."""
 
-    def __init__(self, store: Store, rank: int, senders: int, workers: int, where: torch.device) -> None:
+    def __init__(
+        self, store: Store, rank: int, senders: int, workers: int, where: torch.device
+    ) -> None:
         if where.type != "cuda":
             raise NotShared("weights travel by ipc only between GPUs")
         self._store, self._rank, self._senders, self._workers = store, rank, senders, workers
-        self._imports, self._copies = contextlib.ExitStack(), dict[str, Callable[[torch.Tensor, int], None]]()
+        self._imports, self._copies = (
+            contextlib.ExitStack(),
+            dict[str, Callable[[torch.Tensor, int], None]](),
+        )
         self._count = 0
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> "_Copied":
@@ -81,7 +94,8 @@ class IpcChannel:
         if sender == self._rank:
             if (export := exported(buffer)) is None:
                 raise NotShared(
-                    "this GPU's memory can't be shared: is PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF set?"
+                    "this GPU's memory can't be shared: is PYTORCH_CUDA_ALLOC_CONF or"
+                    " PYTORCH_ALLOC_CONF set?"
                 )
             torch.cuda.current_stream().synchronize()
             self._store.set(f"{self._count}", json.dumps([export[0].hex(), export[1]]))
@@ -103,7 +117,9 @@ class IpcChannel:
 class _Copied:
     """`workers`: how many a sender waits for; `event`: on a worker, the end of its copy."""
 
-    def __init__(self, store: Store, key: str, workers: int, event: torch.cuda.Event | None) -> None:
+    def __init__(
+        self, store: Store, key: str, workers: int, event: torch.cuda.Event | None
+    ) -> None:
         self._store, self._key, self._workers, self._event = store, key, workers, event
 
     def is_completed(self) -> bool:
@@ -118,5 +134,6 @@ class _Copied:
 
 def _check(code: int) -> None:
     if code:
-        runtime().cudaGetLastError()  # clears the error, which torch's next call would report otherwise
+        # Clears the error, which torch's next call would report otherwise.
+        runtime().cudaGetLastError()
         raise NotShared(f"CUDA error {code}")

@@ -1,4 +1,5 @@
-"""`W = base + s B A`, rounded once: computed in float64, so that no order of the sums shows in the result.
+"""`W = base + s B A`, rounded once: computed in float64, so that no order of the sums shows in the
+result.
 
 float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
 """
@@ -6,14 +7,17 @@ float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` doe
 import torch
 
 
-def merge(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
+def merge(
+    out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
+) -> None:
     """Write `base + scale * b @ a` into `out`, which may be a view of a parameter.
 
-    `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`: float32 [n, rows, rank];
-    `scale`: float64 [1].
+    `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`:
+    float32 [n, rows, rank]; `scale`: float64 [1].
     """
     if out.is_cuda:
-        from tandem.model.transfer.merge_kernel import merge_on_gpu  # the CPU's vLLM comes without Triton
+        # The CPU's vLLM comes without Triton.
+        from tandem.model.transfer.merge_kernel import merge_on_gpu
 
         merge_on_gpu(out, base, a, b, scale)
         return

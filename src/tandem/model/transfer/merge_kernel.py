@@ -8,11 +8,31 @@ COLUMNS, RANKS = 64, 16  # of one block; with 64 rows the fastest of those tried
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    out, base, a, b, scale, rows, columns, rank,
-    out_n, out_r, out_c, base_n, base_r, base_c, a_n, a_k, a_c, b_n, b_r, b_k,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
+def _merge(
+    out,
+    base,
+    a,
+    b,
+    scale,
+    rows,
+    columns,
+    rank,
+    out_n,
+    out_r,
+    out_c,
+    base_n,
+    base_r,
+    base_c,
+    a_n,
+    a_k,
+    a_c,
+    b_n,
+    b_r,
+    b_k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
     across = tl.cdiv(columns, COLUMNS)
     block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r = ((block // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -22,26 +42,48 @@ def _merge(  # type: ignore[no-untyped-def]
         k = begin + tl.arange(0, RANKS)
         up_at, down_at = n * b_n + r * b_r + k[None, :] * b_k, n * a_n + k[:, None] * a_k + c * a_c
         up = tl.load(b + up_at, mask=(r < rows) & (k < rank)[None, :], other=0.0).to(tl.float64)
-        down = tl.load(a + down_at, mask=(c < columns) & (k < rank)[:, None], other=0.0).to(tl.float64)
+        down = tl.load(a + down_at, mask=(c < columns) & (k < rank)[:, None], other=0.0).to(
+            tl.float64
+        )
         total = tl.dot(up, down, total, out_dtype=tl.float64)
     inside = (r < rows) & (c < columns)
     weight = tl.load(base + n * base_n + r * base_r + c * base_c, mask=inside, other=0.0)
     merged = weight.to(tl.float64) + tl.load(scale) * total
-    tl.store(out + n * out_n + r * out_r + c * out_c, merged.to(tl.float32).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + n * out_n + r * out_r + c * out_c,
+        merged.to(tl.float32).to(out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def block_rows(capability: int) -> int:
     """The rows of one block on GPUs of this compute capability (its first number)."""
-    # On these Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and fails to compile.
+    # On these Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and fails
+    # to compile.
     return 32 if capability in (10, 11) else 64
 
 
-def merge_on_gpu(out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> None:
+def merge_on_gpu(
+    out: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor
+) -> None:
     """See `merge`."""
     n, rows, columns = out.shape
     of_block = block_rows(torch.cuda.get_device_capability(out.device)[0])
     grid = (triton.cdiv(rows, of_block) * triton.cdiv(columns, COLUMNS), n)
     _merge[grid](
-        out, base, a, b, scale, rows, columns, a.shape[1],
-        *out.stride(), *base.stride(), *a.stride(), *b.stride(), ROWS=of_block, COLUMNS=COLUMNS, RANKS=RANKS,
-    )  # fmt: skip
+        out,
+        base,
+        a,
+        b,
+        scale,
+        rows,
+        columns,
+        a.shape[1],
+        *out.stride(),
+        *base.stride(),
+        *a.stride(),
+        *b.stride(),
+        ROWS=of_block,
+        COLUMNS=COLUMNS,
+        RANKS=RANKS,
+    )

@@ -1,4 +1,5 @@
-"""Pinned host memory of an exact size. torch's allocator rounds each allocation up to a power of two."""
+"""Pinned host memory of an exact size. torch's allocator rounds each allocation up to a power of
+two."""
 
 import contextlib
 import mmap

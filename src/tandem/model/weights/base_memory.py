@@ -1,4 +1,5 @@
-"""Memory for a rank's base weights, and the exchange of what ranks with the same weights have read, from GPU to GPU."""
+"""Memory for a rank's base weights, and the exchange of what ranks with the same weights have read,
+from GPU to GPU."""
 
 import contextlib
 import math
@@ -17,28 +18,38 @@ from tandem.model.device.memory import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
 
 _GAP = "gap"
-SEGMENT = 2 * 2**20  # bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it
+# Bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it.
+SEGMENT = 2 * 2**20
 
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the memory that the same ranks hold; its length divides by the number of all ranks."""
+    """A range of the memory that the same ranks hold; its length divides by the number of all
+    ranks."""
 
     begin: int  # elements
     end: int
-    experts: bool  # held by the ranks of `Topology.expert_data`, otherwise by those of `Topology.data`
+    # Held by the ranks of `Topology.expert_data`, otherwise by those of `Topology.data`.
+    experts: bool
 
 
 class BaseWeights:
-    """Uninitialised memory on this process's device for a rank's base weights, in one allocation: `memory`, flat, and
-    its `sections`. The few small parameters in fp32 (`WeightRule.fp32`) are apart.
+    """Uninitialised memory on this process's device for a rank's base weights, in one allocation:
+    `memory`, flat, and its `sections`. The few small parameters in fp32 (`WeightRule.fp32`) are
+    apart.
 
-    Ranks that need the same weights may share the reading: each reads a share of them from the files, calls `connect`
-    meanwhile, and then `exchange`, which copies the other shares from the other ranks' memory (CUDA IPC).
+    Ranks that need the same weights may share the reading: each reads a share of them from the
+    files, calls `connect` meanwhile, and then `exchange`, which copies the other shares from the
+    other ranks' memory (CUDA IPC).
     """
 
     def __init__(
-        self, arch: Arch, dtype: torch.dtype, sizes: Sizes, *, groups: parallel.ReadingGroups | None = None
+        self,
+        arch: Arch,
+        dtype: torch.dtype,
+        sizes: Sizes,
+        *,
+        groups: parallel.ReadingGroups | None = None,
     ) -> None:
         """`groups`: the ranks that share the reading; None: this rank reads all weights.
 
@@ -46,12 +57,16 @@ class BaseWeights:
         """
         check(arch, sizes)
         stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0
-        own_rules = (rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage))
+        own_rules = (
+            rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)
+        )
         rules = sorted(own_rules, key=lambda rule: rule.experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules if not rule.fp32}
         own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32}
-        experts = {rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None}
+        experts = {
+            rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None
+        }
         apart = bool(experts) and sizes.experts_apart
         if apart:  # what comes before the experts divides by the number of ranks too
             step = ALIGNMENT // dtype.itemsize
@@ -59,20 +74,28 @@ class BaseWeights:
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
             shapes = before | {_GAP: (-used % sizes.world * step,)} | experts
         self._groups = groups
-        self._imports: contextlib.ExitStack | None = None  # the other ranks' memory; None if it can't be shared
+        # The other ranks' memory; None if it can't be shared.
+        self._imports: contextlib.ExitStack | None = None
         self._copies: list[Callable[[], None]] = []  # from there
-        self.memory, self.parameters = allocate(shapes, dtype, device.device(), multiple=SEGMENT * sizes.world)
+        self.memory, self.parameters = allocate(
+            shapes, dtype, device.device(), multiple=SEGMENT * sizes.world
+        )
         self.parameters.pop(_GAP, None)
-        self._shared = dict(self.parameters)  # without the few small ones in fp32, which each rank reads itself
+        # Without the few small ones in fp32, which each rank reads itself.
+        self._shared = dict(self.parameters)
         self.parameters |= allocate(own, torch.float32, device.device())[1]
-        first = int(self.parameters[next(iter(experts))].storage_offset()) if apart else len(self.memory)
+        first = (
+            int(self.parameters[next(iter(experts))].storage_offset())
+            if apart
+            else len(self.memory)
+        )
         self.sections = [Section(0, first, experts=False)]
         if apart:
             self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive ones of each section, of about as many bytes as each other
-        rank's."""
+        """The parameters that this rank reads: consecutive ones of each section, of about as many
+        bytes as each other rank's."""
         if self._groups is None:
             return self.parameters
         share = {name: part for name, part in self.parameters.items() if name not in self._shared}
@@ -81,15 +104,16 @@ class BaseWeights:
         return share
 
     def connect(self) -> None:
-        """Open the other ranks' memory, if the driver allows it. A collective of each of the groups; shares may still
-        be read meanwhile."""
+        """Open the other ranks' memory, if the driver allows it. A collective of each of the
+        groups; shares may still be read meanwhile."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
             group = self._readers(section)
-            # Not of all ranks at once: Megatron makes the optimizer meanwhile, which gathers from all.
+            # Not of all ranks at once: Megatron makes the optimizer meanwhile, which gathers from
+            # all.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
@@ -99,19 +123,23 @@ class BaseWeights:
                 if rank not in opened:
                     opened[rank] = imports.enter_context(ipc.imported(handles[rank]))
                 part = self._range(share)
-                self._copies.append(partial(opened[rank], part, int(part.storage_offset()) * part.element_size()))
+                self._copies.append(
+                    partial(opened[rank], part, int(part.storage_offset()) * part.element_size())
+                )
             self._imports = imports.pop_all()
 
     def exchange(self) -> dict[str, torch.Tensor]:
-        """Get the other ranks' shares, after this rank has read its own; returns the parameters still to be read: none,
-        or, if GPUs can't share memory, all other shares. A collective of all ranks; once for each `connect`.
+        """Get the other ranks' shares, after this rank has read its own; returns the parameters
+        still to be read: none, or, if GPUs can't share memory, all other shares. A collective of
+        all ranks; once for each `connect`.
 
         Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
         """
         if self._groups is None:
             return {}
         with self._imports or contextlib.nullcontext():
-            if all(parallel.gather_objects(self._imports is not None)):  # all ranks have read their shares
+            # All ranks have read their shares.
+            if all(parallel.gather_objects(self._imports is not None)):
                 for copy in self._copies:
                     copy()
                 device.synchronize()
@@ -122,7 +150,8 @@ class BaseWeights:
         return {name: parameter for _, share in missing for name, parameter in share.items()}
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """The other ranks' shares of each section, with the number of the rank among all. No share is empty."""
+        """The other ranks' shares of each section, with the number of the rank among all. No share
+        is empty."""
         for section in self.sections:
             ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):
@@ -136,10 +165,15 @@ class BaseWeights:
         return of_experts if section.experts else of_all
 
     def _shares(self, section: Section) -> list[dict[str, torch.Tensor]]:
-        """Each rank's share of a section: the parameters whose middle lies in the rank's equal part of it."""
+        """Each rank's share of a section: the parameters whose middle lies in the rank's equal part
+        of it."""
         shares: list[dict[str, torch.Tensor]] = [{} for _ in range(self._readers(section).size())]
         begins = {name: each.storage_offset() for name, each in self._shared.items()}
-        mine = {name: each for name, each in self._shared.items() if section.begin <= begins[name] < section.end}
+        mine = {
+            name: each
+            for name, each in self._shared.items()
+            if section.begin <= begins[name] < section.end
+        }
         size = len(self._range(mine))
         for name, parameter in mine.items():
             middle = begins[name] - section.begin + parameter.numel() / 2

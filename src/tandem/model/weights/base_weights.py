@@ -1,4 +1,5 @@
-"""Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s say."""
+"""Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s
+say."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,52 +16,79 @@ from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
 
-# int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by the same rules.
+# int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
+# the same rules.
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int16)
 
 
 def load_weights(
-    directory: Path, arch: Arch, parameters: Callable[[], Mapping[str, torch.Tensor]], sizes: Sizes, place: Place
+    directory: Path,
+    arch: Arch,
+    parameters: Callable[[], Mapping[str, torch.Tensor]],
+    sizes: Sizes,
+    place: Place,
 ) -> None:
     """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
 
-    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is called after the files'
-    headers have been checked, so its memory may be allocated meanwhile. Only the rows that hold this rank's part are
-    read, and only its part goes to the device.
+    `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is
+    called after the files' headers have been checked, so its memory may be allocated meanwhile.
+    Only the rows that hold this rank's part are read, and only its part goes to the device.
 
     Raises:
-        InvalidInput: a tensor is missing, quantised, or of another shape than config.json says, or a file can't be
+        InvalidInput: a tensor is missing, quantised, or of another shape than config.json says, or
+        a file can't be
             read.
         AssertionError: a parameter is not the model's, or has another shape than its rule.
     """
-    rules, stored = {rule.parameter: rule for rule in weight_rules(arch)}, read_headers(weight_files(directory))
+    rules, stored = (
+        {rule.parameter: rule for rule in weight_rules(arch)},
+        read_headers(weight_files(directory)),
+    )
     for rule in rules.values():
         for name, shape in rule.sources.items():
             if name not in stored:
-                other = f", only {name}_blocks: it is quantised" if f"{name}_blocks" in stored else ""
+                other = (
+                    f", only {name}_blocks: it is quantised" if f"{name}_blocks" in stored else ""
+                )
                 raise InvalidInput(f"{directory} has no tensor {name}{other}", field="base_model")
             if stored[name].shape != shape:
-                problem = f"{name} has the shape {list(stored[name].shape)}, config.json says {list(shape)}"
+                problem = (
+                    f"{name} has the shape {list(stored[name].shape)}, config.json says"
+                    f" {list(shape)}"
+                )
                 raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
             if stored[name].dtype not in _PLAIN:
-                problem = f"{name} is {stored[name].dtype}: quantised weights are not built; use the model in bfloat16"
+                problem = (
+                    f"{name} is {stored[name].dtype}: quantised weights are not built; use the"
+                    " model in bfloat16"
+                )
                 raise InvalidInput(f"{stored[name].path}: {problem}", field="base_model")
     targets = parameters()
     for name, target in targets.items():
-        assert target.shape == rules[name].shape(sizes), f"{name} is {target.shape}, not {rules[name].shape(sizes)}"
+        assert target.shape == rules[name].shape(sizes), (
+            f"{name} is {target.shape}, not {rules[name].shape(sizes)}"
+        )
     fill_targets(
-        piece for name, target in targets.items() for piece in _pieces(rules[name], stored, target, sizes, place)
+        piece
+        for name, target in targets.items()
+        for piece in _pieces(rules[name], stored, target, sizes, place)
     )
 
 
 def _pieces(
-    rule: WeightRule, stored: Mapping[str, StoredTensor], target: torch.Tensor, sizes: Sizes, place: Place
+    rule: WeightRule,
+    stored: Mapping[str, StoredTensor],
+    target: torch.Tensor,
+    sizes: Sizes,
+    place: Place,
 ) -> Iterator[Piece]:
     """This rank's part of each source, and the part of `target` that it fills."""
     if rule.turns is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
-            yield _expert_piece(rule, stored[name], expert, matrix, (rule.parts(sizes), rule.part(place)))
+            yield _expert_piece(
+                rule, stored[name], expert, matrix, (rule.parts(sizes), rule.part(place))
+            )
         return
     for part in own_parts(rule, sizes, place):
         blocks = view_of(part, target)
@@ -89,11 +117,13 @@ def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) ->
 def _expert_piece(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Piece:
-    """One expert's part of a tensor that stacks all (`WeightRule.turns`); `target`: [rows] or [rows, columns]."""
+    """One expert's part of a tensor that stacks all (`WeightRule.turns`); `target`: [rows] or
+    [rows, columns]."""
     assert rule.turns is not None
     (_, *columns, rows), (parts, part) = source.shape, cut
     blocks = target.unflatten(0, (rule.turns, -1))
-    blocks = blocks.permute(*reversed(range(blocks.dim())))  # [columns, rows / turns, turns], the stored order
+    # [columns, rows / turns, turns], the stored order.
+    blocks = blocks.permute(*reversed(range(blocks.dim())))
     blocks = blocks if columns else blocks[None]
     line, mine = expert * math.prod(columns), None
     if parts > 1 and rule.cut == "rows":

@@ -17,7 +17,8 @@ def check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """The tensors stored in `path`, by name. Reads only the header.
 
     Raises:
-        CheckpointDamaged: the file is missing or not a whole safetensors file, or its names and shapes are not exactly
+        CheckpointDamaged: the file is missing or not a whole safetensors file, or its names and
+        shapes are not exactly
             `shapes`.
     """
     if not path.is_file():
@@ -27,10 +28,14 @@ def check_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     except InvalidInput as error:
         raise CheckpointDamaged(error.message) from error
     for name in sorted(shapes.keys() ^ stored.keys()):
-        raise CheckpointDamaged(f"{path} {'has an unexpected tensor' if name in stored else 'lacks the tensor'} {name}")
+        raise CheckpointDamaged(
+            f"{path} {'has an unexpected tensor' if name in stored else 'lacks the tensor'} {name}"
+        )
     for name, shape in shapes.items():
         if stored[name].shape != shape:
-            raise CheckpointDamaged(f"{path}: {name} has the shape {list(stored[name].shape)}, expected {list(shape)}")
+            raise CheckpointDamaged(
+                f"{path}: {name} has the shape {list(stored[name].shape)}, expected {list(shape)}"
+            )
     return stored
 
 
@@ -44,10 +49,12 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
-    """Read `pieces` of the file `path`, which fill `tensors`, floating ones of one device, by the names of messages.
+    """Read `pieces` of the file `path`, which fill `tensors`, floating ones of one device, by the
+    names of messages.
 
     Raises:
-        CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or infinity.
+        CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or
+        infinity.
     """
     try:
         fill_targets(pieces, threads=4)
@@ -56,7 +63,9 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
     if not tensors:
         return
     # The largest magnitudes, in a few kernels for all tensors. A tensor with NaN has the norm NaN.
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
+    largest = torch.stack(
+        [norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)]
+    )
     for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True):
         if not finite:
             raise CheckpointDamaged(f"{path}: {name} holds NaN or infinity")

@@ -1,8 +1,10 @@
-"""Reads tensors of safetensors files into tensors on the device, as fast as the page cache delivers them.
+"""Reads tensors of safetensors files into tensors on the device, as fast as the page cache delivers
+them.
 
-safetensors' own reader copies in one thread, through memory that isn't pinned. Here several threads read chunks with
-`preadv` into pinned buffers and copy them on CUDA streams, so that reading, copying and rearranging overlap. A file is
-an 8-byte little-endian length, that much JSON, then the data: https://huggingface.co/docs/safetensors/index#format
+safetensors' own reader copies in one thread, through memory that isn't pinned. Here several threads
+read chunks with `preadv` into pinned buffers and copy them on CUDA streams, so that reading,
+copying and rearranging overlap. A file is an 8-byte little-endian length, that much JSON, then the
+data: https://huggingface.co/docs/safetensors/index#format
 """
 
 import contextlib
@@ -27,10 +29,19 @@ CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
 _LONGEST_HEADER = 100 * 10**6  # bytes; the reference implementation's own limit
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +62,8 @@ class StoredTensor:
 class Piece:
     """A range of a stored tensor, and the tensor that it fills.
 
-    The range begins at element `first` of the flat stored tensor and has `target.shape[0]` units of `unit` elements.
-    Of each unit only the elements `columns` are copied (None: all).
+    The range begins at element `first` of the flat stored tensor and has `target.shape[0]` units of
+    `unit` elements. Of each unit only the elements `columns` are copied (None: all).
     """
 
     stored: StoredTensor
@@ -73,11 +84,16 @@ class Piece:
     @property
     def verbatim(self) -> bool:
         """Whether the file's bytes are the target's bytes."""
-        return self.columns is None and self.target.is_contiguous() and self.target.dtype == self.stored.dtype
+        return (
+            self.columns is None
+            and self.target.is_contiguous()
+            and self.target.dtype == self.stored.dtype
+        )
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by name. Raises InvalidInput if a file is not a whole safetensors file."""
+    """Every tensor of the files, by name. Raises InvalidInput if a file is not a whole safetensors
+    file."""
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         try:
@@ -100,7 +116,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
         begin, end = entry["data_offsets"]
-        tensor = StoredTensor(path, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        tensor = StoredTensor(
+            path, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        )
         if end - begin != tensor.nbytes or begin < 0:
             kind = f"of shape {entry['shape']} and {entry['dtype']}"
             raise ValueError(f"{name} {kind} does not fill bytes {begin} to {end}")
@@ -131,7 +149,9 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
             except OSError as error:
                 raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
             opened.callback(os.close, files[path])
-        for worker in [pool.submit(_work, reads, files, buffer_bytes, where) for _ in range(threads)]:
+        for worker in [
+            pool.submit(_work, reads, files, buffer_bytes, where) for _ in range(threads)
+        ]:
             worker.result()
 
 
@@ -147,28 +167,36 @@ def _split(piece: Piece) -> Iterator[Piece]:
 
 
 def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
-    """Sorted chunks in lists that are one read each: consecutive bytes of one dtype, at most CHUNK_BYTES or one chunk.
-    A mixture of experts has thousands of small tensors, one after the other."""
+    """Sorted chunks in lists that are one read each: consecutive bytes of one dtype, at most
+    CHUNK_BYTES or one chunk. A mixture of experts has thousands of small tensors, one after the
+    other."""
     read: list[Piece] = []
     for chunk in chunks:
         last = read[-1] if read else chunk
-        consecutive = chunk.offset == last.offset + last.nbytes and chunk.stored.path == last.stored.path
+        consecutive = (
+            chunk.offset == last.offset + last.nbytes and chunk.stored.path == last.stored.path
+        )
         size = chunk.offset + chunk.nbytes - read[0].offset if read else 0
-        if read and not (consecutive and chunk.stored.dtype == last.stored.dtype and size <= CHUNK_BYTES):
+        if read and not (
+            consecutive and chunk.stored.dtype == last.stored.dtype and size <= CHUNK_BYTES
+        ):
             yield read
             read = []
         read.append(chunk)
     yield read
 
 
-def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device) -> None:
+def _work(
+    reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device
+) -> None:
     """One thread: take reads until none is left; if one fails, all threads stop.
 
-    Each call that releases the interpreter's lock must wait to get it back, so there are as few as possible: two for a
-    read that is one verbatim chunk.
+    Each call that releases the interpreter's lock must wait to get it back, so there are as few as
+    possible: two for a read that is one verbatim chunk.
     """
     if where.type == "cuda":
-        torch.cuda.set_device(where)  # a new thread's device is GPU 0, where its first call would make a context
+        # A new thread's device is GPU 0, where its first call would make a context.
+        torch.cuda.set_device(where)
     with contextlib.ExitStack() as held, torch.no_grad():
         aligned = -(-buffer_bytes // 16) * 16  # whole elements of any dtype
         buffer = held.enter_context(_host_buffer(aligned, pinned=where.type == "cuda"))
@@ -189,7 +217,9 @@ def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, 
                 counts = [len(chunk.target) * chunk.unit for chunk in chunks]
                 nbytes = sum(counts) * stored.dtype.itemsize
                 _read(files[stored.path], memory[:nbytes], chunks[0].offset, stored.path)
-                for chunk, values in zip(chunks, buffer[:nbytes].view(stored.dtype).split(counts), strict=True):
+                for chunk, values in zip(
+                    chunks, buffer[:nbytes].view(stored.dtype).split(counts), strict=True
+                ):
                     _copy(chunk, values, where, wait=chunk is chunks[-1])
                 if stream is not None and not chunks[-1].verbatim:
                     stream.synchronize()  # before the buffer is used again
@@ -199,7 +229,8 @@ def _work(reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, 
 
 
 def _copy(chunk: Piece, values: torch.Tensor, where: torch.device, *, wait: bool) -> None:
-    """Queue the copy of `values`, flat, to the chunk's target. `wait`: a verbatim copy is complete on return."""
+    """Queue the copy of `values`, flat, to the chunk's target. `wait`: a verbatim copy is complete
+    on return."""
     if chunk.verbatim:
         chunk.target.view(-1).copy_(values, non_blocking=not wait)
         return
@@ -217,13 +248,16 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
         except OSError as error:
             raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
         if count == 0:
-            raise InvalidInput(f"{path} can't be read: it ends at byte {offset + done}", field="base_model")
+            raise InvalidInput(
+                f"{path} can't be read: it ends at byte {offset + done}", field="base_model"
+            )
         done += count
 
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for copies to a GPU."""
+    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for
+    copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)
         return

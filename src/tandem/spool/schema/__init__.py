@@ -1,17 +1,51 @@
 """The records on the volume: JSON, strict, versioned, without secrets.
 
-Every path in a record is relative to the spool's root, because containers may mount the volume at different places.
+Every path in a record is relative to the spool's root, because containers may mount the volume at
+different places.
 """
 
-# ruff: noqa: I001 (a line for each name says nothing more)
-from tandem.spool.schema.base import PENDING, SCHEMA_VERSION, STEPS, TERMINAL, JobId, JobState, Record, RunName
+from tandem.spool.schema.base import (
+    PENDING,
+    SCHEMA_VERSION,
+    STEPS,
+    TERMINAL,
+    JobId,
+    JobState,
+    Record,
+    RunName,
+)
 from tandem.spool.schema.jobs import (
-    Beat, DPOJob, Event, EventType, Hold, HoldPhase, Job, JobError, JobKey, JobKind, JobResult, JobSpec, Lease,
-    RankMemory, RLJob, RunnerInfo, SFTJob,
-)  # fmt: skip
+    Beat,
+    DPOJob,
+    Event,
+    EventType,
+    Hold,
+    HoldPhase,
+    Job,
+    JobError,
+    JobKey,
+    JobKind,
+    JobResult,
+    JobSpec,
+    Lease,
+    RankMemory,
+    RLJob,
+    RunnerInfo,
+    SFTJob,
+)
 from tandem.spool.schema.runs import (
-    LORA_TARGETS, LongProbe, LoraShape, LoraTarget, Manifest, Origin, Probe, RunSpec, Served, Serving, Trainable,
-)  # fmt: skip
+    LORA_TARGETS,
+    LongProbe,
+    LoraShape,
+    LoraTarget,
+    Manifest,
+    Origin,
+    Probe,
+    RunSpec,
+    Served,
+    Serving,
+    Trainable,
+)
 from tandem.spool.schema.training import (
     AskedRLLoss,
     Loss,
@@ -68,4 +102,4 @@ __all__ = [
     "Served",
     "Serving",
     "Trainable",
-]  # fmt: skip
+]

@@ -14,7 +14,10 @@ STEPS = 10**8
 RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
 JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 PATTERN_WORDS |= {
-    RUN_NAME_PATTERN: "use lower-case letters, digits, '.', '_' and '-', at most 64; a letter or digit at both ends",
+    RUN_NAME_PATTERN: (
+        "use lower-case letters, digits, '.', '_' and '-', at most 64; a letter or digit at both"
+        " ends"
+    ),
     JOB_ID_PATTERN: "use letters, digits, '.', '_' and '-', at most 64; a letter or digit first",
 }
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
@@ -29,4 +32,6 @@ class Record(BaseModel):
     """Base of the records: unknown keys, NaN and infinity are errors, and a record is immutable."""
 
     # Pydantic would keep the last 16,384 texts that it read, and no two jobs have the same.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys")
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys"
+    )

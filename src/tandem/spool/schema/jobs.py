@@ -1,4 +1,5 @@
-"""Records of a job: its specification, state, result and events, and what its runner and ranks write as they run it."""
+"""Records of a job: its specification, state, result and events, and what its runner and ranks
+write as they run it."""
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -6,7 +7,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, JobId, Record, RunName
-from tandem.spool.schema.training import OptimizerSettings, PackedData, PreferenceLoss, RLLoss, SFTLoss
+from tandem.spool.schema.training import (
+    OptimizerSettings,
+    PackedData,
+    PreferenceLoss,
+    RLLoss,
+    SFTLoss,
+)
 
 
 class _JobSpec(Record):
@@ -18,8 +25,10 @@ class _JobSpec(Record):
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
     data: PackedData
     optimizer: OptimizerSettings = OptimizerSettings()
-    deadline_seconds: float = Field(default=3600.0, gt=0)  # the runner stops an attempt that takes longer
-    stall_seconds: float = Field(default=600.0, gt=0)  # ranks without a heartbeat for so long are taken for hung
+    # The runner stops an attempt that takes longer.
+    deadline_seconds: float = Field(default=3600.0, gt=0)
+    # Ranks without a heartbeat for so long are taken for hung.
+    stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
 
@@ -46,7 +55,9 @@ JobKind = Literal["rl", "sft", "dpo"]
 class JobError(Record):
     """Why a job did not succeed."""
 
-    type: str  # TandemError.code, or rank_crashed, rank_hung, deadline, runner_lost, base_missing, cancelled, ...
+    # TandemError.code, or rank_crashed, rank_hung, deadline, runner_lost, base_missing, cancelled,
+    # ...
+    type: str
     message: str
     retriable: bool = False
     log_tail: str = ""
@@ -59,11 +70,14 @@ class JobResult(Record):
     finished: float  # Unix seconds
 
 
-_KEY_PATTERN = re.compile(rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})")
+_KEY_PATTERN = re.compile(
+    rf"(\d{{16}}),(\d{{8,}}),({RUN_NAME_PATTERN[1:-1]}),({JOB_ID_PATTERN[1:-1]})"
+)
 
 
 class JobKey(NamedTuple):
-    """What the name of a job's file says, so that listings need not read the file. Keys sort by submission."""
+    """What the name of a job's file says, so that listings need not read the file. Keys sort by
+    submission."""
 
     created: int  # Unix microseconds
     base_step: int
@@ -84,11 +98,13 @@ class JobKey(NamedTuple):
 
 
 class Job(Record):
-    """A job's file (`Paths.job_file`). Its directory is the job's state; the file holds everything else."""
+    """A job's file (`Paths.job_file`). Its directory is the job's state; the file holds everything
+    else."""
 
     spec: JobSpec
     attempt: int = 0  # attempts started so far
-    stopped: int = 0  # attempts that ended because the runner stopped; they don't count against max_attempts
+    # Attempts that ended because the runner stopped; they don't count against max_attempts.
+    stopped: int = 0
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None
 
@@ -99,13 +115,28 @@ class Job(Record):
 
 
 EventType = Literal[
-    "claimed", "slept", "started", "loaded", "step", "evaluated", "offered", "checkpoint", "sent", "served", "released",
-    "woken", "requeued", "succeeded", "failed", "cancelled",
-]  # fmt: skip
+    "claimed",
+    "slept",
+    "started",
+    "loaded",
+    "step",
+    "evaluated",
+    "offered",
+    "checkpoint",
+    "sent",
+    "served",
+    "released",
+    "woken",
+    "requeued",
+    "succeeded",
+    "failed",
+    "cancelled",
+]
 
 
 class Event(BaseModel):
-    """One line of `jobs/events/<id>.jsonl`. `data` holds the fields of this type of event (docs/jobs.md)."""
+    """One line of `jobs/events/<id>.jsonl`. `data` holds the fields of this type of event
+    (docs/jobs.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
 
@@ -127,8 +158,8 @@ class RunnerInfo(BaseModel):
 
 
 class Lease(BaseModel):
-    """`jobs/leases/<id>.json`: the runner that runs the job. The runner rewrites it while the attempt runs. Leases of
-    earlier versions also name the ranks' processes."""
+    """`jobs/leases/<id>.json`: the runner that runs the job. The runner rewrites it while the
+    attempt runs. Leases of earlier versions also name the ranks' processes."""
 
     schema_version: Literal[1] = 1
     job: JobId
@@ -141,24 +172,28 @@ class Lease(BaseModel):
 
 
 class RankMemory(BaseModel):
-    """What one rank held at the end of each phase of an attempt, in the order of the phases' first ends.
+    """What one rank held at the end of each phase of an attempt, in the order of the phases' first
+    ends.
 
-    Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used` on the whole device
-    by all processes, `host_pinned`, and `peak`, the most allocated within the phase. On the CPU `allocated`,
-    `reserved` and `peak` are the resident set, `device_used` is the machine's memory, and `host_pinned` is 0.
+    Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`
+    on the whole device by all processes, `host_pinned`, and `peak`, the most allocated within the
+    phase. On the CPU `allocated`, `reserved` and `peak` are the resident set, `device_used` is the
+    machine's memory, and `host_pinned` is 0.
     """
 
     model_config = ConfigDict(frozen=True)
 
     uuid: str | None = None  # of the rank's device; "cpu" without a device
     phases: dict[str, dict[str, int]] = Field(default_factory=dict)  # when the phase last ended
-    highest: dict[str, dict[str, int]] = Field(default_factory=dict)  # over all its ends, if it ended more than once
+    # Over all its ends, if it ended more than once.
+    highest: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 class Beat(RankMemory):
-    """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes. `memory` holds the
-    counters of torch's allocator by the metrics catalogue's names; on the CPU only `allocated` and `reserved`, both the
-    resident set. `*_peak` and counts are since the attempt began."""
+    """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes.
+    `memory` holds the counters of torch's allocator by the metrics catalogue's names; on the CPU
+    only `allocated` and `reserved`, both the resident set. `*_peak` and counts are since the
+    attempt began."""
 
     time: float  # Unix seconds
     phase: str
@@ -185,5 +220,6 @@ class Hold(Record):
     beat: float
     lease: float  # the runner counts as lost after this many seconds without a beat
     deadline: float  # if the runner is lost, vLLM may be woken after this time whatever is in use
-    # Bytes in use per device UUID while vLLM sleeps and no rank runs; empty until measured: no rank started yet.
+    # Bytes in use per device UUID while vLLM sleeps and no rank runs; empty until measured: no rank
+    # started yet.
     floor: dict[str, int] = Field(default_factory=dict)

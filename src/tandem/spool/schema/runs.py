@@ -9,20 +9,31 @@ from pydantic import Field, field_validator, model_validator
 from tandem.spool.schema.base import STEPS, Record, RunName
 
 Serving = Literal["adapter", "merged"]
-"""How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into vLLM's own weights."""
+"""How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into
+vLLM's own weights."""
 
 Trainable = Literal["lora", "full"]
 """What a run trains: a LoRA adapter, or all weights of its base model."""
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA_TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS: tuple[LoraTarget, ...] = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 
 
 class LoraShape(Record):
-    """`W' = W + alpha / rank * B A` (Hu et al., 2021, arXiv:2106.09685) on each target of each layer."""
+    """`W' = W + alpha / rank * B A` (Hu et al., 2021, arXiv:2106.09685) on each target of each
+    layer."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    # Twice the rank where it is left out, so that the scale does not depend on the rank. Records have it written out.
+    # Twice the rank where it is left out, so that the scale does not depend on the rank. Records
+    # have it written out.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(default=LORA_TARGETS, min_length=1)
 
@@ -56,7 +67,9 @@ class RunSpec(Record):
     @model_validator(mode="after")
     def _an_adapter_or_all_weights(self) -> Self:
         if (self.lora is None) != (self.trainable == "full"):
-            raise ValueError("trainable=full needs lora=null, and trainable=lora needs a LoRA shape")
+            raise ValueError(
+                "trainable=full needs lora=null, and trainable=lora needs a LoRA shape"
+            )
         return self
 
 
@@ -68,8 +81,9 @@ class FileEntry(Record):
 class LongProbe(Record):
     """The trainer's log-probs of a few tokens of one long sequence, in nats at temperature 1.
 
-    `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint; `positions` ascends.
-    What differs between trainer and vLLM only after many tokens (a sliding window, a scaled RoPE) shows here.
+    `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint;
+    `positions` ascends. What differs between trainer and vLLM only after many tokens (a sliding
+    window, a scaled RoPE) shows here.
     """
 
     tokens: list[int]
@@ -80,24 +94,27 @@ class LongProbe(Record):
     def _positions_are_tokens(self) -> Self:
         bounds = [0, *self.positions, len(self.tokens)]
         if any(a >= b for a, b in pairwise(bounds)):
-            raise ValueError(f"positions must ascend from 1 or more to less than {len(self.tokens)}")
+            raise ValueError(
+                f"positions must ascend from 1 or more to less than {len(self.tokens)}"
+            )
         return self
 
 
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences, with which the publisher compares vLLM's.
 
-    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint, at temperature 1;
-    `previous` is the same under the checkpoint before it, `base` with the adapter switched off; where all weights are
-    trained, as `previous`. The trainer computes all three, so that the rounding that vLLM doesn't share cancels out of
-    their differences.
+    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint,
+    at temperature 1; `previous` is the same under the checkpoint before it, `base` with the adapter
+    switched off; where all weights are trained, as `previous`. The trainer computes all three, so
+    that the rounding that vLLM doesn't share cancels out of their differences.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     previous: list[list[float]]
     base: list[list[float]]
-    long: LongProbe | None = None  # None where the job's rows are no longer than the other sequences
+    # None where the job's rows are no longer than the other sequences.
+    long: LongProbe | None = None
 
 
 class Manifest(Record):
@@ -115,17 +132,23 @@ class Manifest(Record):
     probe: Probe | None = None  # None: step 0, which must equal the base model
     origin: Origin | None = None
     optimizer_state: int | None = None
-    """The step whose optimizer state goes with these weights, where the checkpoint has none of its own (0: none was
-    ever written). None: it has its own, or was never trained."""
+    """The step whose optimizer state goes with these weights, where the checkpoint has none of its
+    own (0: none was ever written). None: it has its own, or was never trained."""
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:
-        """Those of the weights: the adapter's file, or the files of a whole model; none: the base model's weights."""
-        return {name: entry for name, entry in self.files.items() if name.endswith(".safetensors") and "/" not in name}
+        """Those of the weights: the adapter's file, or the files of a whole model; none: the base
+        model's weights."""
+        return {
+            name: entry
+            for name, entry in self.files.items()
+            if name.endswith(".safetensors") and "/" not in name
+        }
 
     @property
     def weights_sha256(self) -> str:
-        """Names the weights' content: the hash of their file; of several or none, the hash of their hashes."""
+        """Names the weights' content: the hash of their file; of several or none, the hash of their
+        hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -149,8 +172,9 @@ class Served(Record):
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
     tokens_checked: int
-    # By part: copy, load (of merged weights: stage, drain and swap are in it), verify; since_checkpoint is from the
-    # commit to `verified`, so it is long where a publisher or vLLM has started since.
+    # By part: copy, load (of merged weights: stage, drain and swap are in it), verify;
+    # since_checkpoint is from the commit to `verified`, so it is long where a publisher or vLLM has
+    # started since.
     seconds: dict[str, float] = Field(default_factory=dict)
     # The newest checkpoint that the publisher refused, and why; the older step stays served.
     refused_step: int | None = None

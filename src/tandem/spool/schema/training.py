@@ -16,64 +16,87 @@ class RLLoss(Record):
 
     reference_field: ClassVar[str] = "loss.kl_reference"
     policy: Literal["cispo", "ppo", "gspo"] = "cispo"
-    # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see `clip_bounds`).
+    # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
+    # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
-    # Whose ratio: the token's, or its sequence's (exp of the mean log-ratio). None: the policy's own (see `level`).
+    # Whose ratio: the token's, or its sequence's (exp of the mean log-ratio). None: the policy's
+    # own (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
     # What the bounds do to an item beyond them: clip its ratio as the policy does, or leave it out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
     # PPO and GSPO: where the advantage is negative, the ratio counts as this at most.
     dual_clip: float | None = Field(default=None, gt=1)
-    # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more nats than this.
+    # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more
+    # nats than this.
     off_policy_threshold: float | None = Field(default=None, gt=0)
-    # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the group. `constant`
-    # divides the plain sum by `normalisation_constant` times the number of trajectories (Dr. GRPO). None: the policy's
-    # own default (see `mean_over`).
+    # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the
+    # group. `constant` divides the plain sum by `normalisation_constant` times the number of
+    # trajectories (Dr. GRPO). None: the policy's own default (see `mean_over`).
     normalisation: Literal["token", "trajectory", "group", "constant"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
-    # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass before the first
-    # optimizer step. Importance weights of trainer to sampler (`tis_*`) need the trainer's.
+    # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass
+    # before the first optimizer step. Importance weights of trainer to sampler (`tis_*`) need the
+    # trainer's.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    # The weight is the token's, or the product over its sequence. It is truncated at the cap, and 0 outside the mask.
+    # The weight is the token's, or the product over its sequence. It is truncated at the cap, and 0
+    # outside the mask.
     tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
     tis_mask_low: float | None = Field(default=None, ge=0)
     tis_mask_high: float | None = Field(default=None, gt=0)
-    advantage_scale: Literal["none", "mean_abs"] = "none"  # mean_abs: divide by the mean |advantage| of the job's items
+    # mean_abs: divide by the mean |advantage| of the job's items.
+    advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # A penalty in the loss, or part of each token's advantage (there it is the log-ratio, whatever the estimator).
+    # A penalty in the loss, or part of each token's advantage (there it is the log-ratio, whatever
+    # the estimator).
     kl_in: Literal["loss", "advantage"] = "loss"
-    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an older policy.
+    # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an
+    # older policy.
     kl_correction: bool = False
     # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
     kl_reference: Literal["base"] | Step = "base"
-    kl_metric: bool = False  # measure the KL even where kl_coef is 0: costs one more forward pass without gradients
+    # Measure the KL even where kl_coef is 0: costs one more forward pass without gradients.
+    kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
-    temperature: float = Field(default=1.0, gt=0)  # the trajectories' sampling temperature; logits are divided by it
+    # The trajectories' sampling temperature; logits are divided by it.
+    temperature: float = Field(default=1.0, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.weighs_sampler and self.old_logprobs != "trainer":
             raise ValueError(
-                'tis_cap and tis_mask_* need old_logprobs="trainer": against the sampler\'s own log-probs the ratio '
-                "already corrects the mismatch, and a second factor would apply it twice"
+                'tis_cap and tis_mask_* need old_logprobs="trainer": against the sampler\'s own'
+                " log-probs the ratio already corrects the mismatch, and a second factor would"
+                " apply it twice"
             )
         if self.tis_level == "sequence" and not self.weighs_sampler:
-            raise ValueError('tis_level="sequence" goes with tis_cap, tis_mask_low or tis_mask_high')
+            raise ValueError(
+                'tis_level="sequence" goes with tis_cap, tis_mask_low or tis_mask_high'
+            )
         if (self.tis_mask_low or 0.0) >= (self.tis_mask_high or float("inf")):
             raise ValueError("tis_mask_low must be below tis_mask_high")
         if self.policy == "gspo" and self.ratio_level == "token":
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
-        if self.dual_clip is not None and (self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]):
-            raise ValueError(f"dual_clip is for PPO and GSPO, and above their upper bound ({self.clip_bounds[1]:g})")
+        if self.dual_clip is not None and (
+            self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]
+        ):
+            raise ValueError(
+                "dual_clip is for PPO and GSPO, and above their upper bound"
+                f" ({self.clip_bounds[1]:g})"
+            )
         if (self.kl_in == "advantage" or self.kl_correction) and not self.kl_coef:
             raise ValueError("kl_in and kl_correction go with kl_coef > 0")
         if self.kl_in == "advantage" and self.kl_correction:
-            raise ValueError('kl_correction is for kl_in="loss": in the advantage, the ratio already weighs the KL')
+            raise ValueError(
+                'kl_correction is for kl_in="loss": in the advantage, the ratio already weighs'
+                " the KL"
+            )
         if (self.normalisation == "constant") != (self.normalisation_constant is not None):
-            raise ValueError('normalisation_constant goes with normalisation="constant", and only with it')
+            raise ValueError(
+                'normalisation_constant goes with normalisation="constant", and only with it'
+            )
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:
             raise ValueError("kl_reference is 'base' or a checkpoint's step >= 0")
         return self
@@ -86,7 +109,9 @@ class RLLoss(Record):
     @property
     def weighs_sampler(self) -> bool:
         """Whether items have importance weights of trainer to sampler."""
-        return any(value is not None for value in (self.tis_cap, self.tis_mask_low, self.tis_mask_high))
+        return any(
+            value is not None for value in (self.tis_cap, self.tis_mask_low, self.tis_mask_high)
+        )
 
     @property
     def level(self) -> Literal["token", "sequence"]:
@@ -95,13 +120,14 @@ class RLLoss(Record):
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant"]:
-        """`normalisation` after defaults: CISPO and PPO token, GSPO trajectory (their papers, and DAPO for PPO)."""
+        """`normalisation` after defaults: CISPO and PPO token, GSPO trajectory (their papers, and
+        DAPO for PPO)."""
         return self.normalisation or ("trajectory" if self.policy == "gspo" else "token")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher), CISPO [0, 5],
-        GSPO [1 - 3e-4, 1 + 4e-4]."""
+        """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher),
+        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4]."""
         low, high = {"ppo": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}[self.policy]
         low = low if self.clip_low is None else self.clip_low
         high = high if self.clip_high is None else self.clip_high
@@ -109,8 +135,8 @@ class RLLoss(Record):
 
 
 class SFTLoss(Record):
-    """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer step. Weights of
-    either sign need the sum, since their mean may divide by 0."""
+    """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer
+    step. Weights of either sign need the sum, since their mean may divide by 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"
@@ -126,7 +152,9 @@ class SFTLoss(Record):
 
 def _effective(loss: RLLoss) -> RLLoss:
     if loss.dual_clip is not None and loss.beyond_bounds == "mask":
-        raise ValueError('dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out')
+        raise ValueError(
+            'dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out'
+        )
     if loss.kl_reference != "base" and not (loss.kl_coef or loss.kl_metric):
         raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
     return loss
@@ -137,7 +165,8 @@ AskedRLLoss = Annotated[RLLoss, AfterValidator(_effective)]
 
 
 class PreferenceLoss(Record):
-    """The loss of pairs of a chosen and a rejected answer. Formulas and sources: `tandem.training.losses`."""
+    """The loss of pairs of a chosen and a rejected answer. Formulas and sources:
+    `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.reference"
     kind: Literal["dpo", "ipo", "simpo"] = "dpo"
@@ -146,7 +175,8 @@ class PreferenceLoss(Record):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # SimPO: by how much the chosen answer's reward is to exceed the rejected one's. None: 0.5.
     margin: float | None = Field(default=None, ge=0)
-    # DPO and IPO: what the policy is compared with. "start" is the checkpoint that the job starts from.
+    # DPO and IPO: what the policy is compared with. "start" is the checkpoint that the job starts
+    # from.
     reference: Literal["start", "base"] | Step = "start"
 
     @model_validator(mode="after")
@@ -179,11 +209,13 @@ Loss = RLLoss | SFTLoss | PreferenceLoss
 
 
 class Schedule(Record):
-    """How the learning rate changes from optimizer step to optimizer step, over all jobs of one training.
+    """How the learning rate changes from optimizer step to optimizer step, over all jobs of one
+    training.
 
     Step k (0, 1, ...) of `total` has the factor (k + 1) / (warmup + 1) while k < warmup. Then, with
-    x = (k - warmup) / (total - warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear), or
-    floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016, arXiv:1608.03983, eq. 5).
+    x = (k - warmup) / (total - warmup), it is 1 (constant), floor + (1 - floor) (1 - x) (linear),
+    or floor + (1 - floor) (1 + cos(pi x)) / 2 (cosine; Loshchilov and Hutter, 2016,
+    arXiv:1608.03983, eq. 5).
     """
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
@@ -195,7 +227,9 @@ class Schedule(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.shape != "constant" and self.total is None:
-            raise ValueError(f"shape={self.shape!r} needs total, the optimizer steps of the whole training")
+            raise ValueError(
+                f"shape={self.shape!r} needs total, the optimizer steps of the whole training"
+            )
         if self.total is not None and self.total <= self.warmup:
             raise ValueError("total must be above warmup")
         return self
@@ -208,7 +242,9 @@ class Schedule(Record):
         if self.total is None or self.shape == "constant":
             return 1.0
         x = min(1.0, (k - self.warmup) / (self.total - self.warmup))
-        return self.floor + (1 - self.floor) * (1 - x if self.shape == "linear" else (1 + math.cos(math.pi * x)) / 2)
+        return self.floor + (1 - self.floor) * (
+            1 - x if self.shape == "linear" else (1 + math.cos(math.pi * x)) / 2
+        )
 
 
 class OptimizerSettings(Record):
@@ -221,9 +257,11 @@ class OptimizerSettings(Record):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size (R19).
+    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size
+    # (R19).
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those of one step.
+    # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those
+    # of one step.
     batch_size: int | None = Field(default=None, ge=1)
     epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in an order of its own
 
@@ -251,11 +289,14 @@ class PackedData(Record):
     num_trajectories: int = Field(ge=1)
     num_groups: int = Field(ge=1)
     dropped_groups: int = Field(default=0, ge=0)  # no variance in their rewards
-    dropped_trajectories: int = Field(default=0, ge=0)  # too long, or nothing trained left after truncation
+    # Too long, or nothing trained left after truncation.
+    dropped_trajectories: int = Field(default=0, ge=0)
     truncated_trajectories: int = Field(default=0, ge=0)  # cut to the length of a row
-    # Examples or pairs that are only evaluated. Above, only rows, dropped and truncated trajectories count them.
+    # Examples or pairs that are only evaluated. Above, only rows, dropped and truncated
+    # trajectories count them.
     num_held_out: int = Field(default=0, ge=0)
-    policy_step_min: int | None = None  # RL: the oldest checkpoint that sampled a turn; None: unknown
+    # RL: the oldest checkpoint that sampled a turn; None: unknown.
+    policy_step_min: int | None = None
     policy_step_mean: float | None = None  # over turns
     reward_mean: float | None = None
     reward_std: float | None = None

@@ -17,11 +17,12 @@ from tandem.spool.schema import Record
 from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
-"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports what a rank needs."""
+"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports
+what a rank needs."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is built into torch:
-TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
+"""How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
+built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
 class Launch(Record):
@@ -35,14 +36,20 @@ class Launch(Record):
     entry: str = DEFAULT_ENTRY
 
 
-def start_child(command: list[str], environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+def start_child(
+    command: list[str], environment: dict[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that the kernel kills when this process dies."""
     parent = os.getpid()
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
-        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 (takes no lock of another thread)
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        # `die_with_parent` takes no lock of another thread.
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
         **options,
-    )  # fmt: skip
+    )
 
 
 def write_exits(work: Path, exits: dict[int, int]) -> None:
@@ -50,12 +57,16 @@ def write_exits(work: Path, exits: dict[int, int]) -> None:
 
 
 def read_exits(work: Path) -> dict[int, int]:
-    """Exit status by rank of the ranks that failed by themselves, first failure first (negative: a signal).
+    """Exit status by rank of the ranks that failed by themselves, first failure first (negative: a
+    signal).
 
-    Ranks that their parent ended after the first failure are left out. Empty when no rank failed or the parent was
-    killed.
+    Ranks that their parent ended after the first failure are left out. Empty when no rank failed or
+    the parent was killed.
     """
     try:
-        return {int(rank): status for rank, status in json.loads((work / "exits.json").read_text()).items()}
+        return {
+            int(rank): status
+            for rank, status in json.loads((work / "exits.json").read_text()).items()
+        }
     except (OSError, ValueError):
         return {}

@@ -1,7 +1,9 @@
-"""The first code of a rank, which runs before torch is imported: it ends with its parent and logs to its own file.
+"""The first code of a rank, which runs before torch is imported: it ends with its parent and logs
+to its own file.
 
 python -m tandem.trainer.launch.bootstrap <a Launch as JSON>          runs one job
-python -m tandem.trainer.launch.bootstrap <entry module> <socket>     stays and runs jobs that come over the socket
+python -m tandem.trainer.launch.bootstrap <entry module> <socket>     stays and runs jobs that come
+                                                                      over the socket
 """
 
 import importlib
@@ -24,7 +26,8 @@ def redirect(log: Path) -> None:
 
 
 def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
-    """Run this process's rank, with its output in the rank's log; returns its exit status. Raises what the rank raises.
+    """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
+    what the rank raises.
 
     `main`: by default that of the launch's entry module.
     """
@@ -36,8 +39,8 @@ def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = No
 def stay(entry: str, control: str) -> int:
     """Run job after job until one fails or the runner closes the socket; returns the exit status.
 
-    The runner sends a `Launch` as JSON, one packet. The rank answers with one byte when the job is done; a rank that
-    fails answers nothing and ends.
+    The runner sends a `Launch` as JSON, one packet. The rank answers with one byte when the job is
+    done; a rank that fails answers nothing and ends.
     """
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)

@@ -1,21 +1,27 @@
-"""The process that ranks are forked from, and the runner's side of it (`ForkServer`). It imports everything a rank
-needs, once, and runs no job itself.
+"""The process that ranks are forked from, and the runner's side of it (`ForkServer`). It imports
+everything a rank needs, once, and runs no job itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module>
 
 Forking is safe because of three rules:
 
-- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports look for devices
+- No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports
+look for devices
   without the CUDA runtime.
-- No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp would wait for its
-  other threads forever. The runner logs a warning with their names. (With GPUs there is one of NVML's, which waits for
+- No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
+would wait for its
+  other threads forever. The runner logs a warning with their names. (With GPUs there is one of
+  NVML's, which waits for
   the driver's events and which nvmlShutdown does not end.)
-- All ranks are forked before the store's threads start. torch's elastic agent has threads when it forks. So the ranks'
-  parent, the leader, is our own. Like the agent it ends the other ranks after the first failure and restarts none. The
+- All ranks are forked before the store's threads start. torch's elastic agent has threads when it
+forks. So the ranks'
+  parent, the leader, is our own. Like the agent it ends the other ranks after the first failure and
+  restarts none. The
   ranks' connections wait in the listening socket's backlog until the store runs.
 
-Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}} after the imports,
-and {"exited": status, "work": <the launch's work directory>}, which may come late about a launch that was killed.
+Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}}
+after the imports, and {"exited": status, "work": <the launch's work directory>}, which may come
+late about a launch that was killed.
 """
 
 import importlib
@@ -45,19 +51,28 @@ log = Log("runner")
 
 
 class ForkServer:
-    """The fork server, and the handle of its latest launch. For what a handle's methods do see `Torchrun`.
+    """The fork server, and the handle of its latest launch. For what a handle's methods do see
+    `Torchrun`.
 
-    A launch never waits for the server's imports: the request stays in the socket until they are done.
+    A launch never waits for the server's imports: the request stays in the socket until they are
+    done.
     """
 
     name = "fork server"
 
     def __init__(self, entry: str, environment: dict[str, str]) -> None:
-        # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not survive a fork.
+        # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not
+        # survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "tandem.trainer.launch.forkserver", str(theirs.fileno()), entry]
+            command = [
+                sys.executable,
+                "-m",
+                "tandem.trainer.launch.forkserver",
+                str(theirs.fileno()),
+                entry,
+            ]
             self._process = start_child(command, environment, pass_fds=[theirs.fileno()])
         self.pid = self._process.pid
         self._work = ""
@@ -83,8 +98,11 @@ class ForkServer:
                 break
             message = json.loads(packet)
             if ready := message.get("ready"):
-                (log.warning if ready["threads"] else log.info)("fork server is ready", pid=self.pid, **ready)
-            elif message["work"] == self._work:  # otherwise it is about an earlier launch, which was killed
+                (log.warning if ready["threads"] else log.info)(
+                    "fork server is ready", pid=self.pid, **ready
+                )
+            # Otherwise it is about an earlier launch, which was killed.
+            elif message["work"] == self._work:
                 self._exit = message["exited"]
         if self._exit is None and not self.alive:
             self._exit = -signal.SIGKILL  # leader and ranks die with the server
@@ -95,7 +113,8 @@ class ForkServer:
         for leader in leaders:
             processes.send(leader, signal.SIGTERM)
         if not leaders and self.poll() is None:
-            self.close()  # during its imports: the job has no process yet, and its request goes with the server
+            # During its imports: the job has no process yet, and its request goes with the server.
+            self.close()
 
     def processes(self) -> list[Process]:
         return [process for process in processes.descendants(self.pid) if not process.zombie]
@@ -135,22 +154,31 @@ def main() -> None:
 
 
 def lead(launch: Launch, runner: socket.socket) -> int:
-    """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them exited with 0."""
+    """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them
+    exited with 0."""
     runner.close()
     redirect(launch.work / "launcher.log")
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.create_server(("localhost", 0), backlog=max(128, launch.ranks))
-    ranks = {_fork(partial(_run_rank, launch, rank, listener)): rank for rank in range(launch.ranks)}
+    ranks = {
+        _fork(partial(_run_rank, launch, rank, listener)): rank for rank in range(launch.ranks)
+    }
     from torch._C._distributed_c10d import TCPStore
 
     port = listener.getsockname()[1]
     store = TCPStore(
-        "localhost", port, None, is_master=True, wait_for_workers=False, multi_tenant=True,
+        "localhost",
+        port,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
         master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    failures: dict[int, int] = {}  # of the ranks that failed before the others were ended, in that order
+    )
+    # Of the ranks that failed before the others were ended, in that order.
+    failures: dict[int, int] = {}
     kill_time: float | None = None
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -184,8 +212,9 @@ def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child` and exits with its
-    result. It never returns into the server's stack, nor runs the server's exit handlers."""
+    """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child`
+    and exits with its result. It never returns into the server's stack, nor runs the server's exit
+    handlers."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -207,12 +236,19 @@ def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str
     """The variables of torchrun's agent that something reads in a rank on a single node."""
     world = str(launch.ranks)
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"{launch.job}-{launch.attempt}", "TORCHELASTIC_RESTART_COUNT": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"{launch.job}-{launch.attempt}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

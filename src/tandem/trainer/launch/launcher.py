@@ -17,7 +17,9 @@ from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
 log = Log("runner")
 
-SECRETS = {f"TANDEM_{name}{suffix}" for name in ("API_KEY", "ADMIN_TOKEN") for suffix in ("", "_FILE")}
+SECRETS = {
+    f"TANDEM_{name}{suffix}" for name in ("API_KEY", "ADMIN_TOKEN") for suffix in ("", "_FILE")
+}
 """Variables that ranks don't inherit: a rank talks to nobody who asks for a key."""
 
 Handle = Torchrun | ForkServer
@@ -25,16 +27,18 @@ Handle = Torchrun | ForkServer
 
 
 class Launcher:
-    """Starts the ranks of jobs. The fork server and resident ranks start ahead of the first job and stay between jobs,
-    until they end or their code changes."""
+    """Starts the ranks of jobs. The fork server and resident ranks start ahead of the first job and
+    stay between jobs, until they end or their code changes."""
 
     def __init__(self, settings: Settings, entry: str, marker: tuple[str, str]) -> None:
-        """`marker`: an environment variable and its value for every process that this launcher starts, by which a later
-        runner finds processes that outlived this one."""
+        """`marker`: an environment variable and its value for every process that this launcher
+        starts, by which a later runner finds processes that outlived this one."""
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings) | dict([marker])
         # A killed process leaves its temporary files, and a rank is often killed.
-        self._scratch = scratch_directory(f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}")
+        self._scratch = scratch_directory(
+            f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}"
+        )
         self._environment["TMPDIR"] = str(self._scratch)
         self._standby: ForkServer | ResidentRanks | None = None
         self._code_version: set[tuple[Path, int, int]] = set()
@@ -53,16 +57,22 @@ class Launcher:
         if self._settings.launch == "fork":
             self._standby = ForkServer(self._entry, self._environment)
         else:
-            self._standby = ResidentRanks(self._settings.trainer_ranks, self._entry, self._environment)
+            self._standby = ResidentRanks(
+                self._settings.trainer_ranks, self._entry, self._environment
+            )
         self._code_version = current
 
     def launch(self, job: str, attempt: int, work: Path) -> Handle:
-        """Start the ranks without waiting for them. Raises OSError when a process can't be started."""
+        """Start the ranks without waiting for them. Raises OSError when a process can't be
+        started."""
         if not self.holds_devices:
-            self._scratch.mkdir(mode=0o700, exist_ok=True)  # systems clean /tmp while the runner is idle
+            # Systems clean /tmp while the runner is idle.
+            self._scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self._scratch)  # of the attempt before
         root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
-        launch = Launch(root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry)
+        launch = Launch(
+            root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry
+        )
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
@@ -83,40 +93,48 @@ class Launcher:
 def rank_environment(settings: Settings) -> dict[str, str]:
     """The variables that every launcher starts ranks with.
 
-    The number of threads decides the order of floating-point sums, so it is fixed here instead of by each library:
-    OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of ranks.
+    The number of threads decides the order of floating-point sums, so it is fixed here instead of
+    by each library: OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of
+    ranks.
     """
     cores = len(os.sched_getaffinity(0))
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // settings.trainer_ranks)),
         # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
         "OPENBLAS_NUM_THREADS": "1",
-        # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than it saves.
+        # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than
+        # it saves.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
         # torch's default is below TMPDIR, and that of ranks does not last.
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(
+            Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        ),
     }
     if settings.launch == "resident":
-        # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their own, which grow.
+        # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their
+        # own, which grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
-    if settings.trainer_ranks == 2 and settings.way != "nccl":  # with "nccl" vLLM's workers would need the same
-        # Only NVLS needs NCCL's memory to be of this kind, and two GPUs gain nothing by NVLS. They connect 0.3 s sooner
-        # without it (H100, NCCL 2.28).
+    # With "nccl" vLLM's workers would need the same.
+    if settings.trainer_ranks == 2 and settings.way != "nccl":
+        # Only NVLS needs NCCL's memory to be of this kind, and two GPUs gain nothing by NVLS. They
+        # connect 0.3 s sooner without it (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
     if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen
         environment |= {"TANDEM_TOPOLOGY": settings.topology, **Sizes.of(settings).variables()}
-    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, by which the runner finds and measures the devices
+    # NVML's order, by which the runner finds and measures the devices.
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:
-    """(path, modification time, size) of the files that a process has in memory: Tandem's and the entry module's."""
+    """(path, modification time, size) of the files that a process has in memory: Tandem's and the
+    entry module's."""
     spec = find_spec(entry)
     assert spec is not None
     files = [*Path(tandem.__file__).parent.rglob("*.py"), Path(str(spec.origin))]

@@ -1,7 +1,7 @@
 """Ranks under torchrun (R2): new processes for each job (R3), or ranks that stay between jobs.
 
-With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks connect to that same
-store. No port is closed and opened again (R11).
+With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks
+connect to that same store. No port is closed and opened again (R11).
 """
 
 import os
@@ -21,17 +21,30 @@ from tandem.trainer.launch import Launch, start_child
 
 
 class Torchrun:
-    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `work` gets launcher.log and exits.json.
+    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `work` gets
+    launcher.log and exits.json.
 
     The agent restarts no ranks: attempts are counted only in the spool.
     """
 
-    def __init__(self, work: Path, ranks: int, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, work: Path, ranks: int, arguments: list[str], environment: dict[str, str]
+    ) -> None:
         command = [
-            sys.executable, "-m", "tandem.trainer.launch.torchrun_agent", str(work),
-            "--standalone", "--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", "--monitor-interval=0.1",
-            "--local-addr=localhost", "-m", "tandem.trainer.launch.bootstrap", *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "tandem.trainer.launch.torchrun_agent",
+            str(work),
+            "--standalone",
+            "--nnodes=1",
+            f"--nproc-per-node={ranks}",
+            "--max-restarts=0",
+            "--monitor-interval=0.1",
+            "--local-addr=localhost",
+            "-m",
+            "tandem.trainer.launch.bootstrap",
+            *arguments,
+        ]
         with (work / "launcher.log").open("ab") as log:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -44,7 +57,8 @@ class Torchrun:
         self._agent.terminate()
 
     def processes(self) -> list[Process]:
-        """All living descendants of the runner: it adopts orphans and keeps no other process while it uses torchrun."""
+        """All living descendants of the runner: it adopts orphans and keeps no other process while
+        it uses torchrun."""
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
@@ -52,21 +66,25 @@ class Torchrun:
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)
-            processes.reap_orphans()  # ranks that died before the agent, which can't collect their status any more
+            # Ranks that died before the agent, which can't collect their status any more.
+            processes.reap_orphans()
         return left
 
 
 class ResidentRanks(Torchrun):
-    """Ranks that start ahead of the first job and get their jobs over a Unix socket (their side: `bootstrap.stay`).
+    """Ranks that start ahead of the first job and get their jobs over a Unix socket (their side:
+    `bootstrap.stay`).
 
-    After each job they free their device memory, all but what a process can't free while it lives (its CUDA context,
-    NCCL's buffers). When a job ends in any other way than success, they end too, and the next job gets new ones.
+    After each job they free their device memory, all but what a process can't free while it lives
+    (its CUDA context, NCCL's buffers). When a job ends in any other way than success, they end too,
+    and the next job gets new ones.
     """
 
     name = "resident ranks"
 
     def __init__(self, count: int, entry: str, environment: dict[str, str]) -> None:
-        # Local, because the volume's file system may not support sockets; short, because a socket's path is limited.
+        # Local, because the volume's file system may not support sockets; short, because a socket's
+        # path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -125,7 +143,11 @@ class ResidentRanks(Torchrun):
         # The ranks stay. Processes that they started for the job don't.
         agent = self._agent.pid
         return processes.kill_all(
-            lambda: [process for process in self.processes() if agent not in (process.pid, process.parent)],
+            lambda: [
+                process
+                for process in self.processes()
+                if agent not in (process.pid, process.parent)
+            ],
             timeout=timeout,
         )
 

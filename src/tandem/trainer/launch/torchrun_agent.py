@@ -2,11 +2,11 @@
 
     python -m tandem.trainer.launch.torchrun_agent <directory> <torchrun's arguments>
 
-torchrun's exit status is 1 whichever rank failed and however. This program calls torchrun's own `main` and writes the
-failures that it raises to `exits.json` in `directory`.
+torchrun's exit status is 1 whichever rank failed and however. This program calls torchrun's own
+`main` and writes the failures that it raises to `exits.json` in `directory`.
 
-torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles what one of them holds: whoever
-reaches that port runs code here. In this program the stores listen on loopback.
+torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles what one of
+them holds: whoever reaches that port runs code here. In this program the stores listen on loopback.
 """
 
 import os
@@ -39,10 +39,12 @@ class LoopbackStore(TCPStore):
 def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
     """Exit status by rank of the ranks that failed by themselves, first failure first.
 
-    After the first failure the agent ends the other ranks: it sends SIGTERM, and SIGKILL when its timeout is over.
+    After the first failure the agent ends the other ranks: it sends SIGTERM, and SIGKILL when its
+    timeout is over.
     """
     exits: dict[int, int] = {}
-    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)  # Unix seconds, in whole numbers
+    # Unix seconds, in whole numbers.
+    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     kill_time = ordered[0][1].timestamp + SHUTDOWN_SECONDS["torchrun"]
     for rank, failure in ordered:
         terminated = bool(exits) and failure.exitcode == -signal.SIGTERM

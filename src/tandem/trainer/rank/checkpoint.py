@@ -1,8 +1,8 @@
 """Adapter and optimizer state in and out of checkpoints, always both.
 
-`optimizer/adam.safetensors` holds fp32 `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq` in the full shapes of the
-adapter's tensors, and `step` (int64 scalar), so that any topology can read it. Only a checkpoint that has never been
-trained (step 0) has no such file.
+`optimizer/adam.safetensors` holds fp32 `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq` in the full
+shapes of the adapter's tensors, and `step` (int64 scalar), so that any topology can read it. Only a
+checkpoint that has never been trained (step 0) has no such file.
 """
 
 import hashlib
@@ -36,17 +36,19 @@ _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 @dataclass(frozen=True)
 class Contents[T]:
-    """The uncut tensors of a checkpoint's two files, by name; with T = StoredTensor, their places in the files."""
+    """The uncut tensors of a checkpoint's two files, by name; with T = StoredTensor, their places
+    in the files."""
 
     adapter: dict[str, T]
     optimizer: dict[str, T] | None  # None if the checkpoint was never trained
 
 
 def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Contents[StoredTensor]:
-    """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the interpreter's lock.
+    """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
+    interpreter's lock.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered (R16), if a tensor doesn't fit, or if a trained
-    checkpoint has no optimizer state; NotFound if there is no such checkpoint.
+    Raises CheckpointDamaged if a file is missing, truncated or altered (R16), if a tensor doesn't
+    fit, or if a trained checkpoint has no optimizer state; NotFound if there is no such checkpoint.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -54,11 +56,13 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
     if OPTIMIZER_FILE not in manifest.files:
         if step > 0 or (manifest.origin is not None and manifest.origin.step > 0):
             raise CheckpointDamaged(
-                f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and training can't continue without it; "
-                "roll the run back to an older step"
+                f"checkpoint {directory}: {OPTIMIZER_FILE} is missing, and training can't continue"
+                " without it; roll the run back to an older step"
             )
         return Contents(adapter, None)
-    moments = {f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in MOMENTS}
+    moments = {
+        f"{name}.{moment}": tensor.shape for name, tensor in adapter.items() for moment in MOMENTS
+    }
     optimizer = check_tensors(directory / OPTIMIZER_FILE, {**moments, "step": ()})
     for name, tensor in optimizer.items():
         if tensor.dtype != (expected := torch.int64 if name == "step" else torch.float32):
@@ -67,13 +71,15 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
 
 
 def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes are those of its run.
+    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes are those of
+    its run.
 
     Raises CheckpointDamaged if a tensor of it holds NaN or infinity.
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
-        # Now and not in the first step, because `recompute.fit` gives away what is free before that.
+        # Now and not in the first step, because `recompute.fit` gives away what is free before
+        # that.
         for tensors in optimizer.new_state(0).values():
             for tensor in tensors.values():
                 tensor.zero_()
@@ -88,7 +94,8 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 @torch.no_grad()
 def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A collective of all ranks."""
+    """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A
+    collective of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -98,8 +105,8 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
 def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str, str]:
     """Write a checkpoint's files into the new `directory`; `previous` is the checkpoint before it.
 
-    Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that would only read the
-    page cache. Raises SpoolUnusable if the volume refuses the files.
+    Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that
+    would only read the page cache. Raises SpoolUnusable if the volume refuses the files.
     """
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
@@ -123,15 +130,24 @@ def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
     begin = 0
     for name, tensor in ordered:
         end = begin + tensor.nbytes
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
-    data = [memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()]
+    data = [
+        memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()
+    ]
     return [memoryview(safetensors_header(header)), *data]
 
 
 def safetensors_header(tensors: Mapping[str, Any]) -> bytes:
-    """How a safetensors file begins. `tensors`: name -> `dtype`, `shape` and `data_offsets`, in the data's order."""
-    text = json.dumps({"__metadata__": {"format": "pt"}} | dict(tensors), separators=(",", ":")).encode()
+    """How a safetensors file begins. `tensors`: name -> `dtype`, `shape` and `data_offsets`, in the
+    data's order."""
+    text = json.dumps(
+        {"__metadata__": {"format": "pt"}} | dict(tensors), separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

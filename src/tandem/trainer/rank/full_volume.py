@@ -13,14 +13,23 @@ SPACE_SECONDS = 660.0
 """Longer than from one removal of old checkpoints by the controller to the next."""
 
 
-def wait_for_space(spool: Spool, run: str, step: int, *, state: bool, beat: Callable[[], None]) -> None:
-    """Wait until the volume has space for the next checkpoint, which takes at least as much as checkpoint `step`.
-    VolumeFull after SPACE_SECONDS. `state`: whether the next one gets an optimizer state of its own."""
+def wait_for_space(
+    spool: Spool, run: str, step: int, *, state: bool, beat: Callable[[], None]
+) -> None:
+    """Wait until the volume has space for the next checkpoint, which takes at least as much as
+    checkpoint `step`. VolumeFull after SPACE_SECONDS. `state`: whether the next one gets an
+    optimizer state of its own.
+    """
     files = spool.checkpoints.manifest(run, step).files
-    needed = sum(entry.size for name, entry in files.items() if state or not name.startswith("optimizer/"))
+    needed = sum(
+        entry.size for name, entry in files.items() if state or not name.startswith("optimizer/")
+    )
     end, told = time.monotonic() + SPACE_SECONDS, False
     while (free := _free_bytes(spool)) is not None and free < needed:
-        problem = f"{spool.root} has {free} bytes left, and the checkpoint that this job makes takes {needed}"
+        problem = (
+            f"{spool.root} has {free} bytes left, and the checkpoint that this job makes takes"
+            f" {needed}"
+        )
         if time.monotonic() > end:
             raise VolumeFull(f"{problem}; free space on the volume or enlarge it, then try again")
         if not told:
@@ -39,7 +48,8 @@ def _free_bytes(spool: Spool) -> int | None:
 
 @contextmanager
 def event_left_out() -> Iterator[None]:
-    """Leaves out an event that a full volume refuses. The rank's log, on the same volume, says so if it can."""
+    """Leaves out an event that a full volume refuses. The rank's log, on the same volume, says so
+    if it can."""
     try:
         yield
     except VolumeFull:

@@ -14,7 +14,8 @@ BEAT_SECONDS = 0.5
 
 
 class Heartbeat:
-    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the exporter."""
+    """`beat.<rank>` (`tandem.spool.schema.Beat`) of one attempt, read by the runner and the
+    exporter."""
 
     def __init__(self, path: Path, watch: MemoryWatch) -> None:
         self._path = path
@@ -32,6 +33,8 @@ class Heartbeat:
     def write(self, phase: str) -> None:
         """Write the file now. If the volume refuses it, the rank goes on."""
         self._phase, self._written = phase, time.monotonic()
-        beat = Beat(time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat())
+        beat = Beat(
+            time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat()
+        )
         with suppress(SpoolUnusable, OSError):
             fs.write_json_atomic(self._path, beat, durable=False)

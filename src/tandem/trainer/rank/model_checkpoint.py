@@ -1,12 +1,14 @@
 """Checkpoints of a run that trains all weights: in and out of the model and its optimizer.
 
-The directory is a Hugging Face model that transformers and vLLM load as it is. `optimizer/<tensor>/` has the same names
-and shapes: Adam's moments in fp32 and, of bfloat16 weights, the int16 remainders of their master values
-(`ShardedAdam.tensors`). `optimizer/adam.json` says how many steps were taken. Ranks of any topology read all of it.
-Step 0 has no files, because it is the base model.
+The directory is a Hugging Face model that transformers and vLLM load as it is.
+`optimizer/<tensor>/` has the same names and shapes: Adam's moments in fp32 and, of bfloat16
+weights, the int16 remainders of their master values (`ShardedAdam.tensors`). `optimizer/adam.json`
+says how many steps were taken. Ranks of any topology read all of it. Step 0 has no files, because
+it is the base model.
 
-A checkpoint may lack `optimizer/` (`Settings.optimizer_state_every`); its manifest then says which step's state goes
-with it. Ranks that lost theirs go on with that one: moments of some steps ago, and master values without remainders.
+A checkpoint may lack `optimizer/` (`Settings.optimizer_state_every`); its manifest then says which
+step's state goes with it. Ranks that lost theirs go on with that one: moments of some steps ago,
+and master values without remainders.
 """
 
 import json
@@ -36,7 +38,8 @@ class Found:
 
     model: Path
     state: Path | None
-    """The checkpoint with the optimizer's state: `model`, an older one, or none: never trained, or none is left."""
+    """The checkpoint with the optimizer's state: `model`, an older one, or none: never trained, or
+    none is left."""
     older: int | None = None
     """The step of an older one; 0: none is left."""
 
@@ -44,8 +47,8 @@ class Found:
 def check(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
 
-    Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no optimizer state and
-    names none; NotFound if there is no such checkpoint.
+    Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
+    optimizer state and names none; NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
     # A fork's step 0 has the files of what it was forked from, which may be a fork's step 0, too.
@@ -54,7 +57,8 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
     stateless = STEPS_FILE not in manifest.files and manifest.optimizer_state is None
     if trained and (stateless or not files):
         raise CheckpointDamaged(
-            f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older step"
+            f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older"
+            " step"
         )
     return directory if trained else None
 
@@ -72,16 +76,24 @@ def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
-    """Fill the optimizer's new state. Raises InvalidInput where the weights were trained in another dtype."""
+    """Fill the optimizer's new state. Raises InvalidInput where the weights were trained in another
+    dtype."""
     if (directory := found.state) is None:
         return
     names = {path.name for path in (directory / "optimizer").iterdir() if path.is_dir()}
     if names != optimizer.tensors.keys():
-        problem = f"{directory} was trained in another dtype: it has {', '.join(sorted(names))} of each weight"
-        raise InvalidInput(f"{problem}, not {', '.join(sorted(optimizer.tensors))}", field="TANDEM_DTYPE")
+        problem = (
+            f"{directory} was trained in another dtype: it has {', '.join(sorted(names))} of each"
+            " weight"
+        )
+        raise InvalidInput(
+            f"{problem}, not {', '.join(sorted(optimizer.tensors))}", field="TANDEM_DTYPE"
+        )
     for name in optimizer.tensors if directory == found.model else MOMENTS:
 
-        def fill(tensors: dict[str, torch.Tensor], source: Path = directory / "optimizer" / name) -> None:
+        def fill(
+            tensors: dict[str, torch.Tensor], source: Path = directory / "optimizer" / name
+        ) -> None:
             load_weights(source, arch, lambda: tensors, topology.sizes, topology.place)
 
         optimizer.load(name, fill)
@@ -89,12 +101,19 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
 
 
 def write(
-    directory: Path, base_model: Path, policy: Policy, optimizer: ShardedAdam, *, state: bool, beat: Callable[[], None]
+    directory: Path,
+    base_model: Path,
+    policy: Policy,
+    optimizer: ShardedAdam,
+    *,
+    state: bool,
+    beat: Callable[[], None],
 ) -> None:
-    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all ranks. Raises
-    SpoolUnusable if the volume refuses the files.
+    """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all
+    ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `base_model`: has the model's other files. `state`: whether to write the optimizer's. `beat` is called now and then.
+    `base_model`: has the model's other files. `state`: whether to write the optimizer's. `beat` is
+    called now and then.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)
@@ -113,5 +132,7 @@ def write(
         parallel.gather_objects(None)
         model.write(weights, arch, topology.sizes, topology.rank, beat=beat)
         for name, files in of_state.items():
-            files.write(Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat)
+            files.write(
+                Weights(optimizer.whole(name)), arch, topology.sizes, topology.rank, beat=beat
+            )
         parallel.gather_objects(None)

@@ -1,8 +1,8 @@
-"""Tensors of the model's shapes as a Hugging Face model on the volume: weights, which transformers and vLLM can load as
-they are, or the optimizer's state of them.
+"""Tensors of the model's shapes as a Hugging Face model on the volume: weights, which transformers
+and vLLM can load as they are, or the optimizer's state of them.
 
-All ranks write into the same files, each its own parts, so nothing is gathered. Ranks of any topology read them
-(`load_weights`).
+All ranks write into the same files, each its own parts, so nothing is gathered. Ranks of any
+topology read them (`load_weights`).
 """
 
 import json
@@ -51,11 +51,14 @@ class Weights:
 
 
 class ModelFiles:
-    """The files `model-0000i-of-0000n.safetensors` in `directory`, and where each tensor is in them."""
+    """The files `model-0000i-of-0000n.safetensors` in `directory`, and where each tensor is in
+    them."""
 
     def __init__(self, directory: Path, arch: Arch, dtype: torch.dtype) -> None:
         self._directory, self._dtype = directory, dtype
-        shapes = {name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()}
+        shapes = {
+            name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()
+        }
         shards: list[dict[str, dict[str, object]]] = [{}]
         end = 0
         for name, shape in shapes.items():
@@ -63,11 +66,16 @@ class ModelFiles:
             if shards[-1] and end > SHARD_BYTES:
                 shards.append({})
                 begin, end = 0, end - begin
-            shards[-1][name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+            shards[-1][name] = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": shape,
+                "data_offsets": [begin, end],
+            }
         self._bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         self._headers: dict[str, bytes] = {}
         self._sizes: dict[str, int] = {}
-        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # of each tensor: file, first byte, shape
+        # Of each tensor: file, first byte, shape.
+        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             self._headers[file] = safetensors_header(shard)
@@ -78,19 +86,25 @@ class ModelFiles:
                 self._places[name] = file, begin, shapes[name]
 
     def create(self, base_model: Path | None = None) -> None:
-        """Make the files, with zeros for the tensors, and copy the model's other files: configuration and tokenizer."""
+        """Make the files, with zeros for the tensors, and copy the model's other files:
+        configuration and tokenizer."""
         self._directory.mkdir(parents=True)
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # In their final size. An NFS client that writes behind the end that it knows sends the whole page, and so
-            # it overwrites what another host has written there with zeros.
+            # In their final size. An NFS client that writes behind the end that it knows sends the
+            # whole page, and so it overwrites what another host has written there with zeros.
             os.truncate(self._directory / file, self._sizes[file])
-        index = {"metadata": {"total_size": self._bytes}, "weight_map": {n: p[0] for n, p in self._places.items()}}
+        index = {
+            "metadata": {"total_size": self._bytes},
+            "weight_map": {n: p[0] for n, p in self._places.items()},
+        }
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
         for path in other_files(base_model) if base_model else ():
             shutil.copyfile(path, self._directory / path.name)
 
-    def write(self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]) -> None:
+    def write(
+        self, weights: Weights, arch: Arch, sizes: Sizes, rank: int, *, beat: Callable[[], None]
+    ) -> None:
         """Write this rank's share of all tensors. `beat` is called now and then."""
         opened = {file: os.open(self._directory / file, os.O_WRONLY) for file in self._headers}
         most = BUFFER_BYTES // self._dtype.itemsize
@@ -105,7 +119,9 @@ class ModelFiles:
                     buffer = torch.empty(sum(lengths), dtype=self._dtype, device=weights.device)
                     weights.fill(parts, buffer)
                     values = zip(parts, _in_host_memory(buffer).split(lengths), strict=True)
-                    writes.append([writers.submit(self._write, opened, part, of) for part, of in values])
+                    writes.append(
+                        [writers.submit(self._write, opened, part, of) for part, of in values]
+                    )
                 for of_buffer in writes:
                     _finish(of_buffer)
             for fd in opened.values():
@@ -118,19 +134,29 @@ class ModelFiles:
     def _write(self, opened: dict[str, int], part: Part, flat: torch.Tensor) -> None:
         values = flat.view(part.shape)
         if values.ndim == 3:  # experts
-            for expert, matrix in zip(range(part.of[0].start, part.of[0].stop), values, strict=True):
+            for expert, matrix in zip(
+                range(part.of[0].start, part.of[0].stop), values, strict=True
+            ):
                 self._write_box(opened, part.name.replace("*", str(expert)), part.of[1:], matrix)
         else:
             self._write_box(opened, part.name, part.of, values)
 
-    def _write_box(self, opened: dict[str, int], name: str, of: tuple[slice, ...], values: torch.Tensor) -> None:
+    def _write_box(
+        self, opened: dict[str, int], name: str, of: tuple[slice, ...], values: torch.Tensor
+    ) -> None:
         file, begin, shape = self._places[name]
         width = torch.Size(shape[1:]).numel() * self._dtype.itemsize  # of a row
         left = of[1].start * self._dtype.itemsize if len(of) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
         # One write where the rows are whole, so that they follow one another.
-        for first, end in pairwise([0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)):
-            _write_all(opened[file], rows[first:end].numpy().data, begin + (of[0].start + first) * width + left)
+        for first, end in pairwise(
+            [0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)
+        ):
+            _write_all(
+                opened[file],
+                rows[first:end].numpy().data,
+                begin + (of[0].start + first) * width + left,
+            )
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:

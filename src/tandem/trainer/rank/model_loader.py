@@ -1,14 +1,18 @@
-"""Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on at once.
+"""Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on
+at once.
 
 For a new model on a GPU:
 
-    main thread     build the model in host memory -> place it in the allocated memory -> make the optimizer
+    main thread     build the model in host memory -> place it in the allocated memory -> make the
+                    optimizer
     pool            allocate the base weights (waits for CUDA) -> read them from files
     pool            load the softmax's kernels
     pool            once the optimizer is made: read the checkpoint's state into model and optimizer
-    pool            once allocated: connect to the base weights of the other ranks that have the same ones
+    pool            once allocated: connect to the base weights of the other ranks that have the
+                    same ones
     pool            load cuBLAS (a rank that shares no layers: in the warm-up thread)
-    warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed model
+    warm-up thread  connect the ranks that share layers -> rehearse: run one layer on the placed
+                    model
 """
 
 import contextlib
@@ -44,7 +48,8 @@ from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
 type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
-"""The checkpoint to start from, whose files are whole: of an adapter, or of a run that trains all weights."""
+"""The checkpoint to start from, whose files are whole: of an adapter, or of a run that trains all
+weights."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,21 @@ class ModelLoader:
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # One thread, because ranks that share layers must run the collectives in it in the same order. It ends with the
-        # loading, because each thread keeps a cuBLAS handle.
+        # One thread, because ranks that share layers must run the collectives in it in the same
+        # order. It ends with the loading, because each thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
         self._warm_ups: list[Future[None]] = []
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
-        """The model on the device, in the state of the checkpoint that the job starts from. `kept`: that of an earlier
-        job, to be used again. Raises InvalidInput for the base model, CheckpointDamaged for the checkpoint."""
+        """The model on the device, in the state of the checkpoint that the job starts from. `kept`:
+        that of an earlier job, to be used again. Raises InvalidInput for the base model,
+        CheckpointDamaged for the checkpoint.
+        """
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
-                if kept is not None and self.assignment.run.lora is None:  # the check says which weights are read
+                # The check says which weights are read.
+                if kept is not None and self.assignment.run.lora is None:
                     _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
             state_loaded = self._pool.submit(on_device(self._load_state), model)
@@ -97,36 +105,53 @@ class ModelLoader:
             with phases.phase("state"):
                 _wait([state_loaded], lambda: phases.announce("state"))
                 memory.release_cached()  # reading and rehearsing leave unused memory
-        # The first product has read it. torch 2.11 parses it in each product, which takes longer than launching that.
+        # The first product has read it. torch 2.11 parses it in each product, which takes longer
+        # than launching that.
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
         return model
 
     def _build(self) -> LoadedModel:
-        arch, sizes, run, settings = self.arch, self.topology.sizes, self.assignment.run, self.settings
-        dtype = device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        arch, sizes, run, settings = (
+            self.arch,
+            self.topology.sizes,
+            self.assignment.run,
+            self.settings,
+        )
+        dtype = (
+            device.default_dtype() if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        )
         # Reading of the base weights begins as soon as their memory is allocated.
         allocated = self._pool.submit(
             on_device(lambda: BaseWeights(arch, dtype, sizes, groups=parallel.reading_groups()))
         )
-        self._weights_tasks.append(self._pool.submit(self._read_weights, lambda: allocated.result().own_share()))
+        self._weights_tasks.append(
+            self._pool.submit(self._read_weights, lambda: allocated.result().own_share())
+        )
         if self.rehearse is not None:
             self._weights_tasks.append(
                 self._pool.submit(on_device(_load_softmax_kernels), arch.vocab_size // sizes.tensor)
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank alone loads cuBLAS in the thread that rehearses, so that there is one handle less.
+            # A rank alone loads cuBLAS in the thread that rehearses, so that there is one handle
+            # less.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
-            arch, run.lora, dtype=dtype, recompute=settings.recompute, base=lambda: allocated.result().parameters
+            arch,
+            run.lora,
+            dtype=dtype,
+            recompute=settings.recompute,
+            base=lambda: allocated.result().parameters,
         )
         base = allocated.result()
         self._weights_tasks.append(self._pool.submit(on_device(base.connect)))
         if self.rehearse is not None:
             self._warm_ups.append(self._warm_up_thread.submit(on_device(self.rehearse), policy))
         if run.lora is None:
-            return LoadedModel(policy, ShardedAdam(policy, base, self.assignment.job.optimizer), base)
+            return LoadedModel(
+                policy, ShardedAdam(policy, base, self.assignment.job.optimizer), base
+            )
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.job.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
@@ -142,7 +167,9 @@ class ModelLoader:
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         """Frozen ones are the base model's, trained ones the checkpoint's."""
         directory = Path(self.assignment.model)
-        if self.assignment.run.lora is None and isinstance(found := self.checked.result(), model_checkpoint.Found):
+        if self.assignment.run.lora is None and isinstance(
+            found := self.checked.result(), model_checkpoint.Found
+        ):
             directory = found.model
         load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
@@ -160,15 +187,16 @@ class ModelLoader:
 
 
 def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
-    """Until the tasks have ended; raises what they raised. From a slow volume they read for longer than a rank may be
-    silent."""
+    """Until the tasks have ended; raises what they raised. From a slow volume they read for longer
+    than a rank may be silent."""
     for task in tasks:
         liveness.result_of(task, beat, seconds=1.0)
 
 
 @contextlib.contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Readers need the interpreter's lock often and briefly. By default each would wait 5 ms for a computing thread."""
+    """Readers need the interpreter's lock often and briefly. By default each would wait 5 ms for a
+    computing thread."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -188,11 +216,14 @@ def _load_cublas() -> None:
 
 @torch.no_grad()
 def _connect() -> None:
-    """Have NCCL connect the groups that compute a layer together: once for all-reduce, once more for all-to-all."""
+    """Have NCCL connect the groups that compute a layer together: once for all-reduce, once more
+    for all-to-all."""
     topology = parallel.current()
     for group, exchanges in (
-        (topology.tensor, topology.sizes.sequence), (topology.context, True), (topology.experts, True),
-    ):  # fmt: skip
+        (topology.tensor, topology.sizes.sequence),
+        (topology.context, True),
+        (topology.experts, True),
+    ):
         zeros = torch.zeros(group.size(), device=device.device())
         parallel.all_reduce(zeros, group=group)
         if exchanges:
@@ -202,23 +233,34 @@ def _connect() -> None:
 
 @torch.no_grad()
 def _load_softmax_kernels(vocabulary: int) -> None:
-    """Load the kernels that compute log-probs from logits. Without a collective, so that it may run beside any."""
+    """Load the kernels that compute log-probs from logits. Without a collective, so that it may run
+    beside any."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
-        hidden, torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device), hidden.new_zeros(vocabulary, 16),
-        vocab_start=0, temperature=1.0, group=None,
-    )  # fmt: skip
+        hidden,
+        torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+        hidden.new_zeros(vocabulary, 16),
+        vocab_start=0,
+        temperature=1.0,
+        group=None,
+    )
 
 
 @contextlib.contextmanager
 def reference_policy(
-    spool: Spool, run: str, base_model: Path, policy: Policy, field: str, beat: Callable[[], None],
+    spool: Spool,
+    run: str,
+    base_model: Path,
+    policy: Policy,
+    field: str,
+    beat: Callable[[], None],
     reference: int | Literal["base"],
-) -> Iterator[None]:  # fmt: skip
-    """Within the block the policy is the reference. What it has trained waits in host memory, and is back afterwards,
-    bit for bit. `beat` is called while files are hashed and read.
+) -> Iterator[None]:
+    """Within the block the policy is the reference. What it has trained waits in host memory, and
+    is back afterwards, bit for bit. `beat` is called while files are hashed and read.
 
-    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it is not whole.
+    Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it
+    is not whole.
     """
     full = policy.lora is None
     if reference == "base" and not full:
@@ -243,7 +285,11 @@ def reference_policy(
     try:
         topology = policy.topology
         if full:
-            beating(lambda: load_weights(directory, policy.arch, policy.base, topology.sizes, topology.place))
+            beating(
+                lambda: load_weights(
+                    directory, policy.arch, policy.base, topology.sizes, topology.place
+                )
+            )
         else:
             beating(lambda: policy.load_adapter(directory))
         yield

@@ -1,4 +1,5 @@
-"""The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM serves."""
+"""The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM
+serves."""
 
 from dataclasses import replace
 
@@ -21,10 +22,12 @@ SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient ma
 
 
 def choose(batch: PackedBatch) -> list[list[int]]:
-    """Up to 4 distinct token sequences of 2 to 64 tokens (no more than a row holds) from the job's data.
+    """Up to 4 distinct token sequences of 2 to 64 tokens (no more than a row holds) from the job's
+    data.
 
-    Each is part of a trained sequence: its beginning, or if it is longer than a probe, a stretch that begins CONTEXT
-    tokens before its first trained token, because trained tokens change most. The same batch gives the same probes.
+    Each is part of a trained sequence: its beginning, or if it is longer than a probe, a stretch
+    that begins CONTEXT tokens before its first trained token, because trained tokens change most.
+    The same batch gives the same probes.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []
@@ -44,8 +47,10 @@ def choose(batch: PackedBatch) -> list[list[int]]:
 
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
-    """One sequence as long as a row, of at most LONG_TOKENS tokens and LONG_LOGITS logits: the rows' tokens one after
-    another, repeated if the job has too few. Empty if it would hardly be longer than the other sequences."""
+    """One sequence as long as a row, of at most LONG_TOKENS tokens and LONG_LOGITS logits: the
+    rows' tokens one after another, repeated if the job has too few. Empty if it would hardly be
+    longer than the other sequences.
+    """
     length = min(batch.sequence_length, LONG_TOKENS, LONG_LOGITS // vocab_size)
     if length < 2 * MAX_TOKENS:
         return []
@@ -59,22 +64,29 @@ def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
 
 
 @torch.no_grad()
-def score_long(policy: Policy, tokens: list[int], row_length: int, device: torch.device) -> LongProbe | None:
-    """The log-probs of 16 tokens before each quarter of `tokens`, so that a server that takes shorter prompts can be
-    compared too. None without tokens."""
+def score_long(
+    policy: Policy, tokens: list[int], row_length: int, device: torch.device
+) -> LongProbe | None:
+    """The log-probs of 16 tokens before each quarter of `tokens`, so that a server that takes
+    shorter prompts can be compared too. None without tokens."""
     if not tokens:
         return None
     quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
     positions = [position for end in quarters for position in range(end - 16, end)]
     targets = torch.tensor(positions, device=device)
-    row = replace(row_tensors([tokens], row_length, device), item_source=targets - 1,
-                  item_token=torch.tensor([tokens[position] for position in positions], device=device))  # fmt: skip
+    row = replace(
+        row_tensors([tokens], row_length, device),
+        item_source=targets - 1,
+        item_token=torch.tensor([tokens[position] for position in positions], device=device),
+    )
     values = _scores(policy, row).tolist()
     return LongProbe(tokens=tokens, positions=positions, logprobs=values)
 
 
 @torch.no_grad()
-def logprobs(policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device) -> list[list[float]]:
+def logprobs(
+    policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device
+) -> list[list[float]]:
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
@@ -94,7 +106,9 @@ def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
-def rehearse(sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy) -> None:
+def rehearse(
+    sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy
+) -> None:
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
     policy.rehearse(row_tensors(_rows(sequences, row_length)[0], row_length, device))
     memory.release_workspaces()
@@ -110,11 +124,14 @@ def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
     return rows
 
 
-def row_tensors(sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS) -> RowTensors:
-    """One row of sequences that don't see one another; every token but each sequence's first is an item.
+def row_tensors(
+    sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS
+) -> RowTensors:
+    """One row of sequences that don't see one another; every token but each sequence's first is an
+    item.
 
-    Only the slots in use are computed, padded to a multiple of `multiple`. The attention's row is as long as the job's
-    own rows, so that the kernels compiled for those are used.
+    Only the slots in use are computed, padded to a multiple of `multiple`. The attention's row is
+    as long as the job's own rows, so that the kernels compiled for those are used.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

@@ -1,5 +1,5 @@
-"""Whole weights on their way from the ranks to vLLM, after the checkpoint is committed: sent to vLLM's workers, or
-written as a model's files.
+"""Whole weights on their way from the ranks to vLLM, after the checkpoint is committed: sent to
+vLLM's workers, or written as a model's files.
 
 Nothing here fails the job: where the weights don't arrive, vLLM gets them another way.
 """
@@ -42,8 +42,8 @@ from tandem.trainer.rank.model_files import ModelFiles, Weights
 
 
 class TrainedWeights(Weights):
-    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded once to float32 and
-    then to `dtype`."""
+    """The policy's base weights, each with its adapter, if it has one: summed in float64, rounded
+    once to float32 and then to `dtype`."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.base())
@@ -59,7 +59,9 @@ class TrainedWeights(Weights):
         a, b = self._adapter[key_a].data, self._adapter[key_b].data
         blocks, rows = part.at
         a = a[blocks] if a.ndim == 3 else a.expand(len(source), *a.shape)
-        b = b.view(part.blocks, -1, b.shape[-1])[blocks, rows.start - part.begin : rows.stop - part.begin]
+        b = b.view(part.blocks, -1, b.shape[-1])[
+            blocks, rows.start - part.begin : rows.stop - part.begin
+        ]
         merge(out, source, a, b, self._scale)
 
 
@@ -84,7 +86,8 @@ class Publication:
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
 
     def offer(self) -> None:
-        """Say that the weights will be sent, before the checkpoint exists, so that the publisher waits for them."""
+        """Say that the weights will be sent, before the checkpoint exists, so that the publisher
+        waits for them."""
         way, offer = self.settings.way, dict[str, Any]()
         try:
             if way != "volume" and self._rank == 0:
@@ -107,7 +110,9 @@ class Publication:
             outcome = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
         except Exception as error:
             traceback.print_exc()
-            self.event("sent", transport=way, error={"type": type(error).__name__, "message": str(error)})
+            self.event(
+                "sent", transport=way, error={"type": type(error).__name__, "message": str(error)}
+            )
         else:
             self.event("sent", transport=way, seconds=time.perf_counter() - begin, **outcome)
 
@@ -121,7 +126,11 @@ class Publication:
 
         self._together(create)
         self._together(lambda: files.write(weights, arch, self._sizes, self._rank, beat=self.beat))
-        return {} if checkpoint is None else {"bytes": self.spool.merged.commit(staged_model(self.work), checkpoint)}
+        return (
+            {}
+            if checkpoint is None
+            else {"bytes": self.spool.merged.commit(staged_model(self.work), checkpoint)}
+        )
 
     def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:
@@ -145,8 +154,8 @@ class Publication:
         return [result for result, _ in outcomes]
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
-        """`action` in a thread. TimeoutError where it does not call the function that it is given for a while:
-        connecting NCCL has no limit of its own."""
+        """`action` in a thread. TimeoutError where it does not call the function that it is given
+        for a while: connecting NCCL has no limit of its own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:
@@ -161,21 +170,26 @@ class Publication:
         return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
-        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and the seconds without the
-        time to connect. Raises what torch raises where a worker is gone, stands still, or does not come.
+        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and the
+        seconds without the time to connect. Raises what torch raises where a worker is gone, stands
+        still, or does not come.
 
         `beat` is called at each sign of life of the workers.
         """
         weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
         own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device
-        store = PrefixStore(self.name, self._store or join_store(offer["address"], offer["port"])[0])
+        store = PrefixStore(
+            self.name, self._store or join_store(offer["address"], offer["port"])[0]
+        )
         most = BUFFER_BYTES // dtype.itemsize
         whole = turns(self.policy.arch, self._targets, sizes=self._sizes, most=most)
         if own == 0:
             store.set("layout", json.dumps(layout(whole, str(dtype))))
         workers = int(store.get("workers"))
         beat()
-        channel = connect(self.settings.way, store, own, len(ranks), workers, where, offer["address"])
+        channel = connect(
+            self.settings.way, store, own, len(ranks), workers, where, offer["address"]
+        )
         try:
             beat()
             most = max(turn.size for turn in whole)
@@ -197,7 +211,10 @@ class Publication:
             deadline = time.monotonic() + STALL_SECONDS
             while int(store.add("done", 0)) < workers:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"vLLM's workers did not say within {STALL_SECONDS:.0f} s that they have all")
+                    raise TimeoutError(
+                        f"vLLM's workers did not say within {STALL_SECONDS:.0f} s that they"
+                        " have all"
+                    )
                 time.sleep(0.001)
         finally:
             channel.close()

@@ -32,7 +32,8 @@ class Assignment(Record):
     model_files: tuple[tuple[str, int, int], ...]  # name, bytes, and time of the last change in ns
 
     def requirements(self) -> tuple[object, ...]:
-        """All that process groups and a loaded model depend on. They can be used again for a job with the same."""
+        """All that process groups and a loaded model depend on. They can be used again for a job
+        with the same."""
         return self.model, self.model_files, self.run.lora, self.job.stall_seconds
 
 
@@ -41,17 +42,24 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 
 
 def meet(
-    spool: Spool, job_id: str, attempt: int, beat: Beat, *, prepare: Callable[[Assignment], None] = lambda _: None
+    spool: Spool,
+    job_id: str,
+    attempt: int,
+    beat: Beat,
+    *,
+    prepare: Callable[[Assignment], None] = lambda _: None,
 ) -> tuple[Assignment, Callable[[], None]]:
-    """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment this process is alone.
+    """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment
+    this process is alone.
 
-    Rank 0, and that of each other host, downloads the base model if the hub has it. That may take longer than any limit
-    on a wait, so all ranks send heartbeats meanwhile; the job's `deadline_seconds` bounds it. `prepare`: what rank 0
-    does before it sends the assignment; it beats itself.
+    Rank 0, and that of each other host, downloads the base model if the hub has it. That may take
+    longer than any limit on a wait, so all ranks send heartbeats meanwhile; the job's
+    `deadline_seconds` bounds it. `prepare`: what rank 0 does before it sends the assignment; it
+    beats itself.
 
-    Returns the assignment, and a function that joins torch's default process group with the job's own limit on every
-    wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message on the others, and InvalidInput on
-    another host that finds another base model.
+    Returns the assignment, and a function that joins torch's default process group with the job's
+    own limit on every wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message
+    on the others, and InvalidInput on another host that finds another base model.
     """
 
     def read() -> Assignment:
@@ -61,7 +69,9 @@ def meet(
 
     if "RANK" not in os.environ:
         return read(), lambda: None
-    store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS)))
+    store, rank, world_size = next(
+        rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
+    )
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
     key = f"tandem/{job_id}/{attempt}"
     if rank == 0:
@@ -78,7 +88,11 @@ def meet(
         message = _MESSAGE.validate_json(store.get(key))
         if isinstance(message, str):
             raise RuntimeError(f"rank 0 could not read the job: {message}")
-        assignment = message if os.environ.get("GROUP_RANK", "0") == "0" else _on_this_host(message, spool, beat)
+        assignment = (
+            message
+            if os.environ.get("GROUP_RANK", "0") == "0"
+            else _on_this_host(message, spool, beat)
+        )
 
     def connect() -> None:
         timeout = timedelta(seconds=assignment.job.stall_seconds)
@@ -91,14 +105,18 @@ def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
     """Raises Conflict if the job is not running this attempt, or its checkpoint exists."""
     state, job = spool.jobs.get(job_id)
     if state != "running" or job.attempt != attempt:
-        raise Conflict(f"job {job_id} is {state}, attempt {job.attempt}; this rank was started for attempt {attempt}")
+        raise Conflict(
+            f"job {job_id} is {state}, attempt {job.attempt}; this rank was started for attempt"
+            f" {attempt}"
+        )
     spec = job.spec
     newest = spool.checkpoints.newest(spec.run)
     if newest > spec.base_step:
         made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job
         raise Conflict(
-            f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by {made_by or 'no job'}, so job "
-            f"{job_id} can't make it from {spec.base_step}; submit it again for step {newest}"
+            f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by"
+            f" {made_by or 'no job'}, so job {job_id} can't make it from {spec.base_step}; submit"
+            f" it again for step {newest}"
         )
     run = spool.runs.get(spec.run)
     return Assignment(run=run, job=spec, **_base_model(run, spool, beat))
@@ -107,8 +125,14 @@ def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
 def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
     """The fields of an `Assignment` that say which base model this host has."""
     model = resolve_model(spool.root, run.base_model)
-    directory = liveness.in_thread(lambda: model_directory(model), lambda: beat("download"), seconds=1.0)
-    paths = (path for path in sorted(directory.iterdir()) if path.is_file() and any(map(path.match, MODEL_FILES)))
+    directory = liveness.in_thread(
+        lambda: model_directory(model), lambda: beat("download"), seconds=1.0
+    )
+    paths = (
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file() and any(map(path.match, MODEL_FILES))
+    )
     stats = {path.name: path.stat() for path in paths}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return {"model": str(directory), "model_files": files}
@@ -120,6 +144,9 @@ def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignmen
     theirs, ours = ({name: size for name, size, _ in one.model_files} for one in (assignment, own))
     if theirs != ours:
         names = ", ".join(sorted({name for name, _ in theirs.items() ^ ours.items()}))
-        problem = f"{own.model} is not the base model that rank 0's host has in {assignment.model}: {names} differ"
+        problem = (
+            f"{own.model} is not the base model that rank 0's host has in {assignment.model}:"
+            f" {names} differ"
+        )
         raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
     return own

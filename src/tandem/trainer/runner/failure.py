@@ -1,4 +1,5 @@
-"""What the files in an attempt's work directory tell the runner: the ranks' progress, and why they failed."""
+"""What the files in an attempt's work directory tell the runner: the ranks' progress, and why they
+failed."""
 
 import signal
 import time
@@ -28,7 +29,8 @@ class RankProgress:
 
 
 class Heartbeats:
-    """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's clock."""
+    """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's
+    clock."""
 
     def __init__(self, work: Path, ranks: int) -> None:
         self._work = work
@@ -53,8 +55,8 @@ class Heartbeats:
 def failure(status: int, work: Path) -> JobError:
     """Why an attempt without a checkpoint failed. `status`: exit status of the ranks' parent.
 
-    The first of these that applies is the cause: an error of Tandem's own; a rank that a signal ended, because its
-    peers then report broken connections; any other exception; an exit status.
+    The first of these that applies is the cause: an error of Tandem's own; a rank that a signal
+    ended, because its peers then report broken connections; any other exception; an exit status.
     """
     errors, exits = _rank_errors(work), read_exits(work)
     crashes = [(rank, code) for rank, code in exits.items() if code < 0]
@@ -67,7 +69,9 @@ def failure(status: int, work: Path) -> JobError:
         message = f"rank {rank} ended with {describe_exit(code)}{hint}"
     elif exits:
         rank, code = next(iter(exits.items()))
-        message = f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
+        message = (
+            f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
+        )
     elif status == 0:
         # R28: a clean exit proves nothing.
         message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
@@ -78,7 +82,8 @@ def failure(status: int, work: Path) -> JobError:
 
 
 def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
-    """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before others, then by age.
+    """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before
+    others, then by age.
 
     A rank whose peer failed reports a broken connection, and does so later.
     """

@@ -1,6 +1,8 @@
-"""The GPUs that jobs run on: waiting until they are free, getting them for a job, measuring what the job left.
+"""The GPUs that jobs run on: waiting until they are free, getting them for a job, measuring what
+the job left.
 
-All sizes are bytes in use by device UUID, seen from outside the processes; None where the driver gives no answer.
+All sizes are bytes in use by device UUID, seen from outside the processes; None where the driver
+gives no answer.
 """
 
 import time
@@ -23,8 +25,11 @@ RELEASE_SECONDS = 10.0
 
 
 class JobGpus:
-    def __init__(self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop) -> None:
-        """`runner`: its name in the hold. Raises InvalidInput when the settings name devices that don't exist."""
+    def __init__(
+        self, settings: Settings, spool: Spool, launcher: Launcher, runner: str, stop: Stop
+    ) -> None:
+        """`runner`: its name in the hold. Raises InvalidInput when the settings name devices that
+        don't exist."""
         self._launcher, self._stop = launcher, stop
         self._devices = Devices(settings, "trainer")
         self.names = ",".join(self._devices.uuids) or "cpu"
@@ -69,15 +74,18 @@ class JobGpus:
         self.vllm_bytes = {uuid: max(size - kept.get(uuid, 0), 0) for uuid, size in devices.items()}
 
     def measure_release(self, job: Job, survivors: list[Process]) -> dict[str, object]:
-        """Measure what an attempt left, once the devices are free or after RELEASE_SECONDS; returns fields of the event
-        `released`."""
+        """Measure what an attempt left, once the devices are free or after RELEASE_SECONDS; returns
+        fields of the event `released`."""
         begin = time.monotonic()
         self.survivors = survivors
         if self.shared is not None:
             self.shared.beat("releasing")
             most = {uuid: size + STAYING_BYTES for uuid, size in self.vllm_bytes.items()}
             if self._launcher.holds_devices and (left := self._devices.busy(most)):
-                log.error("the ranks keep too much for vLLM to wake beside them; ending them", bytes_in_use=left)
+                log.error(
+                    "the ranks keep too much for vLLM to wake beside them; ending them",
+                    bytes_in_use=left,
+                )
                 self._launcher.close()
         if resident := self._launcher.holds_devices:
             # They have freed what they can. The rest may stay in use until the next job.
@@ -88,7 +96,9 @@ class JobGpus:
             used = self._devices.wait_free(RELEASE_SECONDS, self.floor)
         left = self._devices.over(used, self.floor)
         if survivors or left:
-            problem = "the ranks are gone but memory is not free" if left else "processes survive SIGKILL"
+            problem = (
+                "the ranks are gone but memory is not free" if left else "processes survive SIGKILL"
+            )
             pids = [process.pid for process in survivors]
             log.error(problem, job=job.spec.id, bytes_in_use=left or None, processes=pids or None)
         of_job = beyond(used, self.vllm_bytes)

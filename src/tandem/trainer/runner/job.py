@@ -1,4 +1,5 @@
-"""A claimed job: check it, make one attempt (get the GPUs, run the ranks, give the GPUs back), record its end."""
+"""A claimed job: check it, make one attempt (get the GPUs, run the ranks, give the GPUs back),
+record its end."""
 
 import math
 import time
@@ -27,14 +28,16 @@ log = Log("runner")
 TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 KILL_SECONDS = 10.0
-"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible sleep."""
+"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
+sleep."""
 
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
 
 @dataclass
 class JobRun:
-    """One attempt at a claimed job. Its terminal event comes after the events `slept`, `released` and `woken` (R15)."""
+    """One attempt at a claimed job. Its terminal event comes after the events `slept`, `released`
+    and `woken` (R15)."""
 
     settings: Settings
     spool: Spool
@@ -50,20 +53,32 @@ class JobRun:
         self._next_beat = 0.0
 
     def run(self) -> float:
-        """Run the job until its end is recorded, or until the runner is asked to stop; returns how many seconds the job
-        should wait before its next attempt."""
+        """Run the job until its end is recorded, or until the runner is asked to stop; returns how
+        many seconds the job should wait before its next attempt."""
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
-        log.info("claimed", job=spec.id, run=spec.run, kind=spec.kind, base_step=spec.base_step,
-                 attempt=job.attempt, counted=f"{self._counted}/{spec.max_attempts}")  # fmt: skip
+        log.info(
+            "claimed",
+            job=spec.id,
+            run=spec.run,
+            kind=spec.kind,
+            base_step=spec.base_step,
+            attempt=job.attempt,
+            counted=f"{self._counted}/{spec.max_attempts}",
+        )
         result = self._result()
         state = self.stop.retry("record the job's end", lambda: self._record(result))
         if state is None:
-            log.warning("stopped before the job's end could be written; the next runner settles it", job=spec.id)
+            log.warning(
+                "stopped before the job's end could be written; the next runner settles it",
+                job=spec.id,
+            )
             return 0.0
         error = result.error if isinstance(result, JobResult) else result
         fields = {} if error is None else {"type": error.type, "error": error.message}
-        log.info(f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields)
+        log.info(
+            f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields
+        )
         return min(2.0 ** (self._counted - 1), LONGEST_PAUSE_SECONDS) if state == "queued" else 0.0
 
     @property
@@ -78,11 +93,14 @@ class JobRun:
             if known is not None or self.stop.requested:
                 return known or STOPPED
             error = self._attempt()
-            if self.stop.retry("look for the checkpoint", lambda: made_checkpoint(self.spool, self.job)):
+            if self.stop.retry(
+                "look for the checkpoint", lambda: made_checkpoint(self.spool, self.job)
+            ):
                 # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
                 self._log.say(f"checkpoint {self.job.spec.base_step + 1} exists: succeeded")
                 return self._success()
-        except TandemError as refusal:  # not retriable: the run was removed, a manifest is damaged, ...
+        # Not retriable: the run was removed, a manifest is damaged, ...
+        except TandemError as refusal:
             return JobError(type=refusal.code, message=str(refusal))
         self._log.say(f"no checkpoint: {error.type}: {error.message}")
         if error.type == "cancelled":
@@ -90,20 +108,27 @@ class JobRun:
         return error.model_copy(update={"log_tail": self._log.last_lines()})
 
     def _known_result(self) -> JobResult | JobError | None:
-        """The result where no attempt is needed: the checkpoint exists, or the one to start from does not."""
+        """The result where no attempt is needed: the checkpoint exists, or the one to start from
+        does not."""
         spec = self.job.spec
         if made_checkpoint(self.spool, self.job):
             return self._success()
         steps = self.spool.checkpoints.steps(spec.run)
         if spec.base_step + 1 in steps:
-            message = f"checkpoint {spec.base_step + 1} of run {spec.run!r} exists and was not made by this job"
+            message = (
+                f"checkpoint {spec.base_step + 1} of run {spec.run!r} exists and was not made by"
+                " this job"
+            )
             return JobError(type="conflict", message=message)
         if spec.base_step in steps:
             return None
         message = f"run {spec.run!r} has no checkpoint {spec.base_step} to start from"
         if other := self.spool.jobs.failed_on(spec.run, spec.base_step - 1):
             message += f": job {other[1]}, which had to make it, is {other[0]}"
-        return JobError(type="base_missing", message=f"{message}; submit this job again on the newest checkpoint")
+        return JobError(
+            type="base_missing",
+            message=f"{message}; submit this job again on the newest checkpoint",
+        )
 
     def _success(self) -> JobResult:
         return JobResult(state="succeeded", step=self.job.spec.base_step + 1, finished=time.time())
@@ -111,9 +136,12 @@ class JobRun:
     def _record(self, result: JobResult | JobError) -> str:
         """Write the job's end, or put it back into the queue; returns its new state."""
         if isinstance(result, JobError):
-            return self.spool.queue.requeue(self.job, result, counts=result.type != "runner_stopped")
+            return self.spool.queue.requeue(
+                self.job, result, counts=result.type != "runner_stopped"
+            )
         if result.state == "succeeded":
-            # With the checkpoint committed nobody needs the packed data. It is gone before the job shows its end.
+            # With the checkpoint committed nobody needs the packed data. It is gone before the job
+            # shows its end.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
 
@@ -127,7 +155,8 @@ class JobRun:
         if error is None:
             error, survivors = self._run_ranks()
             released = self._measure_release(survivors)
-        # Before the events: these wait for a volume that is gone or read-only, and vLLM must not sleep meanwhile.
+        # Before the events: these wait for a volume that is gone or read-only, and vLLM must not
+        # sleep meanwhile.
         if (shared := self.gpus.shared) is not None:
             woken = self.stop.retry("give the GPUs back", lambda: shared.wake_vllm(self.gpus.floor))
         if released is not None:
@@ -141,26 +170,37 @@ class JobRun:
         """Put a vLLM that shares the GPUs to sleep; the error says why the ranks can't start."""
         if (shared := self.gpus.shared) is None:
             return STOPPED if self.stop.requested else None
-        result = self.stop.retry("take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted))
+        result = self.stop.retry(
+            "take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted)
+        )
         if isinstance(result, Asleep):
             self.gpus.vllm_sleeps(result.devices)
-            self._log.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
+            self._log.say(
+                f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}"
+            )
             self._append_event("slept", vars(result))
-            # The event may have waited for the volume for long, and nobody renews the hold meanwhile.
+            # The event may have waited for the volume for long, and nobody renews the hold
+            # meanwhile.
             result = self.stop.retry("renew the hold", shared.renew)
         return self._interrupted() or result
 
     def _run_ranks(self) -> tuple[JobError, list[Process]]:
-        """Run the ranks until they exit, or at the latest `deadline_seconds` after the launch or `stall_seconds` after
-        their last progress, plus TERMINATE_SECONDS + KILL_SECONDS.
+        """Run the ranks until they exit, or at the latest `deadline_seconds` after the launch or
+        `stall_seconds` after their last progress, plus TERMINATE_SECONDS + KILL_SECONDS.
 
-        Returns why they failed, if they made no checkpoint, and the processes that survived SIGKILL.
+        Returns why they failed, if they made no checkpoint, and the processes that survived
+        SIGKILL.
         """
         begin = time.monotonic()
         try:
             handle = self.launcher.launch(self.job.spec.id, self.job.attempt, self._work)
         except OSError as error:
-            return JobError(type="launch_failed", message=f"can't start the ranks: {error}", retriable=True), []
+            return (
+                JobError(
+                    type="launch_failed", message=f"can't start the ranks: {error}", retriable=True
+                ),
+                [],
+            )
         heartbeats = Heartbeats(self._work, self.settings.trainer_ranks)
         reason: JobError | None = None
         kill_time = math.inf
@@ -169,9 +209,14 @@ class JobRun:
             ranks = heartbeats.read()
             now = time.monotonic()
             if now > kill_time:
-                self._log.say(f"the ranks did not stop within {TERMINATE_SECONDS:g} s of SIGTERM; killing them")
+                self._log.say(
+                    f"the ranks did not stop within {TERMINATE_SECONDS:g} s of SIGTERM; killing"
+                    " them"
+                )
                 break
-            if reason is None and (reason := self._interrupted() or self._overdue(now - begin, ranks)):
+            if reason is None and (
+                reason := self._interrupted() or self._overdue(now - begin, ranks)
+            ):
                 self._log.say(f"stopping the ranks: {reason.type}: {reason.message}")
                 handle.terminate()
                 kill_time = now + TERMINATE_SECONDS
@@ -188,7 +233,8 @@ class JobRun:
         return reason, survivors
 
     def _interrupted(self) -> JobError | None:
-        """Why the attempt has to end early: the runner is asked to stop, or the job was cancelled."""
+        """Why the attempt has to end early: the runner is asked to stop, or the job was
+        cancelled."""
         if self.stop.requested:
             return STOPPED
         if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
@@ -196,10 +242,14 @@ class JobRun:
         return None
 
     def _overdue(self, seconds: float, ranks: list[RankProgress]) -> JobError | None:
-        """Why ranks have run too long, or too long without progress. `ranks`: the longest silent first."""
+        """Why ranks have run too long, or too long without progress. `ranks`: the longest silent
+        first."""
         spec = self.job.spec
         if seconds > spec.deadline_seconds:
-            message = f"not done within deadline_seconds={spec.deadline_seconds:g}; {'; '.join(map(str, ranks))}"
+            message = (
+                f"not done within deadline_seconds={spec.deadline_seconds:g};"
+                f" {'; '.join(map(str, ranks))}"
+            )
             return JobError(type="deadline", message=message, retriable=True)
         if silent := [str(rank) for rank in ranks if rank.silent > spec.stall_seconds]:
             message = f"no progress for stall_seconds={spec.stall_seconds:g}: {'; '.join(silent)}"
@@ -224,12 +274,17 @@ class JobRun:
             if beat.uuid not in (None, "cpu") and beat.device_used_peak is not None:
                 before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
         # From heartbeats, which also exist for a rank that died or ran out of memory.
-        memory = {rank: beat.model_dump(include=set(RankMemory.model_fields)) for rank, beat in beats.items()}
+        memory = {
+            rank: beat.model_dump(include=set(RankMemory.model_fields))
+            for rank, beat in beats.items()
+        }
         data = {"processes": len(survivors), "before": before, "memory": memory}
         return data | self.gpus.measure_release(self.job, survivors)
 
     def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
-        append = partial(self.spool.events.append, self.job.spec.id, kind, attempt=self.job.attempt, **data)
+        append = partial(
+            self.spool.events.append, self.job.spec.id, kind, attempt=self.job.attempt, **data
+        )
         self.stop.retry(f"write the event {kind}", append)
 
 

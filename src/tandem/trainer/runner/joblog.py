@@ -1,4 +1,5 @@
-"""A job's log: `jobs/logs/<id>.log`, and the same lines on the runner's stdout for the container's log."""
+"""A job's log: `jobs/logs/<id>.log`, and the same lines on the runner's stdout for the container's
+log."""
 
 import os
 import select
@@ -17,8 +18,8 @@ _PIECE_BYTES = 4096
 
 
 class JobStdout:
-    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that it does not take are left out
-    and counted. It uses no thread, because the runner forks."""
+    """Writes a job's lines to `descriptor` without waiting for a slow reader: lines that it does
+    not take are left out and counted. It uses no thread, because the runner forks."""
 
     def __init__(self, job: str, descriptor: int = 1) -> None:
         self._job = job
@@ -46,15 +47,19 @@ class JobStdout:
     def _piece(self, line: str) -> bytes:
         cut, piece = line[:_LINE_CHARACTERS], b""
         while not piece or len(piece) > _PIECE_BYTES:
-            text = json_line("info", "job", cut, job=self._job) if as_json() else f"job {self._job} {cut}"
+            text = (
+                json_line("info", "job", cut, job=self._job)
+                if as_json()
+                else f"job {self._job} {cut}"
+            )
             piece = f"{text}\n".encode(errors="replace")
             cut = cut[: len(cut) // 2]
         return piece
 
 
 class JobLog:
-    """Collects the lines of all logs in an attempt's work directory, with the printing process in front:
-    `[rank 0] ...`."""
+    """Collects the lines of all logs in an attempt's work directory, with the printing process in
+    front: `[rank 0] ...`."""
 
     def __init__(self, spool: Spool, job: Job, ranks: int) -> None:
         self._path = spool.paths.log_file(job.spec.id)

@@ -1,10 +1,12 @@
-"""The runner: claims jobs, starts their ranks, watches them and records how they end. One per spool; without torch.
+"""The runner: claims jobs, starts their ranks, watches them and records how they end. One per
+spool; without torch.
 
-Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt began, or
-`stall_seconds` after its last progress, plus the bounds in `job`, `gpus` and, for GPUs shared with vLLM, `shared_gpus`.
-On SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the attempt, and
-exits with 0 within STOP_SECONDS. `kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next
-runner finds processes that outlived it by their mark and ends them before it settles its jobs.
+Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt
+began, or `stall_seconds` after its last progress, plus the bounds in `job`, `gpus` and, for GPUs
+shared with vLLM, `shared_gpus`. On SIGTERM or SIGINT the runner stops the ranks, puts the job back
+into the queue without counting the attempt, and exits with 0 within STOP_SECONDS. `kill -9` of the
+runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next runner finds processes that
+outlived it by their mark and ends them before it settles its jobs.
 """
 
 import os
@@ -29,7 +31,9 @@ from tandem.trainer.runner.stop import Stop
 
 log = Log("runner")
 
-STOP_SECONDS = job.TERMINATE_SECONDS + job.KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS + 5.0
+STOP_SECONDS = (
+    job.TERMINATE_SECONDS + job.KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS + 5.0
+)
 """The longest time between SIGTERM and the runner's exit."""
 
 
@@ -38,7 +42,8 @@ class Runner:
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry
-        self._waiting: dict[str, float] = {}  # job -> when it may be claimed again, by the monotonic clock
+        # Job -> when it may be claimed again, by the monotonic clock.
+        self._waiting: dict[str, float] = {}
         # Each life has another name: a container that starts again has the same host and pid.
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.stop = Stop()
@@ -46,8 +51,9 @@ class Runner:
     def run(self) -> None:
         """Run jobs until SIGTERM. Waits while the volume is full.
 
-        Raises SpoolUnusable when the spool can't be opened or has a runner already, InvalidInput when the settings name
-        devices that don't exist, and Conflict when another volume is mounted.
+        Raises SpoolUnusable when the spool can't be opened or has a runner already, InvalidInput
+        when the settings name devices that don't exist, and Conflict when another volume is
+        mounted.
         """
         with ExitStack() as held:
 
@@ -68,18 +74,36 @@ class Runner:
         self._volume = self._mounted_volume()
         marker = ("TANDEM_RUNNER_OF", self._volume)
         processes.adopt_orphans()
-        for orphan in processes.marked(*marker):  # its runner is dead, because this one has the lock
-            log.warning("ending a process of an earlier runner", pid=orphan.pid, command=orphan.command)
+        # Its runner is dead, because this one has the lock.
+        for orphan in processes.marked(*marker):
+            log.warning(
+                "ending a process of an earlier runner", pid=orphan.pid, command=orphan.command
+            )
         survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=job.KILL_SECONDS)
         launcher = Launcher(settings, self._entry, marker)
         self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
         self._gpus.survivors = survivors
-        log.info("runner is up", spool=self._spool.root, pid=os.getpid(), launch=settings.launch,
-                 ranks=settings.trainer_ranks, devices=self._gpus.names)  # fmt: skip
-        settled = self.stop.retry("settle the jobs of an earlier runner", lambda: recover(self._spool, self._name))
+        log.info(
+            "runner is up",
+            spool=self._spool.root,
+            pid=os.getpid(),
+            launch=settings.launch,
+            ranks=settings.trainer_ranks,
+            devices=self._gpus.names,
+        )
+        settled = self.stop.retry(
+            "settle the jobs of an earlier runner", lambda: recover(self._spool, self._name)
+        )
         for state, ended in settled or []:
-            log.info("settled a job of an earlier runner", job=ended.spec.id, run=ended.spec.run, state=state)
-        job_run = partial(job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name)
+            log.info(
+                "settled a job of an earlier runner",
+                job=ended.spec.id,
+                run=ended.spec.run,
+                state=state,
+            )
+        job_run = partial(
+            job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name
+        )
         try:
             launcher.prepare()
             while not self.stop.requested:
@@ -99,27 +123,41 @@ class Runner:
         return f"{status.st_dev}:{status.st_ino}"
 
     def _next_job(self) -> Job | None:
-        """Claim the next job once the devices are free; None if there is no job or the runner has to stop."""
+        """Claim the next job once the devices are free; None if there is no job or the runner has
+        to stop."""
         if self._mounted_volume() != self._volume:
-            # A mount point without its volume is an empty directory and would pass for a spool without jobs.
+            # A mount point without its volume is an empty directory and would pass for a spool
+            # without jobs.
             if not fs.exists(self._spool.paths.version_file):
                 raise SpoolUnusable(f"the volume is gone from {self._spool.root}; mount it again")
-            problem = f"another volume is mounted at {self._spool.root}, on which this runner holds no lock"
+            problem = (
+                f"another volume is mounted at {self._spool.root}, on which this runner holds no"
+                " lock"
+            )
             raise Conflict(f"{problem}; it exits to be restarted")
         if self._gpus.shared is not None:
             self._gpus.shared.recover()
-        self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()}
+        self._waiting = {
+            job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
+        }
         if all(head.id in self._waiting for head in self._spool.jobs.index.heads()):
             return None
         self._gpus.wait_until_free()
-        return None if self.stop.requested else self._spool.queue.claim(self._name, waiting=self._waiting)
+        return (
+            None
+            if self.stop.requested
+            else self._spool.queue.claim(self._name, waiting=self._waiting)
+        )
 
 
 def with_topology(settings: Settings) -> Settings:
-    """The settings with the sizes that `TANDEM_TOPOLOGY=auto` chooses. Raises InvalidInput as `automatic`."""
+    """The settings with the sizes that `TANDEM_TOPOLOGY=auto` chooses. Raises InvalidInput as
+    `automatic`."""
     if settings.topology != "auto":
         return settings
     made = automatic(settings, Devices(settings, "trainer", most=settings.trainer_ranks).smallest())
     sizes = made.recommended.sizes
-    log.info("chose the topology", topology=describe(sizes), settings=sizes.settings(), why=made.why)
+    log.info(
+        "chose the topology", topology=describe(sizes), settings=sizes.settings(), why=made.why
+    )
     return settings.model_copy(update={"topology": "given", **sizes.fields()})

@@ -12,7 +12,8 @@ log = Log("runner")
 
 LONGEST_PAUSE_SECONDS = 30.0
 OTHER_ERROR_SECONDS = 60.0
-"""How long an OSError is tried again that is not one of the volume's. A new runner then has to settle the job."""
+"""How long an OSError is tried again that is not one of the volume's. A new runner then has to
+settle the job."""
 
 
 class Stop:
@@ -31,13 +32,19 @@ class Stop:
             time.sleep(0.1)
 
     def retry[T](
-        self, what: str, action: Callable[[], T], *, errors: tuple[type[Exception], ...] = (TandemError, OSError)
+        self,
+        what: str,
+        action: Callable[[], T],
+        *,
+        errors: tuple[type[Exception], ...] = (TandemError, OSError),
     ) -> T | None:
-        """The result of `action`, which is tried again after `errors`: the volume is full, gone or read-only.
+        """The result of `action`, which is tried again after `errors`: the volume is full, gone or
+        read-only.
 
-        Returns None when the runner is asked to stop meanwhile. Raises errors that are not retriable, and an OSError
-        that says nothing about the volume after OTHER_ERROR_SECONDS. `what` names the action in the log, which gets a
-        line when it first fails and one when it works again.
+        Returns None when the runner is asked to stop meanwhile. Raises errors that are not
+        retriable, and an OSError that says nothing about the volume after OTHER_ERROR_SECONDS.
+        `what` names the action in the log, which gets a line when it first fails and one when it
+        works again.
         """
         pause, failed, give_up = 0.5, False, time.monotonic() + OTHER_ERROR_SECONDS
         while True:
@@ -46,7 +53,11 @@ class Stop:
             except errors as error:
                 if isinstance(error, TandemError) and not error.retriable:
                     raise
-                if isinstance(error, OSError) and not fs.volume_error(error, "") and time.monotonic() > give_up:
+                if (
+                    isinstance(error, OSError)
+                    and not fs.volume_error(error, "")
+                    and time.monotonic() > give_up
+                ):
                     raise
                 if not failed:
                     log.error(f"can't {what}; trying again until the volume is back", error=error)

@@ -1,4 +1,5 @@
-"""What Tandem adds to vLLM's workers and engine where weights are merged, and changes. `plugin.py` installs it."""
+"""What Tandem adds to vLLM's workers and engine where weights are merged, and changes. `plugin.py`
+installs it."""
 
 import json
 import logging
@@ -19,8 +20,9 @@ from tandem.vllm_client.names import MERGED_VARIABLE
 log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
 
 SWITCH_SECONDS = 1e-4
-"""After how long a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives it up, and the thread
-that writes what arrives needs it after each operation. By default it waits 5 ms each time."""
+"""After how long a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives it
+up, and the thread that writes what arrives needs it after each operation. By default it waits 5 ms
+each time."""
 
 
 class MergedWorker:
@@ -29,8 +31,8 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of the weights. An error becomes an answer: vLLM's executor stops at the first worker that
-        raises and takes the answers of the others for those of the next call."""
+        """Call a method of the weights. An error becomes an answer: vLLM's executor stops at the
+        first worker that raises and takes the answers of the others for those of the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -38,8 +40,10 @@ class MergedWorker:
 
 
 def attach(worker: Any) -> None:
-    """Give a worker that has just loaded its model its second copy of the weights. vLLM keeps the memory of the copy,
-    and what a swap needs, out of the KV cache. Tensors on the GPU come from the allocator's current memory pool."""
+    """Give a worker that has just loaded its model its second copy of the weights. vLLM keeps the
+    memory of the copy, and what a swap needs, out of the KV cache. Tensors on the GPU come from the
+    allocator's current memory pool.
+    """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
     model = runner.get_model()
@@ -53,15 +57,19 @@ def attach(worker: Any) -> None:
     base_model, targets = worker.model_config.model, options["targets"]
     weights: MergedWeights | LandingWeights
     if targets is None:
-        weights = LandingWeights(model, base_model, place, (worker.rank, worker.parallel_config.world_size))
+        weights = LandingWeights(
+            model, base_model, place, (worker.rank, worker.parallel_config.world_size)
+        )
     else:
         weights = MergedWeights(model, base_model, place, frozenset(targets))
     worker.tandem_weights = weights
     sys.setswitchinterval(SWITCH_SECONDS)
-    log.info("Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"])
+    log.info(
+        "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
+    )
     if on_gpu:
-        # vLLM 0.26 sums what it knows of, so it must be told of the copy. 0.32 measures what is in use. Neither knows
-        # what a swap will need.
+        # vLLM 0.26 sums what it knows of, so it must be told of the copy. 0.32 measures what is in
+        # use. Neither knows what a swap will need.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
@@ -74,15 +82,16 @@ def hash_root() -> bytes | None:
 
 
 def renew_hashes(request: Any) -> None:
-    """For a request that the engine takes now. A thread hashed its blocks from the root `tandem_root`. If a swap ran
-    since, hash them again: the request would find blocks that other weights have computed."""
+    """For a request that the engine takes now. A thread hashed its blocks from the root
+    `tandem_root`. If a swap ran since, hash them again: the request would find blocks that other
+    weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         _hash_again(request)
 
 
 def install_plain_cpu_kernels() -> None:
-    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain layout, so torch's
-    own products replace the packed ones."""
+    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain
+    layout, so torch's own products replace the packed ones."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -96,10 +105,18 @@ def _keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM
 
 
 def _apply_experts(
-    _: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_args: Any, **_kwargs: Any,
-) -> None:  # fmt: skip
-    """SwiGLU experts, one after another. `w1` [experts, gate above up, in], `w2` [experts, out, ffn]."""
+    _: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    """SwiGLU experts, one after another. `w1` [experts, gate above up, in], `w2` [experts, out,
+    ffn]."""
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
@@ -113,14 +130,22 @@ def _hash_again(request: Any) -> None:
     request.update_block_hashes()
 
 
-def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, requests: str, name: str, deadline: float
-) -> dict[str, Any]:  # fmt: skip
-    """In the engine, between two steps: all workers get the weights of `version`, or all keep those before.
+def swap(
+    core: Any,
+    call: Callable[..., list[dict[str, Any]]],
+    version: str,
+    requests: str,
+    name: str,
+    deadline: float,
+) -> dict[str, Any]:
+    """In the engine, between two steps: all workers get the weights of `version`, or all keep those
+    before.
 
-    `call`: the engine's `collective_rpc`; `requests`: `keep` or `recompute`; `deadline`: of `time.monotonic`. Returns
-    `seconds` and the `tokens` that each sequence has got from the weights before. Else `late`; or `error`; or `torn`,
-    where the weights before can't be restored: all requests are ended then. `late`, too, where vLLM sleeps: who ordered
-    this has died, and a trainer has the GPU.
+    `call`: the engine's `collective_rpc`; `requests`: `keep` or `recompute`; `deadline`: of
+    `time.monotonic`. Returns `seconds` and the `tokens` that each sequence has got from the weights
+    before. Else `late`; or `error`; or `torn`, where the weights before can't be restored: all
+    requests are ended then. `late`, too, where vLLM sleeps: who ordered this has died, and a
+    trainer has the GPU.
     """
     if time.monotonic() > deadline or core.is_sleeping():
         return {"late": True}
@@ -139,28 +164,38 @@ def swap(core: Any, call: Callable[..., list[dict[str, Any]]], version: str, req
 
 
 def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
-    """What a swap means for requests and for cached prefixes. Returns how many tokens each request has got before."""
+    """What a swap means for requests and for cached prefixes. Returns how many tokens each request
+    has got before."""
     from vllm.v1.core import kv_cache_utils
 
     scheduler = core.scheduler
-    tokens = {r.request_id: r.num_output_tokens + r.num_output_placeholders for r in scheduler.requests.values()}
-    # All block hashes begin with this value, so no request finds a block that other weights have computed.
+    tokens = {
+        r.request_id: r.num_output_tokens + r.num_output_placeholders
+        for r in scheduler.requests.values()
+    }
+    # All block hashes begin with this value, so no request finds a block that other weights have
+    # computed.
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
     # Nobody knows yet how many of the drafts in flight will be accepted.
-    drafted = getattr(scheduler, "num_spec_tokens", 0) and any(r.num_output_placeholders for r in scheduler.running)
+    drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
+        r.num_output_placeholders for r in scheduler.running
+    )
     if requests == "recompute" or drafted:
-        # vLLM discards the tokens in flight of running requests, and samples them again from the new weights.
+        # vLLM discards the tokens in flight of running requests, and samples them again from the
+        # new weights.
         tokens |= {request.request_id: request.num_output_tokens for request in scheduler.running}
         scheduler.reset_prefix_cache(reset_running_requests=True)
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
         for request in queue:
             _hash_again(request)
-            # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, and still delivers what was on its
-            # way: nobody knows how many tokens. So they are discarded and sampled again, from the new weights. Not with
-            # routed experts: their connector can't take a request back before it has seen these tokens.
+            # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, and still
+            # delivers what was on its way: nobody knows how many tokens. So they are discarded and
+            # sampled again, from the new weights. Not with routed experts: their connector can't
+            # take a request back before it has seen these tokens.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True
-    if hasattr(core, "set_weight_version"):  # vLLM 0.32 tells it in each answer of /inference/v1/generate
+    # vLLM 0.32 tells it in each answer of /inference/v1/generate.
+    if hasattr(core, "set_weight_version"):
         core.set_weight_version(name)
     return tokens

@@ -1,6 +1,8 @@
-"""Whole weights arrive in the second copy while the live ones are used; between two engine steps the two are exchanged.
+"""Whole weights arrive in the second copy while the live ones are used; between two engine steps
+the two are exchanged.
 
-After a swap the copy has the weights before, so a return to them is the same exchange, until the next version arrives.
+After a swap the copy has the weights before, so a return to them is the same exchange, until the
+next version arrives.
 """
 
 import contextlib
@@ -62,7 +64,8 @@ class Arrival:
     way: str = ""
     error: str = ""
     stopped: bool = False  # it must not write any more
-    last: float = math.inf  # of what other processes send: when there was a sign of life, by the monotonic clock
+    # Of what other processes send: when there was a sign of life, by the monotonic clock.
+    last: float = math.inf
 
     def beat(self) -> None:
         self.last = time.monotonic()
@@ -72,7 +75,11 @@ class LandingWeights(ModelWeights):
     """With the methods of `MergedWeights`. Every tensor may change."""
 
     def __init__(
-        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, worker: tuple[int, int]
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        place: CopyPlace | float,
+        worker: tuple[int, int],
     ) -> None:
         """`worker`: this worker's number, and how many there are."""
         super().__init__(model, base_model, place)
@@ -84,7 +91,9 @@ class LandingWeights(ModelWeights):
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._blocks_of = defaultdict[str, list[Block]](list)
         for block in self._adapted:
-            self._blocks_of[stacked_name(block.names[0]) if block.stacked else block.names[0]].append(block)
+            self._blocks_of[
+                stacked_name(block.names[0]) if block.stacked else block.names[0]
+            ].append(block)
 
     @property
     def spare_bytes(self) -> int:
@@ -92,11 +101,16 @@ class LandingWeights(ModelWeights):
         return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
-        """Begin to bring a version into the second copy, in a thread, unless it is here or on its way from this source.
-        The version that was there is lost. `source`: where whole weights come from; None: they are merged from the base
-        model's files and the adapter in the directory `version` (for BASE: without one)."""
+        """Begin to bring a version into the second copy, in a thread, unless it is here or on its
+        way from this source. The version that was there is lost. `source`: where whole weights come
+        from; None: they are merged from the base model's files and the adapter in the directory
+        `version` (for BASE: without one)."""
         before = self._arrival
-        coming = (before.version, before.source) == (version, source) and not before.error and not before.way
+        coming = (
+            (before.version, before.source) == (version, source)
+            and not before.error
+            and not before.way
+        )
         if coming or self._has(version):
             return
         with self._writing:
@@ -107,26 +121,32 @@ class LandingWeights(ModelWeights):
         threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
-        """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
-        where they did not arrive, or nothing has come for a while."""
+        """How the weights of this version came, if `swap` to it is possible now, else nothing.
+        Raises RuntimeError where they did not arrive, or nothing has come for a while."""
         arrival = self._arrival
         if self._has(version):
             return arrival.way if arrival.version == version else "merge"
-        if time.monotonic() > arrival.last + STALL_SECONDS + 1:  # connecting NCCL has no limit of its own
+        # Connecting NCCL has no limit of its own.
+        if time.monotonic() > arrival.last + STALL_SECONDS + 1:
             arrival.error = f"nothing has come for {STALL_SECONDS:.0f} s"
         if arrival.version != version or arrival.error:
-            raise RuntimeError(f"the weights of {version} did not arrive: {arrival.error or 'nobody sent them'}")
+            raise RuntimeError(
+                f"the weights of {version} did not arrive: {arrival.error or 'nobody sent them'}"
+            )
         return ""
 
     def _has(self, version: str) -> bool:
-        return all(version in (self._live[name].version, self._landed[name].version) for name in self._copy)
+        return all(
+            version in (self._live[name].version, self._landed[name].version) for name in self._copy
+        )
 
     def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
         """Fill the second copy, in which `changed` may differ from the base model."""
         try:
             with torch.inference_mode(), self._in_stream(self._stream):
                 if self._stream is not None:
-                    self._stream.synchronize()  # what the version before has written comes before what this one writes
+                    # What the version before has written comes before what this one writes.
+                    self._stream.synchronize()
                 arrived = self._bring(arrival, scale)
                 for block in changed - arrived:
                     self._put(arrival, block, self._read(self._base, block))
@@ -188,7 +208,10 @@ class LandingWeights(ModelWeights):
 
     def _tell(self, arrival: Arrival, version: str, changed: frozenset[Block]) -> None:
         """What the second copy has from now on."""
-        of = {name: frozenset(block for block in changed if block.parameter == name) for name in self._copy}
+        of = {
+            name: frozenset(block for block in changed if block.parameter == name)
+            for name in self._copy
+        }
         with self._writing:
             if not arrival.stopped:
                 self._landed = {name: Content(version, of[name]) for name in self._copy}
@@ -201,7 +224,10 @@ class LandingWeights(ModelWeights):
     def _put(self, arrival: Arrival, block: Block, values: torch.Tensor) -> None:
         place = block.view(self._copy[block.parameter])
         if place.shape != values.shape:
-            raise ValueError(f"{block.names[0]} has the shape {list(values.shape[1:])}, not {list(place.shape[1:])}")
+            raise ValueError(
+                f"{block.names[0]} has the shape {list(values.shape[1:])}, not"
+                f" {list(place.shape[1:])}"
+            )
         self._write(arrival, place, values)
 
     def _write(self, arrival: Arrival, place: torch.Tensor, values: torch.Tensor) -> None:
@@ -236,13 +262,20 @@ class LandingWeights(ModelWeights):
 
 
 def receive(
-    source: Source, arch: Arch, dtype: torch.dtype, where: torch.device, rank: int, workers: int,
+    source: Source,
+    arch: Arch,
+    dtype: torch.dtype,
+    where: torch.device,
+    rank: int,
+    workers: int,
     beat: Callable[[], None],
-) -> Iterator[tuple[Part, torch.Tensor]]:  # fmt: skip
-    """Each part that the ranks send, and its values, which the next one may overwrite when it is asked for.
+) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Each part that the ranks send, and its values, which the next one may overwrite when it is
+    asked for.
 
-    `source`: an offer (`trainer/rank/publication.py`); `rank`: this worker's among the `workers`; `beat` is called
-    whenever something has arrived. Raises what torch raises where a rank or another worker is gone, or stands still.
+    `source`: an offer (`trainer/rank/publication.py`); `rank`: this worker's among the `workers`;
+    `beat` is called whenever something has arrived. Raises what torch raises where a rank or
+    another worker is gone, or stands still.
     """
     joined, address = join_store(source["address"], source["port"])
     store = PrefixStore(source["prefix"], joined)
@@ -251,9 +284,13 @@ def receive(
     count = len(senders(sizes))
     whole = turns(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)
     if (theirs := json.loads(store.get("layout"))) != layout(whole, str(dtype)):
-        raise ValueError(f"the ranks would send {theirs}, this vLLM expects {layout(whole, str(dtype))}")
+        raise ValueError(
+            f"the ranks would send {theirs}, this vLLM expects {layout(whole, str(dtype))}"
+        )
     beat()
-    with contextlib.closing(connect(source["way"], store, count + rank, count, workers, where, address)) as channel:
+    with contextlib.closing(
+        connect(source["way"], store, count + rank, count, workers, where, address)
+    ) as channel:
         beat()
         most = max(turn.size for turn in whole)
         memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
@@ -270,11 +307,16 @@ def receive(
         if where.type == "cuda":
             torch.cuda.current_stream().synchronize()
         for sender in range(count):
-            store.get(f"complete/{sender}")  # NCCL may take a sender's death for the end of a buffer
+            # NCCL may take a sender's death for the end of a buffer.
+            store.get(f"complete/{sender}")
         store.add("done", 1)
 
 
-def _arrived(pending: Pending, turn: Turn, buffer: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+def _arrived(
+    pending: Pending, turn: Turn, buffer: torch.Tensor
+) -> Iterator[tuple[Part, torch.Tensor]]:
     finish(pending)
-    for part, values in zip(turn.parts, buffer.split([part.size for part in turn.parts]), strict=True):
+    for part, values in zip(
+        turn.parts, buffer.split([part.size for part in turn.parts]), strict=True
+    ):
         yield part, values.view(part.shape)

@@ -1,4 +1,5 @@
-"""The weights of vLLM's model on one worker, a second copy of those that may change, and adapters to them."""
+"""The weights of vLLM's model on one worker, a second copy of those that may change, and adapters
+to them."""
 
 import threading
 from collections import defaultdict, deque
@@ -27,24 +28,35 @@ BASE = "base"
 _ALIGNMENT = 512  # bytes, of each pinned copy
 
 Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""A, B and the scale of each block that an adapter changes; see `tandem.model.transfer.merge.merge`."""
+"""A, B and the scale of each block that an adapter changes; see
+`tandem.model.transfer.merge.merge`."""
 
 
 def stored_tensors(model: str) -> dict[str, Any]:
-    """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay open, memory-mapped.
-    `model`: a directory, or the name of a hub repository that is in the cache."""
-    opened = [safe_open(path, framework="pt") for path in weight_files(model_directory(model, cached=True))]
-    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
+    """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay
+    open, memory-mapped. `model`: a directory, or the name of a hub repository that is in the
+    cache."""
+    opened = [
+        safe_open(path, framework="pt")
+        for path in weight_files(model_directory(model, cached=True))
+    ]
+    # `keys` is safetensors' own method: the file is not a dict.
+    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
 
 
 class ModelWeights:
     def __init__(
-        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str] | None = None
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        place: CopyPlace | float,
+        targets: frozenset[str] | None = None,
     ) -> None:
-        """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy` decides; `targets`:
-        names of the linear layers that may change; None: every tensor may.
+        """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy`
+        decides; `targets`: names of the linear layers that may change; None: every tensor may.
 
-        Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for byte. Else CannotWrite.
+        Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for
+        byte. Else CannotWrite.
         """
         self._parameters = dict(model.named_parameters())
         self._base = stored_tensors(base_model)
@@ -52,11 +64,17 @@ class ModelWeights:
         blocks = plan(model)
         self._prove(blocks)
         self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
-        copied = {block.parameter: self._parameters[block.parameter].data for block in self._adapted}
+        copied = {
+            block.parameter: self._parameters[block.parameter].data for block in self._adapted
+        }
         size = sum(live.nbytes for live in copied.values())
         self.place = place if isinstance(place, str) else automatic_copy(place, size)
         on_device = self.place == "device" or self._device.type == "cpu"
-        self._copy = {name: live.clone() for name, live in copied.items()} if on_device else pinned_copies(copied)
+        self._copy = (
+            {name: live.clone() for name, live in copied.items()}
+            if on_device
+            else pinned_copies(copied)
+        )
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
         # One for all adapters: torch's allocator keeps what was freed on a stream for that stream.
@@ -69,7 +87,8 @@ class ModelWeights:
 
     @property
     def spare_bytes(self) -> int:
-        """Memory on the GPU that a swap needs beside the copy: space for parameters on their way from the host."""
+        """Memory on the GPU that a swap needs beside the copy: space for parameters on their way
+        from the host."""
         return 0 if self.device_bytes else 2 * max(copy.nbytes for copy in self._copy.values())
 
     def _prove(self, blocks: list[Block]) -> None:
@@ -80,12 +99,17 @@ class ModelWeights:
                     expected = self._base[name][block.of].to(part.dtype)
                 except KeyError as error:
                     raise CannotWrite(f"the base model's files have no {name}") from error
-                if expected.shape != part.shape or not torch.equal(bits(expected.to(part.device)), bits(part)):
-                    raise CannotWrite(f"{block.parameter} of vLLM differs from {name} in the base model's files")
+                if expected.shape != part.shape or not torch.equal(
+                    bits(expected.to(part.device)), bits(part)
+                ):
+                    raise CannotWrite(
+                        f"{block.parameter} of vLLM differs from {name} in the base model's files"
+                    )
 
     @torch.inference_mode()
     def rows(self, wanted: dict[str, int]) -> list[dict[str, Any]]:
-        """For one row of each named tensor that is on this worker: its columns here and the SHA-256 of its bytes."""
+        """For one row of each named tensor that is on this worker: its columns here and the SHA-256
+        of its bytes."""
         found, parts = [], []
         for block in self._adapted:
             live = block.view(self._parameters[block.parameter].data)
@@ -102,8 +126,9 @@ class ModelWeights:
 
     @contextmanager
     def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """For a thread: what it gives to the device here is done at the end. Without the device, `torch.cuda.stream`
-        would return to the thread's own one, GPU 0, and make a CUDA context there."""
+        """For a thread: what it gives to the device here is done at the end. Without the device,
+        `torch.cuda.stream` would return to the thread's own one, GPU 0, and make a CUDA context
+        there."""
         if stream is None:
             yield
             return
@@ -113,7 +138,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
-        """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it does not fit."""
+        """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it
+        does not fit."""
         factors: Factors = {}
         file = TensorFile(Path(directory, WEIGHTS_FILE))
         with self._in_stream(self._reader):
@@ -138,11 +164,14 @@ class ModelWeights:
         return factors
 
     def _on_device(self, path: Path, begin: int) -> torch.Tensor:
-        """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it takes long to make."""
+        """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it
+        takes long to make."""
         size = path.stat().st_size - begin
         with self._reading:
             if self._pinned is None or self._pinned.numel() < size:
-                self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                self._pinned = torch.empty(
+                    size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+                )
             host = self._pinned[:size]
             with path.open("rb") as file:
                 file.seek(begin)
@@ -151,11 +180,17 @@ class ModelWeights:
 
 
 class MergedWeights(ModelWeights):
-    """vLLM's own weights become those of an adapter merged into the base model, in place and between two engine steps.
-    The second copy stays the base model's, so each merge starts from there and no rounding accumulates."""
+    """vLLM's own weights become those of an adapter merged into the base model, in place and
+    between two engine steps. The second copy stays the base model's, so each merge starts from
+    there and no rounding accumulates.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, base_model: str, place: CopyPlace | float, targets: frozenset[str]
+        self,
+        model: torch.nn.Module,
+        base_model: str,
+        place: CopyPlace | float,
+        targets: frozenset[str],
     ) -> None:
         super().__init__(model, base_model, place, targets)
         self._threads = ThreadPoolExecutor(1)
@@ -165,27 +200,31 @@ class MergedWeights(ModelWeights):
         self._changed: set[Block] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
-        """Begin to read the adapter in the directory `version` onto the device, in a thread. `staged` says when it is
-        there. Others are forgotten, but those of the two versions that were in use last."""
+        """Begin to read the adapter in the directory `version` onto the device, in a thread.
+        `staged` says when it is there. Others are forgotten, but those of the two versions that
+        were in use last."""
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
             self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """How the weights of this version came, if `swap` to it is possible now, else nothing. Raises RuntimeError
-        where its adapter can't be read."""
+        """How the weights of this version came, if `swap` to it is possible now, else nothing.
+        Raises RuntimeError where its adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""
         if error := staged.exception():
-            raise RuntimeError(f"the adapter of {version} can't be read: {type(error).__name__}: {error}") from error
+            raise RuntimeError(
+                f"the adapter of {version} can't be read: {type(error).__name__}: {error}"
+            ) from error
         return "merge"
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make the weights those of a staged version. Call it between two steps, on the thread that runs them. If it
-        raises, the weights are torn, until a swap to the version before or another one."""
+        """Make the weights those of a staged version. Call it between two steps, on the thread that
+        runs them. If it raises, the weights are torn, until a swap to the version before or another
+        one."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")
         self._write(self._staged[version].result())
@@ -213,10 +252,18 @@ class MergedWeights(ModelWeights):
 
 def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies in one block of pinned memory, which stays as long as the process."""
-    begins = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())]
+    begins = [
+        0,
+        *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()),
+    ]
     memory = pinned_memory(begins[-1])
     return {
-        name: memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        name: (
+            memory[begin : begin + tensor.nbytes]
+            .view(tensor.dtype)
+            .view(tensor.shape)
+            .copy_(tensor)
+        )
         for begin, (name, tensor) in zip(begins, tensors.items(), strict=False)
     }
 

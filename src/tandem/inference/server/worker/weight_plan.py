@@ -1,7 +1,7 @@
 """Where each Hugging Face tensor lies in the parameters of vLLM's model on this worker.
 
-vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each, and cuts parameters over its
-tensor-parallel workers.
+vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each, and cuts
+parameters over its tensor-parallel workers.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-_UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_UNQUANTISED = (
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+)
 
 
 class CannotWrite(Exception):
@@ -21,7 +25,8 @@ class CannotWrite(Exception):
 class Block:
     """A block of one Hugging Face tensor in a parameter, or the same block of each expert's tensor.
 
-    `names`: the tensor's name; for experts one name for each index of the parameter's first dimension.
+    `names`: the tensor's name; for experts one name for each index of the parameter's first
+    dimension.
     """
 
     parameter: str
@@ -31,19 +36,28 @@ class Block:
     stacked: bool = False
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The block in `parameter` or in a copy of it: [names, rows, columns], or [names, rows] of a vector."""
-        return parameter[(slice(None), *self.at)] if self.stacked else parameter[self.at].unsqueeze(0)
+        """The block in `parameter` or in a copy of it: [names, rows, columns], or [names, rows] of
+        a vector."""
+        return (
+            parameter[(slice(None), *self.at)] if self.stacked else parameter[self.at].unsqueeze(0)
+        )
 
 
 def plan(model: torch.nn.Module) -> list[Block]:
-    """The blocks of every tensor of the checkpoint that this worker holds, in the order of the model's modules.
+    """The blocks of every tensor of the checkpoint that this worker holds, in the order of the
+    model's modules.
 
-    Raises CannotWrite for quantised weights, for experts that are not cut as Tandem cuts them, and for a parameter that
-    vLLM has removed or whose place in the checkpoint is unknown.
+    Raises CannotWrite for quantised weights, for experts that are not cut as Tandem cuts them, and
+    for a parameter that vLLM has removed or whose place in the checkpoint is unknown.
     """
     # Once for each parameter: a tied lm_head is the embedding.
     parameters = dict(model.named_parameters())
-    blocks = [b for path, module in model.named_modules() for b in _blocks(path, module) if b.parameter in parameters]
+    blocks = [
+        b
+        for path, module in model.named_modules()
+        for b in _blocks(path, module)
+        if b.parameter in parameters
+    ]
     if unknown := parameters.keys() - {block.parameter for block in blocks}:
         raise CannotWrite(f"vLLM's parameter {min(unknown)} has no known place in a checkpoint")
     return blocks
@@ -68,17 +82,24 @@ def _blocks(path: str, module: Any) -> Iterator[Block]:
             width = value.shape[1]
             columns_of = (slice(module.tp_rank * width, (module.tp_rank + 1) * width),)
         for source, at, of in _rows(path, module, value.shape[0]):
-            yield Block(f"{path}.{name}", (f"{source}.{name}",), (at, *columns_at), (of, *columns_of))
+            yield Block(
+                f"{path}.{name}", (f"{source}.{name}",), (at, *columns_at), (of, *columns_of)
+            )
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each source of a parameter: its path, its rows in the parameter, and which of its own rows those are."""
+    """For each source of a parameter: its path, its rows in the parameter, and which of its own
+    rows those are."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
             size, kv_rank = module.head_size, module.tp_rank // module.num_kv_head_replicas
             queries, keys = module.num_heads * size, module.num_kv_heads * size
-            parts = [("q_proj", queries, module.tp_rank), ("k_proj", keys, kv_rank), ("v_proj", keys, kv_rank)]
+            parts = [
+                ("q_proj", queries, module.tp_rank),
+                ("k_proj", keys, kv_rank),
+                ("v_proj", keys, kv_rank),
+            ]
         case "MergedColumnParallelLinear":
             if name != "gate_up_proj":
                 raise CannotWrite(f"{path} is fused from layers that Tandem does not know")
@@ -96,19 +117,27 @@ def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, sli
             return
     begin = 0
     for source, rows, rank in parts:
-        yield f"{parent}.{source}", slice(begin, begin + rows), slice(rank * rows, (rank + 1) * rows)
+        yield (
+            f"{parent}.{source}",
+            slice(begin, begin + rows),
+            slice(rank * rows, (rank + 1) * rows),
+        )
         begin += rows
 
 
 def _experts(path: str, module: Any) -> Iterator[Block]:
     parallel = module.moe_config.moe_parallel_config
     if parallel.use_ep or parallel.dp_size > 1:
-        raise CannotWrite(f"{path}: the experts are distributed over workers (expert or data parallelism)")
+        raise CannotWrite(
+            f"{path}: the experts are distributed over workers (expert or data parallelism)"
+        )
     experts, width, _ = module.w13_weight.shape
     half, prefix = width // 2, path[: path.index(".experts") + len(".experts")]
     mine = slice(parallel.tp_rank * half, (parallel.tp_rank + 1) * half)
     for source, at in (("gate_proj", slice(0, half)), ("up_proj", slice(half, width))):
         names = tuple(f"{prefix}.{expert}.{source}.weight" for expert in range(experts))
-        yield Block(f"{path}.w13_weight", names, (at, slice(None)), (mine, slice(None)), stacked=True)
+        yield Block(
+            f"{path}.w13_weight", names, (at, slice(None)), (mine, slice(None)), stacked=True
+        )
     names = tuple(f"{prefix}.{expert}.down_proj.weight" for expert in range(experts))
     yield Block(f"{path}.w2_weight", names, (slice(None),) * 2, (slice(None), mine), stacked=True)
