@@ -33,10 +33,8 @@ def policy(
 
     - cispo: MiniMax-M1 eq. 4-5, negated; the clipped ratio is a constant.
     - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the
-    clipped one; with
-      Ye et al.'s second clip at `dual` for negative advantages.
-    - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y.
-    """
+      clipped one; with Ye et al.'s second clip at `dual` for negative advantages.
+    - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(lp))]:
         r = math.exp(sum(lp[t] - old[t] for t in members) / len(members))

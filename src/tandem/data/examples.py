@@ -175,13 +175,12 @@ class SFTExample(Record):
 
     - `messages`, and optionally `tools`: the assistant's messages are trained;
     - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
-    trained;
+      trained;
     - `text`: everything but its first token is trained;
     - `token_ids` with `trainable`, a flag for each (the first is false, since nothing predicts the
-    first token);
+      first token);
     - `token_ids` with `weights`, for each the factor of its loss, of either sign (the first is 0),
-    and optionally
-      `targets`, for each the token to predict in its place.
+      and optionally `targets`, for each the token to predict in its place.
 
     `weight` multiplies the loss of each trained token."""
 

@@ -187,14 +187,13 @@ def group_advantages(
 
     - `baseline="mean"`, `scale="group"`: (r_i - m) / s, GRPO (Shao et al., 2024, arXiv:2402.03300);
     - `baseline="mean"`, `scale="batch"`: (r_i - m) / batch_spread, Lite PPO (Liu et al., 2025,
-    arXiv:2508.08221), which
-      is steadier where a group's rewards differ little;
+      arXiv:2508.08221), which is steadier where a group's rewards differ little;
     - `baseline="mean"`, `scale="none"`: r_i - m, Dr. GRPO (Liu et al., 2025, arXiv:2503.20783),
-    which leaves out the
-      division because it gives more weight to questions whose rewards differ little;
+      which leaves out the division because it gives more weight to questions whose rewards differ
+      little;
     - `baseline="leave_one_out"`: r_i minus the mean of the other n - 1 rewards, which is n / (n -
-    1) (r_i - m),
-      RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides that by the same as above;
+      1) (r_i - m), RLOO (Ahmadian et al., 2024, arXiv:2402.14740); `scale` divides that by the same
+      as above;
     - `baseline="none"`: r_i.
 
     With a baseline, the advantages of a group with equal rewards (as a group of one) are exactly 0.

@@ -5,13 +5,11 @@ it, without listening, until its holder closes it:
 
 - the kernel gives a bound port to no process that asks for "any port";
 - a process that asks for this very number gets EADDRINUSE, unless it sets SO_REUSEADDR: Linux then
-allows it while no
-  socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's TCPStore) set it, so the
-  program that was given
-  the number listens beside the holder, and from then on no other process can;
+  allows it while no socket on the port *listens*. Servers (asyncio, uvicorn, vLLM, torch's
+  TCPStore) set it, so the program that was given the number listens beside the holder, and from
+  then on no other process can;
 - an abstract Unix socket of the network namespace, with the number in its name, keeps two Tandem
-processes apart.
-"""
+  processes apart."""
 
 import socket
 from contextlib import ExitStack

@@ -4,12 +4,10 @@ torchrun starts every rank in a session of its own, so a signal to a process gro
 the ranks. These do:
 
 - `die_with_parent` (PR_SET_PDEATHSIG) in every link of the chain, so that `kill -9` of one link
-ends the rest;
+  ends the rest;
 - `adopt_orphans` (PR_SET_CHILD_SUBREAPER) in the process at the top, so that a process that loses
-its parent stays a
-  descendant, which `descendants` finds;
-- `marked`: an environment variable that children inherit across sessions and double forks.
-"""
+  its parent stays a descendant, which `descendants` finds;
+- `marked`: an environment variable that children inherit across sessions and double forks."""
 
 import ctypes
 import os

@@ -14,34 +14,25 @@ still counts in D.
 Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 - PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO,
-arXiv:2503.14476, eq. 8.
+  arXiv:2503.14476, eq. 8.
 - GSPO: arXiv:2507.18071, eq. 5 and 7.
 - Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
-Learning",
-  arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
+  Learning", arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 - Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
-2025, "When Speed
-  Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"; of negative
-  advantages far off the
-  policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+  2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch";
+  of negative advantages far off the policy, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
 - Normalisation: GRPO (arXiv:2402.03300, eq. 3) averages per trajectory, DAPO over a group's tokens,
-Dr. GRPO
-  (arXiv:2503.20783) divides by a constant.
+  Dr. GRPO (arXiv:2503.20783) divides by a constant.
 - Truncated importance sampling: Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL
-  Training".
+  Off-Policy RL Training".
 - KL estimators k1, k2, k3: Schulman, 2020, "Approximating KL Divergence"
-(joschu.net/blog/kl-approx.html); why the
-  derivative of k1 is of no use: arXiv:2506.09477. Correction by the ratio: DeepSeek-V3.2, eq. 7. In
-  the advantage:
-  Ziegler et al., 2019, arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's
-  cookbook.
+  (joschu.net/blog/kl-approx.html); why the derivative of k1 is of no use: arXiv:2506.09477.
+  Correction by the ratio: DeepSeek-V3.2, eq. 7. In the advantage: Ziegler et al., 2019,
+  arXiv:1909.08593, eq. 2; less its mean, as in OpenPipe's ART and Tinker's cookbook.
 - Pairs: DPO, Rafailov et al., 2023, arXiv:2305.18290, eq. 7; label smoothing: Mitchell, 2023, "A
-note on DPO with noisy
-  preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means over tokens as in TRL,
-  because sums depend
-  on length; SimPO, Meng et al., 2024, arXiv:2405.14734, eq. 6.
-"""
+  note on DPO with noisy preferences"; IPO, Azar et al., 2023, arXiv:2310.12036, eq. 17, with means
+  over tokens as in TRL, because sums depend on length; SimPO, Meng et al., 2024, arXiv:2405.14734,
+  eq. 6."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -102,12 +93,11 @@ def item_weights(
 
     - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
-    trajectory_items
+      trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
     - sum: w = d = 1; the caller takes D = 1
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
-      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
-    """
+      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant"""
     ones = np.ones(len(trajectory_items))
     if normalisation in ("token", "sum"):
         return ones, ones

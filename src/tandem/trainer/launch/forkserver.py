@@ -6,18 +6,14 @@ everything a rank needs, once, and runs no job itself.
 Forking is safe because of three rules:
 
 - No CUDA, whose context does not survive a fork. With PYTORCH_NVML_BASED_CUDA_CHECK=1 the imports
-look for devices
-  without the CUDA runtime.
+  look for devices without the CUDA runtime.
 - No OpenMP region and no second thread: a forked child has only the thread that forked, and libgomp
-would wait for its
-  other threads forever. The runner logs a warning with their names. (With GPUs there is one of
-  NVML's, which waits for
-  the driver's events and which nvmlShutdown does not end.)
+  would wait for its other threads forever. The runner logs a warning with their names. (With GPUs
+  there is one of NVML's, which waits for the driver's events and which nvmlShutdown does not end.)
 - All ranks are forked before the store's threads start. torch's elastic agent has threads when it
-forks. So the ranks'
-  parent, the leader, is our own. Like the agent it ends the other ranks after the first failure and
-  restarts none. The
-  ranks' connections wait in the listening socket's backlog until the store runs.
+  forks. So the ranks' parent, the leader, is our own. Like the agent it ends the other ranks after
+  the first failure and restarts none. The ranks' connections wait in the listening socket's backlog
+  until the store runs.
 
 Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}}
 after the imports, and {"exited": status, "work": <the launch's work directory>}, which may come
