@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
+from tandem.model.attention import TreeParams, dense_mask, tree_params
+from tandem.model.flex_attention import BLOCK, FlexMask, seen_blocks
 from tandem.model.rows import Deal, RowTensors, dealt_blocks, padded
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
@@ -57,7 +58,7 @@ def evaluated(row: TreeParams) -> torch.Tensor:
     """What FlexAttention sees: of a block that it sees partly the mask's part, of others
     everything."""
     mask = row.mask
-    assert isinstance(mask, Blocks)
+    assert isinstance(mask, FlexMask)
     assert row.deal is not None
     slots = row.deal.slots
     seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tandem.model import fp8, logprobs
 from tandem.model.layer import kernels
-from tandem.model.layer.kernels import HeadShape
+from tandem.model.layer.heads import HeadShape
 
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {"cpu": 3e-6, "cuda": 1e-5}

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from tandem.model import parallel
-from tandem.model.attention import BLOCK, seen_blocks
-from tandem.model.layer.kernels import Heads
+from tandem.model.flex_attention import BLOCK, seen_blocks
+from tandem.model.layer.heads import Heads
 from tandem.model.parallel import Topology
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from tandem.model import gradients
 from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
-from tandem.model.layer.kernels import Heads, HeadShape
+from tandem.model.layer.heads import Heads, HeadShape
 from tandem.model.layer.norm import multiplier
 from tandem.model.lora import LoraLinear
 

@@ -11,7 +11,7 @@ from tandem.families.arch import Arch
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
 from tandem.model.layer.blocks import AttentionBlock, Keep, Kept, MlpBlock
-from tandem.model.layer.kernels import HeadShape
+from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.moe_block import MoeBlock
 from tandem.model.layer.norm import make_norm
 from tandem.model.lora import AdapterSwitch, LoraLinear

@@ -6,32 +6,13 @@ Both compute in fp32 and round once. Tensors are contiguous unless noted; S is t
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import gelu, pad, silu
 
+from tandem.model.layer.heads import Heads, HeadShape
+
 ALPHA, LIMIT = 1.702, 7.0  # of `clamped_swiglu`
-
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key,
-    its value."""
-
-    groups: int
-    queries: int  # per group
-    size: int  # of a head
-    eps: float
-    q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
-    k_norm: torch.Tensor | None
-    # RoPE turns only the first dimensions of a head; torch's kernels on every device.
-    partial_rope: bool = False
-    # Heads are multiplied by 1 + weight; the kernels get that sum as the weight.
-    offset_norms: bool = False
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:

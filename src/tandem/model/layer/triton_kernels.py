@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.model.layer.kernels import Heads, HeadShape
+from tandem.model.layer.heads import Heads, HeadShape
 
 
 @triton.jit  # type: ignore[untyped-decorator]
