@@ -21,7 +21,8 @@ Kernel = Literal["sdpa", "flex"]
 
 @dataclass
 class TreeParams:
-    """What all layers need to know of a row. Megatron takes it for its own `PackedSeqParams`."""
+    """What all layers need to know of a row's prefix trees. Megatron carries it to the layers as
+    `packed_seq_params`, the name of an argument of its own."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
     length: int  # of the attention's queries, to which the layers' slots are padded
@@ -31,7 +32,7 @@ class TreeParams:
     reach: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     # Which slots the queries are of, where context-parallel ranks share the row.
     deal: Deal | None = None
-    experts: torch.Tensor | None = None  # `RowTensors.slot_experts`
+    slot_experts: torch.Tensor | None = None  # as in `RowTensors`
     windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
 
 
@@ -61,11 +62,11 @@ def tree_params(
             mask = dense_mask(subtree_end.to(device), window)[slots]
         return TreeParams(mask, len(mask), rotation, deal=deal)
     length = len(subtree_end) if slots is None else len(slots)
-    params = TreeParams(block_mask(subtree_end, device, window, slots), length, rotation, deal=deal)
+    tree = TreeParams(block_mask(subtree_end, device, window, slots), length, rotation, deal=deal)
     if window is not None:
         depth = torch.from_numpy(depths(padded_ends(subtree_end))).to(device)
-        params.reach = depth, (depth if slots is None else depth[slots]) - window
-    return params
+        tree.reach = depth, (depth if slots is None else depth[slots]) - window
+    return tree
 
 
 def rotation(
@@ -95,7 +96,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    row: TreeParams,
+    tree: TreeParams,
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -104,15 +105,15 @@ def attend(
     each head's softmax, without a value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    if isinstance(row.mask, FlexMask):
-        slots = None if row.deal is None else row.deal.slots
-        depth, out = row.reach
-        output = flex(query, key, value, scale, slots, depth, out, sinks, *row.mask)
+    if isinstance(tree.mask, FlexMask):
+        slots = None if tree.deal is None else tree.deal.slots
+        depth, out = tree.reach
+        output = flex(query, key, value, scale, slots, depth, out, sinks, *tree.mask)
     else:
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        mask, size = row.mask, query.shape[-1]
+        mask, size = tree.mask, query.shape[-1]
         if sinks is not None:
             query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale)
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[
