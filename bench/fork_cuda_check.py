@@ -19,7 +19,7 @@ def main() -> int:
     print(f"preload: {time.perf_counter() - begin:.2f} s")
     import torch
 
-    from tandem.model.attention import block_mask, flex
+    from tandem.model.flex_attention import block_mask, flex
 
     begin = time.perf_counter()
     child = os.fork()

@@ -23,7 +23,7 @@ from tandem.families.registry import arch_from_config
 from tandem.model import device, parallel, recompute
 from tandem.model.build import build_policy
 from tandem.model.device import memory
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LoraShape
@@ -40,7 +40,7 @@ def step(policy: Policy, row: RowTensors) -> None:
         parameter.grad = None
 
 
-def fits(policy: Policy, row: RowTensors, levels: list[Keep]) -> bool:
+def fits(policy: Policy, row: RowTensors, levels: list[SaveLevel]) -> bool:
     """Whether two steps run."""
     keep(policy, levels)
     try:
@@ -53,7 +53,9 @@ def fits(policy: Policy, row: RowTensors, levels: list[Keep]) -> bool:
     return True
 
 
-def seconds(policy: Policy, row: RowTensors, candidates: dict[str, list[Keep]]) -> dict[str, float]:
+def seconds(
+    policy: Policy, row: RowTensors, candidates: dict[str, list[SaveLevel]]
+) -> dict[str, float]:
     """Seconds of a step with each candidate's levels, the best of four turns; none of those that
     run out of memory. After the first turn only `auto` and those within 15 % of the fastest are
     timed."""
@@ -101,16 +103,16 @@ def limited(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
 
 
-def keep(policy: Policy, levels: list[Keep]) -> None:
+def keep(policy: Policy, levels: list[SaveLevel]) -> None:
     for layer, level in zip(policy.gpt.decoder.layers, levels, strict=True):
-        layer.keep = level
+        layer.save_level = level
 
 
-def mixed(everything: int, count: int) -> list[Keep]:
-    return [Keep.ALL] * everything + [Keep.INPUT] * (count - everything)
+def mixed(everything: int, count: int) -> list[SaveLevel]:
+    return [SaveLevel.ALL] * everything + [SaveLevel.INPUT] * (count - everything)
 
 
-def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
+def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[SaveLevel], int]:
     """What a job's second step runs with, and how often it ran out of memory until then
     (`Training._gradients`). Raises OutOfMemoryError where a job ends so."""
     recompute.fit(policy, row)
@@ -119,7 +121,7 @@ def chosen_levels(policy: Policy, row: RowTensors) -> tuple[list[Keep], int]:
         try:
             step(policy, row)
             step(policy, row)  # finds other gaps in the allocator's memory than the first
-            return [layer.keep for layer in policy.gpt.decoder.layers], lowered
+            return [layer.save_level for layer in policy.gpt.decoder.layers], lowered
         except torch.OutOfMemoryError:
             if not recompute.lower(policy):
                 raise
@@ -184,7 +186,7 @@ def case(draw: random.Random) -> dict[str, object]:
     while not fits(policy, row, mixed(0, count)):  # the allocator can't use every gap
         limited(limit := limit * 1.05)
     candidates = {f"{number} layers": mixed(number, count) for number in range(count + 1)}
-    levels, lowered = list[Keep](), 0
+    levels, lowered = list[SaveLevel](), 0
     with suppress(torch.OutOfMemoryError):
         levels, lowered = chosen_levels(policy, row)
     clear(policy)
@@ -207,7 +209,7 @@ def case(draw: random.Random) -> dict[str, object]:
         "full GiB": needs["full"],
         "none GiB": needs["none"],
         "limit GiB": limit,
-        "keep all": sum(level is Keep.ALL for level in levels),
+        "keep all": sum(level is SaveLevel.ALL for level in levels),
         "lowered": lowered,
         "out of memory": math.isnan(auto),
         "auto s": auto,

@@ -67,7 +67,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
     # After tandem's import.
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-    row = policy.laid_out(row)
+    row = policy.lay_out(row)
     local = (
         policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0]
         @ policy.head.t()

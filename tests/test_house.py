@@ -84,6 +84,52 @@ def test_light_programs_stay_light(module, forbidden):
     assert out.stdout.split() == []
 
 
+def module_name(path: Path) -> str:
+    """`tandem.…` of a file, without the leading `tandem.`; a package's for its `__init__.py`."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module → the modules that it imports, wherever in the file. A name that is no module stands
+    for the package that defines it."""
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    return {
+        name: {module if module in paths else module.rpartition(".")[0] for module in imports(path)}
+        for name, path in paths.items()
+    }
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of several modules, or of one that imports itself."""
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    after = {module: reachable(module) for module in graph}
+    circular = {module for module in graph if module in after[module]}
+    components = {
+        frozenset(other for other in after[module] if module in after.get(other, ()))
+        for module in circular
+    }
+    return [set(component) for component in components]
+
+
+def test_no_modules_import_one_another():
+    """Neither inside a room nor across rooms; imports in functions and for type checkers count."""
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+    assert cycles({"a": {"a"}, "b": {"a"}}) == [{"a"}]
+    graph = import_graph()
+    assert "model.layer.kernels" in graph["model.layer.sublayers"]
+    assert cycles(graph) == []
+
+
 def test_every_package_has_a_rule():
     packages = {
         path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"

@@ -19,7 +19,7 @@ from tandem.families.plan import _share, _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
 from tandem.families.topology import Sizes, problem
 from tandem.model.layer import kernels
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tiny import write_random_model
 
@@ -238,9 +238,9 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     lora = LoraShape(rank=4, targets=LORA_TARGETS)
     model = write_random_model(tmp_path / "model", family=family, num_hidden_layers=3)
     policy, held = make_policy(model, lora=lora), {}
-    for level in Keep:
+    for level in SaveLevel:
         for layer in policy.gpt.decoder.layers:
-            layer.keep = level
+            layer.save_level = level
         gc.collect()
         with counted(torch.device("cpu")) as live:
             outputs = policy(linear_row(range(50)))
@@ -249,7 +249,7 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
             gradients(policy)
     kept = memory(Training(read_arch(str(model)), lora, 50), Sizes()).kept
     # Here elements have four bytes instead of two, and the attention's kernel is another.
-    assert held[Keep.ALL] - held[Keep.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
+    assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
 
 
 def test_what_activations_in_fp32_need_is_what_the_formula_says():

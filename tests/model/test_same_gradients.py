@@ -1,5 +1,5 @@
 """Loss and every LoRA gradient of trees in a packed row are those of transformers and PEFT,
-sequence by sequence: each family with what is special in it, at every level of `Keep`.
+sequence by sequence: each family with what is special in it, at every `SaveLevel`.
 
 transformers in float64 gives the expected values, transformers in float32 the rounding to allow: a
 token that goes to an expert alone carries its rounding into that expert's gradient, on either side.
@@ -15,7 +15,7 @@ from torch.func import functional_call
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
@@ -88,9 +88,9 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     exact_loss, exact = reference(model, directory, lora, torch.float64)
     _, theirs = reference(model, directory, lora, torch.float32)
     policy = make_policy(model, lora, directory)
-    for keep in Keep:
+    for keep in SaveLevel:
         for layer in policy.gpt.decoder.layers:
-            layer.keep = keep
+            layer.save_level = keep
         loss = (policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum()
         loss.backward()
         actual: dict[str, torch.Tensor] = {}

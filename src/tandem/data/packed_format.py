@@ -133,7 +133,7 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read
     into memory. After the context or `close()` the process does not map the file, so the directory
-    can be removed on any file system (R18)."""
+    can be removed on any file system."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path

@@ -1,5 +1,5 @@
-"""The experts that vLLM's router chose, as a turn brings them (R3: Ma et al., 2025,
-arXiv:2510.11370)."""
+"""The experts that vLLM's router chose, as a turn brings them for routing replay
+(Ma et al., 2025, arXiv:2510.11370)."""
 
 import base64
 import io

@@ -49,8 +49,8 @@ class Training:
 
 
 class Kept(NamedTuple):
-    """Bytes that a layer keeps of a row for its backward pass, by `Keep` level of
-    `model/layer/blocks.py`."""
+    """Bytes that a layer keeps of a row for its backward pass, by `SaveLevel` of
+    `model/layer/sublayers.py`."""
 
     input: int
     attention: int
@@ -235,9 +235,9 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
-    """Bytes of a layer's row: what it keeps (`AttentionBlock`, `MlpBlock` and `MoeBlock` in
-    `model/layer/`), and what its backward pass has beside that, where it kept everything and where
-    it kept its input."""
+    """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
+    in `model/layer/`), and what its backward pass has beside that, where it kept everything and
+    where it kept its input."""
     arch, moe, hidden = job.arch, job.arch.moe, job.arch.hidden_size
 
     def adapted(*targets: str) -> int:

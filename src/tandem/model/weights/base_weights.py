@@ -105,9 +105,9 @@ def view_of(part: Part, parameter: torch.Tensor) -> torch.Tensor:
     return parameter.view(part.blocks, -1, *columns)[part.at]
 
 
-def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """The box `of` of a stored tensor, whose rows fill `target`, block by block or row by row."""
-    rows, *columns = of
+def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
+    """The part `box` of a stored tensor, whose rows fill `target` block by block or row by row."""
+    rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
     cut = None if columns in ([], [slice(0, width)]) else columns[0]
@@ -125,9 +125,9 @@ def _expert_piece(
     # [columns, rows / turns, turns], the stored order.
     blocks = blocks.permute(*reversed(range(blocks.dim())))
     blocks = blocks if columns else blocks[None]
-    line, mine = expert * math.prod(columns), None
+    line, columns_of_rank = expert * math.prod(columns), None
     if parts > 1 and rule.cut == "rows":
-        mine = slice(part * rows // parts, (part + 1) * rows // parts)
+        columns_of_rank = slice(part * rows // parts, (part + 1) * rows // parts)
     if rule.cut == "columns":
         line += part * columns[0] // parts
-    return Piece(source, line * rows, rows, blocks, mine)
+    return Piece(source, line * rows, rows, blocks, columns_of_rank)

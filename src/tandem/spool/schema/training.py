@@ -257,8 +257,7 @@ class OptimizerSettings(Record):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size
-    # (R19).
+    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
     # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those
     # of one step.

@@ -233,7 +233,7 @@ class _Session:
             ),
             fit=self._settings.recompute == "auto",
         )
-        self.heartbeat.steps = len(training.plan.steps)
+        self.heartbeat.steps = len(training.schedule.steps)
         logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)
         with self.phases.phase("probe"):
             previous = logprobs()

@@ -1,8 +1,8 @@
 """Which rows each optimizer step visits, which rank computes them, and the weight of each item.
 NumPy.
 
-Every rank computes the whole plan from the job and the packed tables, without communication.
-Denominators are sums over all rows of an optimizer step, not over one rank's rows (R20).
+Every rank computes the whole schedule from the job and the packed tables, without communication.
+Denominators are sums over all rows of an optimizer step, not over one rank's rows.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tandem.training.losses import Floats, item_weights
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     # The rows of each optimizer step, in order; a row appears once per epoch.
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
@@ -29,35 +29,36 @@ class Plan:
         again, with weight 0 (`counts` False).
         """
         rows = self.steps[step]
-        own = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
-        return own + [(rows[0], False)] * (-(-len(rows) // self.data_parallel) - len(own))
+        counted = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
+        missing = -(-len(rows) // self.data_parallel) - len(counted)
+        return counted + [(rows[0], False)] * missing
 
     def visited_rows(self, dp_rank: int) -> list[int]:
         """The rows that the rank computes in any micro step or evaluates, once each."""
         trained = (
             row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)
         )
-        return list(dict.fromkeys([*trained, *self.own_held_out(dp_rank)]))
+        return list(dict.fromkeys([*trained, *self.rank_held_out(dp_rank)]))
 
-    def own_held_out(self, dp_rank: int) -> list[int]:
+    def rank_held_out(self, dp_rank: int) -> list[int]:
         """The held-out rows that this rank evaluates."""
         return list(self.held_out[dp_rank :: self.data_parallel])
 
-    def own_rows(self, epochs: int, dp_rank: int) -> list[int]:
+    def rank_rows(self, epochs: int, dp_rank: int) -> list[int]:
         """Rows of the first of `epochs` passes that count on this rank: over all ranks each row
         once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
 
 
-def plan_steps(
+def make_schedule(
     batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int
-) -> Plan:
+) -> Schedule:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
     Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks, the last of an
-    epoch maybe fewer; None means `data_parallel` (R19). InvalidInput if that is not a multiple of
+    epoch maybe fewer; None means `data_parallel`. InvalidInput if that is not a multiple of
     `data_parallel`. With `settings.batch_size` the packer chose the rows of each step, and an epoch
     visits those steps in such a permutation.
     """
@@ -66,11 +67,13 @@ def plan_steps(
     orders = [np.random.default_rng([seed, base_step, epoch]) for epoch in range(settings.epochs)]
     if settings.batch_size is not None:
         numbers = batch.row_batch[rows]
-        of_batch = [tuple(rows[numbers == number].tolist()) for number in np.unique(numbers)]
+        batch_steps = [tuple(rows[numbers == number].tolist()) for number in np.unique(numbers)]
         chosen = (
-            of_batch[number] for order in orders for number in order.permutation(len(of_batch))
+            batch_steps[number]
+            for order in orders
+            for number in order.permutation(len(batch_steps))
         )
-        return Plan(tuple(chosen), data_parallel, held_out)
+        return Schedule(tuple(chosen), data_parallel, held_out)
     size = settings.grad_accumulation_sequences or data_parallel
     if size % data_parallel:
         raise InvalidInput(
@@ -83,7 +86,7 @@ def plan_steps(
     for order in orders:
         shuffled = order.permutation(rows).tolist()
         steps += [tuple(shuffled[start : start + size]) for start in range(0, len(shuffled), size)]
-    return Plan(tuple(steps), data_parallel, held_out)
+    return Schedule(tuple(steps), data_parallel, held_out)
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:
@@ -93,8 +96,8 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
     weights, parts = item_weights(loss.mean_over, trajectory_items, group_items, constant)
-    own_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
-    return weights * own_weight, parts * own_weight
+    sft_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
+    return weights * sft_weight, parts * sft_weight
 
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
@@ -103,8 +106,8 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
     rows = {row for step in steps for row in step}
-    of_row = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
-    return [sum(of_row[row] for row in step) for step in steps]
+    row_sums = {row: float(row_weights(batch, batch.row(row), loss)[1].sum()) for row in rows}
+    return [sum(row_sums[row] for row in step) for step in steps]
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
