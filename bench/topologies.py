@@ -40,14 +40,14 @@ from tandem.config import Settings
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl
 from tandem.errors import InvalidInput
-from tandem.families import memory, plan
 from tandem.families.adapter import default_targets
 from tandem.families.arch import Arch
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
+from tandem.planning import memory, plan
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RLJob, RunSpec
+from tandem.topology.sizes import Sizes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}

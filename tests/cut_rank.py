@@ -16,9 +16,7 @@ import torch
 
 from policies import make_policy
 from ranks import fork_ranks
-from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import device, parallel, rows
 from tandem.model import policy as policy_module
@@ -29,7 +27,9 @@ from tandem.model.lora import LoraLinear
 from tandem.model.pipeline import _Lane, _Received
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
+from tandem.model.transfer.parts import buffers
 from tandem.spool.schema import LoraShape, OptimizerSettings
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.publication import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 

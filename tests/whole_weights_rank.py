@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from policies import LORA, make_policy
-from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
+from tandem.model.transfer.parts import buffers
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.model_files import ModelFiles
 from tandem.trainer.rank.publication import TrainedWeights
 

@@ -21,8 +21,9 @@ from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.gpt_oss import _YARN
 from tandem.families.model_config import ModelConfig, model_directory
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.topology import Sizes, check
+from tandem.planning.checks import check
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes
 from tiny import GLM4_MOE, GPT_OSS, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}

@@ -8,9 +8,9 @@ import torch
 
 from live_bytes import counted
 from policies import gradients, linear_row, make_policy, write_random_adapter
-from tandem.families.memory import Kept, choose_levels
 from tandem.model import recompute
 from tandem.model.layer.blocks import AttentionBlock, Keep
+from tandem.planning.memory import Kept, choose_levels
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 

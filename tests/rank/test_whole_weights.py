@@ -16,10 +16,10 @@ from inference.worker_models import merged
 from policies import LORA, write_random_adapter
 from ranks import run_ranks
 from tandem.families.adapter import stacked_name
-from tandem.families.parts import buffers, own_parts, shares
-from tandem.families.plan import describe
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.families.topology import Sizes
+from tandem.model.transfer.parts import buffers, own_parts, shares
+from tandem.planning.plan import describe
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank import model_files
 from tiny import write_random_model
 

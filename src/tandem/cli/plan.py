@@ -11,10 +11,10 @@ from rich.markup import escape
 from tandem.cli.common import Json, Targets, data_extra, show, table
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
-from tandem.families.memory import GIB, Memory, Training
-from tandem.families.plan import ROW, Candidate, describe
-from tandem.families.plan import plan as make_plan
 from tandem.families.registry import read_arch
+from tandem.planning.memory import GIB, Memory, Training
+from tandem.planning.plan import ROW, Candidate, describe
+from tandem.planning.plan import plan as make_plan
 from tandem.spool.schema import LoraShape
 
 SOURCE = (

@@ -24,9 +24,10 @@ from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check
+from tandem.planning.checks import check
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
+from tandem.topology.sizes import Sizes
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
 from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.topology.sizes import Sizes
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -1,10 +1,12 @@
 """How Megatron's parameters are made of Hugging Face tensors and cut over ranks."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.families.topology import Place, Sizes
+from tandem.families.arch import Arch
+from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
 """The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
@@ -63,3 +65,12 @@ class WeightRule:
         """The first of the experts that the rank has; expert-parallel ranks have equal consecutive
         parts."""
         return 0 if self.experts is None else place.expert * (self.experts // sizes.expert)
+
+
+def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
+    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
+    stage and the last."""
+    if layer := re.search(r"layers\.(\d+)\.", parameter):
+        return int(layer[1]) in sizes.layers(arch.num_layers, stage)
+    first, last = stage == 0, stage == sizes.pipeline - 1
+    return (first or (last and arch.tie_embeddings)) if parameter.startswith("embedding.") else last

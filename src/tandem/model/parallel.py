@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
-from tandem.families.topology import Place, Sizes
 from tandem.model import device
 from tandem.model.mcore import parallel_state
+from tandem.topology.sizes import Place, Sizes
 
 # torch 2.13 has new names for these, and warns of the old ones.
 _COLLECTIVES: Any = dist

@@ -7,13 +7,13 @@ Levels change neither results nor their bits, only memory and time.
 import torch
 
 from tandem.families.adapter import sums_experts_apart
-from tandem.families.memory import HEADROOM, Kept, choose_levels
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.blocks import Keep
 from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
+from tandem.planning.memory import HEADROOM, Kept, choose_levels
 
 LEAST_HEADROOM = 2**29
 """Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check, on_stage
+from tandem.families.weight_rules import on_stage
 from tandem.model import device, parallel
 from tandem.model.device.memory import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
+from tandem.planning.checks import check
+from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
 # Bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it.

@@ -10,11 +10,11 @@ import torch
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.model_config import weight_files
-from tandem.families.parts import Part, own_parts
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
+from tandem.model.transfer.parts import Part, own_parts
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
+from tandem.topology.sizes import Place, Sizes
 
 # int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
 # the same rules.

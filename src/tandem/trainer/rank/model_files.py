@@ -18,11 +18,11 @@ import torch
 
 from tandem.families.arch import Arch
 from tandem.families.model_config import other_files
-from tandem.families.parts import Part, shares
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
+from tandem.model.transfer.parts import Part, shares
 from tandem.model.weights.base_weights import view_of
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30

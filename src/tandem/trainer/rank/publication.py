@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tandem.config import Settings
 from tandem.families.adapter import peft_keys
-from tandem.families.parts import Part, layout, senders, turns
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
 from tandem.model.transfer.channel import (
@@ -34,6 +33,7 @@ from tandem.model.transfer.channel import (
     serve_store,
 )
 from tandem.model.transfer.merge import merge
+from tandem.model.transfer.parts import Part, layout, senders, turns
 from tandem.spool import Spool
 from tandem.spool.paths import staged_model
 from tandem.spool.schema import Manifest

@@ -21,9 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, Turn, layout, senders, turns
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite
@@ -37,6 +35,8 @@ from tandem.model.transfer.channel import (
     join_store,
 )
 from tandem.model.transfer.merge import merge
+from tandem.model.transfer.parts import Part, Turn, layout, senders, turns
+from tandem.topology.sizes import Sizes
 
 log = logging.getLogger("vllm.tandem")
 

@@ -12,15 +12,16 @@ import torch
 from live_bytes import LiveStorages, counted
 from policies import gradients, linear_row, make_policy
 from tandem.errors import InvalidInput
-from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
-from tandem.families.memory import CLAMPED_SWIGLU, GEGLU, GIB, Kept, Memory, Training, memory
-from tandem.families.plan import _share, _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
-from tandem.families.topology import Sizes, problem
 from tandem.model.layer import kernels
 from tandem.model.layer.blocks import Keep
+from tandem.planning import memory as formulas
+from tandem.planning.checks import problem
+from tandem.planning.memory import CLAMPED_SWIGLU, GEGLU, GIB, Kept, Memory, Training, memory
+from tandem.planning.plan import _share, _step_seconds, describe, plan
 from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

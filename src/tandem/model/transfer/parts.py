@@ -9,8 +9,8 @@ from itertools import zip_longest
 from tandem.families.adapter import chosen, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Place, Sizes, on_stage
-from tandem.families.weight_rules import WeightRule
+from tandem.families.weight_rules import WeightRule, on_stage
+from tandem.topology.sizes import Place, Sizes
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.memory import GIB, Memory, Training, fullest, stages
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes, of_world, problem
+from tandem.planning.checks import problem
+from tandem.planning.memory import GIB, Memory, Training, fullest, stages
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes, of_world
 
 DENSE_RATE = 567e12
 """Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from tandem.families.adapter import adapts_experts, check_targets, chosen, sums_experts_apart
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, on_stage
-from tandem.families.weight_rules import WeightRule
+from tandem.families.weight_rules import WeightRule, on_stage
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes
 
 GIB = 2**30
 HEADROOM = 0.04
