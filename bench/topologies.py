@@ -234,7 +234,7 @@ def gpu_memory() -> int:
 
 def recommended(case: Case, arch: Arch, gpus: int) -> Case:
     """The case with the topology that `tandem plan` recommends."""
-    job = memory.Training(arch, lora_of(case, arch), case.row, case.rows)
+    job = memory.Workload(arch, lora_of(case, arch), case.row, case.rows)
     sizes = plan.plan(job, gpus, gpu_memory()).recommended.sizes
     settings = {name.upper(): int(size) for name, size in sizes.fields().items()}
     return replace(case, settings=settings, ranks=gpus, cancelled=case.full)
@@ -346,7 +346,7 @@ def _row(
             {"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()}
         )
     )
-    job = memory.Training(arch, lora, case.row, case.rows)
+    job = memory.Workload(arch, lora, case.row, case.rows)
     planned = None
     if torch.cuda.is_available():
         total = gpu_memory()

@@ -196,8 +196,8 @@ def _bias_on_every_rank(self, ends, rows):
 def _other_experts(self, sizes, place):
     return (
         0
-        if self.experts is None
-        else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+        if self.num_experts is None
+        else (sizes.expert - 1 - place.expert) * (self.num_experts // sizes.expert)
     )
 
 

@@ -150,7 +150,7 @@ def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():
             stacked = stacked_name(name)
-            count = np.zeros(shape if stacked == name else (rule.experts, *shape), int)
+            count = np.zeros(shape if stacked == name else (rule.num_experts, *shape), int)
             for of in written[stacked]:
                 count[of] += 1
             assert (count == 1).all(), (name, np.unique(count))

@@ -13,7 +13,7 @@ from tandem.model.layer.blocks import Keep
 from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
-from tandem.planning.memory import HEADROOM, Kept, choose_levels
+from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
 """Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,
@@ -72,7 +72,7 @@ def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
     everything, attention = choose_levels(
-        Kept(*(in_flight * kept[level] for level in Keep)), layers, budget
+        SavedBytes(*(in_flight * kept[level] for level in Keep)), layers, budget
     )
     least = layers - everything - attention
     return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
-from tandem.topology.sizes import Sizes, of_world
+from tandem.topology.sizes import Sizes, all_sizes
 
 
 def check(arch: Arch, sizes: Sizes) -> None:
@@ -15,7 +15,7 @@ def check(arch: Arch, sizes: Sizes) -> None:
     if found := problem(arch, sizes):
         field, reason = found
         # Data parallelism always.
-        works = [other for other in of_world(sizes.world) if problem(arch, other) is None]
+        works = [other for other in all_sizes(sizes.world) if problem(arch, other) is None]
         nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
         raise InvalidInput(
             f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field
@@ -44,12 +44,12 @@ def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
             "sequence parallelism divides tokens over tensor-parallel ranks, and there is 1",
         )
     if moe is None:
-        dense = f"{arch.model_type} has no experts that {sizes.experts} ranks could divide"
-        return ("expert_parallel", dense) if sizes.experts > 1 else None
-    if sizes.stage % sizes.experts:
+        dense = f"{arch.model_type} has no experts that {sizes.expert_ranks} ranks could divide"
+        return ("expert_parallel", dense) if sizes.expert_ranks > 1 else None
+    if sizes.stage % sizes.expert_ranks:
         return (
             "expert_parallel",
-            f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts",
+            f"{sizes.stage} ranks don't divide into groups of {sizes.expert_ranks} for the experts",
         )
     if moe.num_experts % sizes.expert:
         return (

@@ -59,7 +59,7 @@ class Sizes:
         return self.stage * self.pipeline
 
     @property
-    def experts(self) -> int:
+    def expert_ranks(self) -> int:
         """Ranks that a mixture's experts are cut over. They are consecutive, and gather their
         tokens."""
         return self.expert_tensor * self.expert
@@ -68,18 +68,18 @@ class Sizes:
     def experts_apart(self) -> bool:
         """Whether other ranks than those of the data dimension hold the same part of the same
         experts."""
-        return self.experts > 1 or self.tensor > 1
+        return self.expert_ranks > 1 or self.tensor > 1
 
     @property
     def expert_data(self) -> int:
         """Ranks that hold the same part of the same experts."""
-        return self.stage // self.experts
+        return self.stage // self.expert_ranks
 
     @property
     def layers_shared(self) -> bool:
         """Whether a rank computes its layers together with others, which wait for it in
         collectives."""
-        return self.world > self.data or self.experts > 1
+        return self.world > self.data or self.expert_ranks > 1
 
     def place(self, rank: int) -> Place:
         in_stage = rank % self.stage
@@ -117,7 +117,7 @@ class Sizes:
         return " ".join(f"{name}={size}" for name, size in self.variables().items())
 
 
-def of_world(world: int) -> Iterator[Sizes]:
+def all_sizes(world: int) -> Iterator[Sizes]:
     """All sizes of so many ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
     for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):

@@ -159,7 +159,7 @@ class Training:
         """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one
         another, all have equally many: more are of rank 0's first row, with False."""
         own, sizes = [(row, True) for row in rows_of(self.topology.place.data)], self.topology.sizes
-        if sizes.experts == 1:
+        if sizes.expert_ranks == 1:
             return own
         most = max(len(rows_of(rank)) for rank in range(sizes.data))
         return own + [(rows_of(0)[0], False)] * (most - len(own))

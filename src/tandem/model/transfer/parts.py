@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from tandem.families.adapter import chosen, stacked_name
+from tandem.families.adapter import in_targets, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.weight_rules import WeightRule, on_stage
@@ -37,7 +37,7 @@ class Part:
 
 def senders(sizes: Sizes) -> list[int]:
     """The ranks that send: the first ones of each pipeline stage."""
-    of_stage = range(max(sizes.tensor, sizes.experts))
+    of_stage = range(max(sizes.tensor, sizes.expert_ranks))
     return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in of_stage]
 
 
@@ -59,7 +59,7 @@ def buffers(
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
     """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts
     take turns."""
-    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.experts)
+    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
     first = rank - in_stage + in_stage % different  # of those that hold the same
     for number, some in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
         if number % (sizes.stage // different) == in_stage // different:
@@ -101,7 +101,7 @@ def parts(
     head group or one expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
-        ranks = sizes.tensor if rule.experts is None else sizes.experts
+        ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
         # The first stage that has it: the last one has a tied table too.
@@ -110,20 +110,22 @@ def parts(
         ):
             continue
         for part in own_parts(rule, sizes, place):
-            if chosen(part.name, targets):
+            if in_targets(part.name, targets):
                 yield from _cut(part, most)
 
 
 def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
     """What a rank has of each source of a rule without `turns`."""
-    cut, number = rule.parts(sizes), rule.part(place)
+    cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1
     blocks = (
-        max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+        max(1, rule.groups // cut_rows)
+        if rule.num_experts is None
+        else rule.num_experts // sizes.expert
     )
     begin = 0
     # Of experts the first one's sources, which stand for all.
-    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.experts or 1)]:
+    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
         share = shape[0] // cut_rows
         first = number * share if rule.cut == "rows" else 0
         of = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
@@ -131,7 +133,7 @@ def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
             width = shape[1] // cut
             of[1] = slice(number * width, (number + 1) * width)
         rows = share // blocks
-        if rule.experts is not None:
+        if rule.num_experts is not None:
             expert, rows = rule.first_expert(sizes, place), share
             of.insert(0, slice(expert, expert + blocks))
         at = (slice(0, blocks), slice(begin, begin + rows))

@@ -62,12 +62,12 @@ class BaseWeights:
         own_rules = (
             rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)
         )
-        rules = sorted(own_rules, key=lambda rule: rule.experts is not None)
+        rules = sorted(own_rules, key=lambda rule: rule.num_experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules if not rule.fp32}
         own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32}
         experts = {
-            rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None
+            rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
         if apart:  # what comes before the experts divides by the number of ranks too

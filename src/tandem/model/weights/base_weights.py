@@ -83,16 +83,16 @@ def _pieces(
     place: Place,
 ) -> Iterator[Piece]:
     """This rank's part of each source, and the part of `target` that it fills."""
-    if rule.turns is not None:
+    if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
             yield _expert_piece(
-                rule, stored[name], expert, matrix, (rule.parts(sizes), rule.part(place))
+                rule, stored[name], expert, matrix, (rule.num_parts(sizes), rule.part_number(place))
             )
         return
     for part in own_parts(rule, sizes, place):
         blocks = view_of(part, target)
-        if rule.experts is None:
+        if rule.num_experts is None:
             yield _piece(stored[part.name], part.of, blocks if part.blocks > 1 else blocks[0])
             continue
         for expert, matrix in enumerate(blocks, part.of[0].start):
@@ -117,11 +117,11 @@ def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) ->
 def _expert_piece(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Piece:
-    """One expert's part of a tensor that stacks all (`WeightRule.turns`); `target`: [rows] or
+    """One expert's part of a tensor that stacks all (`WeightRule.interleaved`); `target`: [rows] or
     [rows, columns]."""
-    assert rule.turns is not None
+    assert rule.interleaved is not None
     (_, *columns, rows), (parts, part) = source.shape, cut
-    blocks = target.unflatten(0, (rule.turns, -1))
+    blocks = target.unflatten(0, (rule.interleaved, -1))
     # [columns, rows / turns, turns], the stored order.
     blocks = blocks.permute(*reversed(range(blocks.dim())))
     blocks = blocks if columns else blocks[None]

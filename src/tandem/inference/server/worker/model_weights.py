@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
+from tandem.families.adapter import WEIGHTS_FILE, in_targets, peft_keys
 from tandem.families.model_config import model_directory, weight_files
 from tandem.inference.merged_model import TensorFile
 from tandem.inference.server.command import CopyPlace, automatic_copy
@@ -63,7 +63,7 @@ class ModelWeights:
         self._device = next(model.parameters()).device
         blocks = plan(model)
         self._prove(blocks)
-        self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
+        self._adapted = [block for block in blocks if in_targets(block.names[0], targets)]
         copied = {
             block.parameter: self._parameters[block.parameter].data for block in self._adapted
         }
