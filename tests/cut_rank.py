@@ -331,7 +331,7 @@ def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
         weights.fill(parts, buffer)
         values = buffer.split([part.size for part in parts])
         found += [
-            (part.name, part.of, value.view(part.shape))
+            (part.name, part.in_tensor, value.view(part.shape))
             for part, value in zip(parts, values, strict=True)
         ]
     return found

@@ -31,7 +31,7 @@ def main(directory: Path, tp: int) -> None:
             weights.fill(parts, buffer)
             values = buffer.split([part.size for part in parts])
             sent += [
-                (targets, part.name, part.of, value.view(part.shape))
+                (targets, part.name, part.in_tensor, value.view(part.shape))
                 for part, value in zip(parts, values, strict=True)
             ]
     torch.save(sent, directory / f"sent{top.rank}.pt")
