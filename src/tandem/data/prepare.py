@@ -15,7 +15,7 @@ from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSet
 from tandem.data.packed_format import write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
 from tandem.data.render import check_ids, check_vocabulary, render
-from tandem.data.routing import Mixture, experts_of, joined
+from tandem.data.routing import Mixture, joined, routed_expert_ids
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -48,14 +48,14 @@ def prepare_rl(
     if not groups:
         raise InvalidInput("there is no group", field="groups")
     dropped_groups, trajectories = 0, list[PackedTrajectory]()
-    of_group = [
+    group_rewards = [
         np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
         for group in groups
     ]
-    rewards = np.concatenate(of_group)
+    rewards = np.concatenate(group_rewards)
     batch_spread = spread(rewards)
     for g, group in enumerate(groups):
-        advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
+        advantages = group_advantages(group_rewards[g], advantage, batch_spread=batch_spread)
         members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
@@ -233,15 +233,17 @@ def _linked_turns(
         )
         check_ids(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
         check_ids(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
-        experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
+        expert_ids = routed_expert_ids(turn, mixture, f"{field}.turns.{k}.routed_experts")
         tokens, logprobs = np.concatenate([prompt, sampled]), np.array(turn.logprobs, np.float32)
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
         if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
             before = sequences.pop()
             trained = np.concatenate([before.trained, trained])
             logprobs = np.concatenate([before.logprobs, logprobs])
-            experts = joined(before.experts, experts)
-        sequences.append(LinearSequence.of(tokens, trained, logprobs=logprobs, experts=experts))
+            expert_ids = joined(before.expert_ids, expert_ids)
+        sequences.append(
+            LinearSequence.of(tokens, trained, logprobs=logprobs, expert_ids=expert_ids)
+        )
     return sequences
 
 
