@@ -83,10 +83,11 @@ class PackedTrajectory:
 
     sequences: list[LinearSequence]
     group: int
-    advantage: float
+    weight: float
     reward: float
     truncated: bool
     batch: int = 0
+    rejected: bool = False
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
@@ -212,7 +213,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     ordered = [sequences[index] for index in order]
     item_counts = [len(sequence.trained) for sequence in ordered]
     item_trajectory = np.repeat([owned[index][1] for index in order], item_counts).astype(np.int32)
-    advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    weights = np.array([trajectory.weight for trajectory in trajectories], np.float32)
+    rejected = np.array([trajectory.rejected for trajectory in trajectories], np.bool_)
     items_of_row = [sum(len(sequences[index].trained) for index in row.sequences) for row in rows]
     return {
         "tokens": row_tokens,
@@ -232,9 +234,10 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
         "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
-        "item_advantage": (
-            advantages[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
+        "item_weight": (
+            weights[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
         ),
+        "item_rejected": rejected[item_trajectory],
         "trajectory_group": group_of,
         "trajectory_num_items": (
             np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32)

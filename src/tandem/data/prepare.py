@@ -102,8 +102,7 @@ def prepare_sft(
     batch_size: int | None = None,
     signed: bool = False,
 ) -> PackedData:
-    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight
-    as advantage.
+    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with a weight.
 
     `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the
     tokenizer (a directory or a hub's name) only if an example is not `token_ids`;
@@ -146,8 +145,8 @@ def prepare_dpo(
     held_out: Sequence[PreferencePair] = (),
     batch_size: int | None = None,
 ) -> PackedData:
-    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the
-    advantages 1 (chosen) and -1 (rejected). The tokens that the two begin with are stored once.
+    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row,
+    chosen and rejected. The tokens that the two begin with are stored once.
     Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
@@ -164,9 +163,10 @@ def prepare_dpo(
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
         check_vocabulary(everything[p], both, vocab_size, fields[p])
-        for sequence, sign in zip(both, (1.0, -1.0), strict=True):
+        for sequence, is_rejected in zip(both, (False, True), strict=True):
+            kept = [sequence] if fits else []
             trajectories.append(
-                PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch)
+                PackedTrajectory(kept, p, 1.0, float("nan"), not fits, batch, is_rejected)
             )
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
@@ -295,10 +295,8 @@ def _write(
             limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
             reasons.append(f"{dropped} trajectories don't fit {limit}")
         raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
-    if any(abs(trajectory.advantage) > MAX_FLOAT32 for trajectory in kept):
-        raise InvalidInput(
-            f"packed data in {out}: an advantage is not finite", field="item_advantage"
-        )
+    if any(abs(trajectory.weight) > MAX_FLOAT32 for trajectory in kept):
+        raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_weight")
     arrays = pack(kept, packing.sequence_length)
     unshared = sum(
         len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences

@@ -275,7 +275,6 @@ class Training:
             outputs.logprobs,
             outputs.entropy,
             tensor(weights),
-            tensor(row.item_advantage / self._advantage_divisor),
             tensor(sequence, torch.int64),
             num_sequences=int(sequence[-1]) + 1,
             mean_kl=self._mean_kl,
@@ -285,8 +284,10 @@ class Training:
         if isinstance(loss, PreferenceLoss):
             group = self.batch.trajectory_group[row.item_trajectory]
             items.pair = tensor(np.unique(group, return_inverse=True)[1], torch.int64)
+            items.rejected = tensor(row.item_rejected, torch.bool)
             items.reference_logprobs = self._reference_logprobs.get(row.index)
             return preference_loss(items, loss)
+        items.advantages = tensor(row.item_weight / self._advantage_divisor)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
             # A job of one optimizer step computes none before training: the old policy is the
