@@ -16,9 +16,7 @@ import torch
 
 from policies import make_policy
 from ranks import fork_ranks
-from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import device, parallel, rows
 from tandem.model import policy as policy_module
@@ -29,7 +27,9 @@ from tandem.model.lora import LoraLinear
 from tandem.model.pipeline import _Lane, _Receive
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
+from tandem.model.transfer.parts import buffers
 from tandem.spool.schema import LoraShape, OptimizerSettings
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.publication import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 
@@ -196,8 +196,8 @@ def _bias_on_every_rank(self, ends, count):
 def _other_experts(self, sizes, place):
     return (
         0
-        if self.experts is None
-        else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+        if self.num_experts is None
+        else (sizes.expert - 1 - place.expert) * (self.num_experts // sizes.expert)
     )
 
 
@@ -333,7 +333,7 @@ def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
         weights.fill(parts, buffer)
         values = buffer.split([part.size for part in parts])
         found += [
-            (part.name, part.of, value.view(part.shape))
+            (part.name, part.in_tensor, value.view(part.shape))
             for part, value in zip(parts, values, strict=True)
         ]
     return found

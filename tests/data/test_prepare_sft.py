@@ -106,9 +106,7 @@ def test_weights_and_raw_tokens(tmp_path: Path) -> None:
     data, row = run(tmp_path / "a", examples, "/nonexistent", sequence_length=8)
     assert (data.num_items, data.num_tokens, data.num_unshared_tokens) == (2, 3, 5)
     assert row.tokens[:3].tolist() == [1, 2, 5]
-    items = zip(
-        row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True
-    )
+    items = zip(row.item_trajectory, row.item_target, row.item_source, row.item_weight, strict=True)
     assert list(items) == [(0, 1, 0, 0.5), (1, 2, 1, 1.0)]
 
 
@@ -242,6 +240,24 @@ def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) ->
     assert (data.num_groups, data.num_trajectories, data.dropped_trajectories) == (1, 2, 2)
     with pytest.raises(InvalidInput, match="vocabulary"):
         pack(short, vocab=100)
+
+
+def test_items_of_a_pair_say_whether_their_answer_was_rejected(
+    tokenizer_path: str, tmp_path: Path
+) -> None:
+    answers = [("a", "b"), ("b", "a")]
+    pairs = [PreferencePair(prompt="q", chosen=yes, rejected=no) for yes, no in answers]
+    packing = PackingSettings(sequence_length=64)
+    prepare_dpo(
+        pairs, tokenizer_path=tokenizer_path, vocab_size=VOCAB, packing=packing, out=tmp_path / "a"
+    )
+    with PackedBatch.open(tmp_path / "a") as batch:
+        row = batch.row(0)
+        assert batch.trajectory_group.tolist() == [0, 0, 1, 1]
+    assert len(batch) == 1
+    assert set(row.item_weight) == {1}
+    # The trajectories of a pair are its chosen and its rejected answer, in this order.
+    assert np.array_equal(row.item_rejected, row.item_trajectory % 2 == 1)
 
 
 def test_an_answer_that_is_not_trained_may_be_blank() -> None:

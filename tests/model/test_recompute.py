@@ -7,9 +7,9 @@ import torch
 
 from live_bytes import counted
 from policies import gradients, linear_row, make_policy, write_random_adapter
-from tandem.families.memory import Kept, choose_levels
 from tandem.model import recompute
 from tandem.model.layer.sublayers import AttentionSublayer, SaveLevel
+from tandem.planning.memory import SavedBytes, choose_levels
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
@@ -111,7 +111,9 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
 def test_the_levels_that_a_budget_allows():
     """How many of four layers keep everything, and how many the attention block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
-    assert {budget: choose_levels(Kept(10, 30, 90), 4, budget) for budget in budgets} == budgets
+    assert {
+        budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
+    } == budgets
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):

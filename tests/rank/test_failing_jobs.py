@@ -127,7 +127,7 @@ def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
     job = jobs.submit_sft(spool)
     directory = spool.paths.data_dir(job)
     with PackedBatch.open(directory) as batch:
-        weights = batch.row(0).item_advantage
+        weights = batch.row(0).item_weight
     for file in directory.iterdir():
         file.write_bytes(file.read_bytes().replace(weights.tobytes(), (2 * weights).tobytes()))
     PackedBatch.open(directory).close()

@@ -310,9 +310,15 @@ def test_clip_fraction_counts_where_clipping_took_the_gradient() -> None:
 def test_rewards_of_a_pair_are_sums_and_simpos_are_means() -> None:
     """The chosen answer has two tokens, the rejected one has one."""
     lp, ones = torch.tensor([-1.0, -2.0, -4.0]), torch.ones(3)
-    pair, adv = torch.zeros(3, dtype=torch.int64), torch.tensor([1.0, 1.0, -1.0])
     items = losses.Items(
-        lp, ones, ones / 3, adv, torch.tensor([0, 0, 1]), 2, reference_logprobs=0 * lp, pair=pair
+        lp,
+        ones,
+        ones / 3,
+        torch.tensor([0, 0, 1]),
+        2,
+        reference_logprobs=0 * lp,
+        pair=torch.zeros(3, dtype=torch.int64),
+        rejected=torch.tensor([False, False, True]),
     )
     for kind, chosen in (("dpo", -0.3), ("ipo", -0.3), ("simpo", -0.15)):
         sums = losses.preference_loss(items, PreferenceLoss(kind=kind, beta=0.1)).sums
@@ -339,7 +345,7 @@ def test_the_corrected_penalty_has_the_kls_gradient_with_tokens_of_another_polic
     for estimator in ("k1", "k2", "k3"):
         for correction in (True, False):
             policy = logits.log_softmax(0)
-            items = losses.Items(policy, ones, old.exp(), 0 * ones, index, 5, old, old, ref)
+            items = losses.Items(policy, ones, old.exp(), index, 5, 0 * ones, old, old, ref)
             spec = RLLoss(
                 policy="ppo", kl_coef=1.0, kl_estimator=estimator, kl_correction=correction
             )

@@ -118,7 +118,7 @@ def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) 
     """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has
     none."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
-    advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(
+    advantage = np.concatenate([batch.row(row).item_weight for row in range(len(batch))]).astype(
         np.float64
     )
     of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(len(batch.trajectory_group))]

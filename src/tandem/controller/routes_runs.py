@@ -24,9 +24,10 @@ from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check
+from tandem.planning.checks import check_sizes
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
+from tandem.topology.sizes import Sizes
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -96,7 +97,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
                 " TANDEM_WEIGHTS=adapter"
             )
             raise Conflict(f"{problem}; {remedy}", field="weights")
-    check(deployment.arch, Sizes.of(settings))
+    check_sizes(deployment.arch, Sizes.of(settings))
     if spec.lora is not None:
         _check_lora(deployment, spec.lora)
 

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from tandem.families.arch import Arch, LinearScaling, RopeScaling, YarnScaling
-from tandem.families.topology import check
 from tandem.model import device, mcore, parallel
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.norm import make_norm
@@ -19,6 +18,7 @@ from tandem.model.lora import AdapterSwitch
 from tandem.model.pipeline import Pipeline
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
+from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
@@ -55,7 +55,7 @@ def build_policy(
         InvalidInput: the model can't be cut over the ranks so.
     """
     topology = parallel.current()
-    check(arch, topology.sizes)
+    check_sizes(arch, topology.sizes)
     stage, switch, dtype = (
         Pipeline(topology, arch.num_layers),
         AdapterSwitch(),

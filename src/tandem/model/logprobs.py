@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tandem.families.memory import CHUNK_ELEMENTS
 from tandem.model import gradients, parallel
+from tandem.planning.memory import CHUNK_ELEMENTS
 
 
 def item_logprobs(

@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
-from tandem.families.topology import Place, Sizes
 from tandem.model import device
 from tandem.model.mcore import parallel_state
+from tandem.topology.sizes import Place, Sizes
 
 # torch 2.13 has new names for these, and warns of the old ones.
 _COLLECTIVES: Any = dist
@@ -100,8 +100,10 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
             f"{world_size} ranks don't divide into groups of {sizes.world}", field="tensor_parallel"
         )
     sizes = replace(sizes, data=world_size // sizes.world)
-    if sizes.stage % sizes.experts:
-        problem = f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
+    if sizes.stage % sizes.expert_ranks:
+        problem = (
+            f"{sizes.stage} ranks don't divide into groups of {sizes.expert_ranks} for the experts"
+        )
         raise InvalidInput(problem, field="expert_parallel")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,

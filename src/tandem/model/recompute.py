@@ -7,13 +7,13 @@ Levels change neither results nor their bits, only memory and time.
 import torch
 
 from tandem.families.adapter import sums_experts_apart
-from tandem.families.memory import HEADROOM, Kept, choose_levels
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
+from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
 """Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,
@@ -72,7 +72,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
     everything, attention = choose_levels(
-        Kept(*(in_flight * saved[level] for level in SaveLevel)), layers, budget
+        SavedBytes(*(in_flight * saved[level] for level in SaveLevel)), layers, budget
     )
     least = layers - everything - attention
     counts = {SaveLevel.ALL: everything, SaveLevel.ATTENTION: attention, SaveLevel.INPUT: least}

@@ -96,7 +96,7 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
     group_items = batch.group_num_items[batch.trajectory_group[row.item_trajectory]]
     constant = loss.normalisation_constant if isinstance(loss, RLLoss) else None
     weights, parts = item_weights(loss.mean_over, trajectory_items, group_items, constant)
-    sft_weight = row.item_advantage.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
+    sft_weight = row.item_weight.astype(np.float64) if isinstance(loss, SFTLoss) else 1.0
     return weights * sft_weight, parts * sft_weight
 
 
@@ -120,6 +120,6 @@ def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
     magnitude = weight = 0.0
     for row in map(batch.row, range(len(batch))):
         weights = row_weights(batch, row, loss)[0]
-        magnitude += float((weights * np.abs(row.item_advantage.astype(np.float64))).sum())
+        magnitude += float((weights * np.abs(row.item_weight.astype(np.float64))).sum())
         weight += float(weights.sum())
     return magnitude / weight or 1.0

@@ -159,7 +159,7 @@ class Training:
         another, all have equally many: more are of rank 0's first row, with False."""
         sizes = self.topology.sizes
         counted = [(row, True) for row in rank_rows(self.topology.place.data)]
-        if sizes.experts == 1:
+        if sizes.expert_ranks == 1:
             return counted
         most = max(len(rank_rows(rank)) for rank in range(sizes.data))
         return counted + [(rank_rows(0)[0], False)] * (most - len(counted))
@@ -277,7 +277,6 @@ class Training:
             outputs.logprobs,
             outputs.entropy,
             tensor(weights),
-            tensor(row.item_advantage / self._advantage_divisor),
             tensor(sequence, torch.int64),
             num_sequences=int(sequence[-1]) + 1,
             mean_kl=self._mean_kl,
@@ -287,8 +286,10 @@ class Training:
         if isinstance(loss, PreferenceLoss):
             group = self.batch.trajectory_group[row.item_trajectory]
             items.pair = tensor(np.unique(group, return_inverse=True)[1], torch.int64)
+            items.rejected = tensor(row.item_rejected, torch.bool)
             items.reference_logprobs = self._reference_logprobs.get(row.index)
             return preference_loss(items, loss)
+        items.advantages = tensor(row.item_weight / self._advantage_divisor)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
             # A job of one optimizer step computes none before training: the old policy is the

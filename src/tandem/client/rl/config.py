@@ -65,8 +65,8 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Groups in flight; None: for all jobs in the bound.
-    workers: int | None = Field(default=None, ge=1)
+    # How many groups roll out at once; None: those of all jobs in the bound.
+    groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"

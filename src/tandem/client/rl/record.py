@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tandem.client import Event, Trajectory
-from tandem.client.rl.environment import Group
+from tandem.client.rl.environment import RolloutGroup
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
@@ -76,7 +76,11 @@ def load_state(path: Path, new: State) -> State:
 
 
 def batch_numbers(
-    batch: Sequence[Group], base: int, row: int, sampled: Sequence[float], counts: Mapping[str, int]
+    batch: Sequence[RolloutGroup],
+    base: int,
+    row: int,
+    sampled: Sequence[float],
+    counts: Mapping[str, int],
 ) -> dict[str, Any]:
     """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards
     of all that was sampled for it, the groups that were left out too."""

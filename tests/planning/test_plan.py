@@ -12,15 +12,16 @@ import torch
 from live_bytes import LiveStorages, counted
 from policies import gradients, linear_row, make_policy
 from tandem.errors import InvalidInput
-from tandem.families import memory as formulas
 from tandem.families.adapter import default_targets
-from tandem.families.memory import CLAMPED_SWIGLU, GEGLU, GIB, Kept, Memory, Training, memory
-from tandem.families.plan import _share, _step_seconds, describe, plan
 from tandem.families.registry import arch_from_config, read_arch
-from tandem.families.topology import Sizes, problem
 from tandem.model.layer import kernels
 from tandem.model.layer.sublayers import SaveLevel
+from tandem.planning import memory as formulas
+from tandem.planning.checks import refusal
+from tandem.planning.memory import CLAMPED_SWIGLU, GEGLU, GIB, Memory, SavedBytes, Workload, memory
+from tandem.planning.plan import _share, _step_seconds, describe, plan
 from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -76,12 +77,12 @@ SMALL = QWEN3 | {  # Qwen3-0.6B
 ARCHS = {name: arch_from_config(config) for name, config in CONFIGS.items()}
 
 
-def training(model: str, *, slots: int = 8192, targets: str = "all", rows: int = 8) -> Training:
+def workload_of(model: str, *, slots: int = 8192, targets: str = "all", rows: int = 8) -> Workload:
     lora = LoraShape(targets=LORA_TARGETS if targets == "all" else LORA_TARGETS[:4])
-    return Training(ARCHS[model], lora, slots, rows)
+    return Workload(ARCHS[model], lora, slots, rows)
 
 
-def measured() -> list[tuple[dict, Training, tuple[int, int]]]:
+def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
     """Rows of Tandem's whose levels are known: `auto` kept everything without a limit and the
     inputs where 24 GiB could be used. What it kept where 40 GiB could be used was not recorded."""
     rows = [
@@ -92,18 +93,20 @@ def measured() -> list[tuple[dict, Training, tuple[int, int]]]:
         row["peak GiB"]: row["limit GiB"] == 24.0 or row["way"].startswith("full") for row in rows
     }
     jobs = [
-        training(row["model"], slots=SLOTS[row["row"]], targets=row["targets"], rows=row["ranks"])
+        workload_of(
+            row["model"], slots=SLOTS[row["row"]], targets=row["targets"], rows=row["ranks"]
+        )
         for row in rows
     ]
     return [
-        (row, job, (0, 0) if least[row["peak GiB"]] else (job.arch.num_layers, 0))
-        for row, job in zip(rows, jobs, strict=True)
+        (row, workload, (0, 0) if least[row["peak GiB"]] else (workload.arch.num_layers, 0))
+        for row, workload in zip(rows, jobs, strict=True)
     ]
 
 
 def test_memory_is_what_was_measured_on_one_gpu():
-    for row, job, levels in measured():
-        needs = memory(job, Sizes(data=row["ranks"]))
+    for row, workload, levels in measured():
+        needs = memory(workload, Sizes(data=row["ranks"]))
         # torch's peak has neither CUDA's nor NCCL's memory.
         bytes_ = needs.total(levels) - needs.context
         if row["way"] == "auto":  # rows without Adam: gradients came after the peak
@@ -118,13 +121,13 @@ def test_memory_is_what_was_measured_on_one_gpu():
 
 def test_speed_is_what_was_measured_for_rows_of_one_sequence():
     compared = 0
-    for row, job, levels in measured():
+    for row, workload, levels in measured():
         if not row["row"].isdigit() or "fp8" in row["way"]:
             continue
         limit = (row["limit GiB"] or 141) * GIB
         [candidate] = [
             one
-            for one in plan(job, row["ranks"], limit).candidates
+            for one in plan(workload, row["ranks"], limit).candidates
             if one.sizes == Sizes(data=row["ranks"])
         ]
         if candidate.levels != levels:  # `auto` kept less there than it could
@@ -142,10 +145,11 @@ def test_speed_is_what_was_measured_for_rows_of_one_sequence():
 def test_speed_is_what_was_measured_for_all_weights():
     # `auto`, which had less memory than now, and `full`.
     for row, levels in zip(FULL, ((11, 0), (0, 0)), strict=True):
-        job = Training(ARCHS["qwen3-8b"], None, 8192, rows=1)
+        workload = Workload(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
         assert (
-            abs(_step_seconds(job, Sizes(), memory(job, Sizes()), levels) / seconds - 1) < 0.05
+            abs(_step_seconds(workload, Sizes(), memory(workload, Sizes()), levels) / seconds - 1)
+            < 0.05
         ), row
 
 
@@ -168,8 +172,8 @@ def test_topologies_are_as_fast_and_large_as_two_gpus_measured():
         arch = arch_from_config(configs[models[row["case"].partition("-")[0]]])
         lora = None if "full" in row["case"] else LoraShape(targets=default_targets(arch))
         ranks = 1 if row["topology"] == "1 GPU" else 2
-        job = Training(arch, lora, row["row"], rows=2)
-        candidates = plan(job, ranks, H200).candidates
+        workload = Workload(arch, lora, row["row"], rows=2)
+        candidates = plan(workload, ranks, H200).candidates
         [one] = [one for one in candidates if describe(one.sizes) == row["topology"]]
         ratio = one.tokens_per_second / ranks / row["tokens/s per GPU"]
         print(
@@ -189,7 +193,7 @@ def test_topologies_are_as_fast_and_large_as_four_gpus_measured():
         _, model, *kind = row["case"].split("-")
         arch = arch_from_config(configs[model])
         lora = None if "full" in kind else LoraShape(targets=default_targets(arch))
-        made = plan(Training(arch, lora, row["row"], rows=4 if "tree" in kind else 8), 4, H200)
+        made = plan(Workload(arch, lora, row["row"], rows=4 if "tree" in kind else 8), 4, H200)
         one = made.recommended
         assert describe(one.sizes) == row["topology"]
         ratio = one.tokens_per_second / 4 / row["tokens/s per GPU"]
@@ -205,7 +209,7 @@ def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
     assert len(rows) == 5
     for row in rows:
         made = plan(
-            Training(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4),
+            Workload(arch, LoraShape(targets=default_targets(arch)), row["row"], rows=4),
             2,
             80 * GIB,
         )
@@ -218,13 +222,23 @@ def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
 def test_a_tied_table_that_two_stages_train_was_measured_too():
     arch = arch_from_config(SMALL)
     for row, sizes in zip(TIED, (Sizes(), Sizes(pipeline=2)), strict=True):
-        needs = memory(Training(arch, None, row["row"], rows=2), sizes)
+        needs = memory(Workload(arch, None, row["row"], rows=2), sizes)
         assert abs(needs.total((needs.layers, 0)) / GIB / row["peak GiB"] - 1) < 0.05, row
 
 
 def test_levels_leave_room_for_what_is_needed_besides():
     needs = Memory(
-        100, 0, 0, 0, Kept(10, 30, 90), 4, 1, logits=20, layer=5, layer_again=10, context=50
+        100,
+        0,
+        0,
+        0,
+        SavedBytes(10, 30, 90),
+        4,
+        1,
+        logits=20,
+        layer=5,
+        layer_recomputing=10,
+        context=50,
     )
     assert needs.levels(50 + (100 + 20 + 360 + 1) / (1 - formulas.HEADROOM)) == (4, 0)
     assert needs.levels(50 + (100 + 20 + 160 + 1) / (1 - formulas.HEADROOM)) == (1, 2)
@@ -247,9 +261,9 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
             held[level] = live()
             outputs.logprobs.sum().backward()
             gradients(policy)
-    kept = memory(Training(read_arch(str(model)), lora, 50), Sizes()).kept
+    saved = memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
     # Here elements have four bytes instead of two, and the attention's kernel is another.
-    assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (kept.all - kept.attention)
+    assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (saved.all - saved.attention)
 
 
 def test_what_activations_in_fp32_need_is_what_the_formula_says():
@@ -268,18 +282,18 @@ def test_what_activations_in_fp32_need_is_what_the_formula_says():
 
 def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
     """Measured on two ranks, too, whose layers kept as many bytes of gate and up as one rank's."""
-    job = Training(ARCHS["qwen3-30b-a3b"], None, 8192)
+    workload = Workload(ARCHS["qwen3-30b-a3b"], None, 8192)
     for sizes in (
         Sizes(expert_tensor=2, data=2),
         Sizes(expert_tensor=2, expert=2, data=4),
         Sizes(expert=4, data=4),
     ):
-        kept, alone = memory(job, sizes).kept, memory(job, Sizes()).kept
-        assert kept.all - kept.attention == alone.all - alone.attention
+        saved, alone = memory(workload, sizes).saved, memory(workload, Sizes()).saved
+        assert saved.all - saved.attention == alone.all - alone.attention
 
 
 def test_the_fullest_stage_of_a_pipeline_counts():
-    whole, needs = (memory(training("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3))
+    whole, needs = (memory(workload_of("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3))
     assert whole.weights / 3 < needs.weights < whole.weights / 3 * 1.05
     assert needs.layers == 16
     assert needs.layers * needs.in_flight in (48, 32, 16)
@@ -288,41 +302,41 @@ def test_the_fullest_stage_of_a_pipeline_counts():
 def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
     """Here the fullest one is the last: it has fewer rows in flight, and more of its layers keep
     everything."""
-    job, sizes = training("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
-    [one] = [one for one in plan(job, 2, 40 * GIB).candidates if one.sizes == sizes]
-    levels = [stage.levels(40 * GIB) for stage in formulas.stages(job, sizes)]
+    workload, sizes = workload_of("qwen3-8b", slots=16384, rows=16), Sizes(pipeline=2)
+    [one] = [one for one in plan(workload, 2, 40 * GIB).candidates if one.sizes == sizes]
+    levels = [stage.levels(40 * GIB) for stage in formulas.stages(workload, sizes)]
     seconds = [
-        _step_seconds(job, sizes, *of)
-        for of in zip(formulas.stages(job, sizes), levels, strict=True)
+        _step_seconds(workload, sizes, *of)
+        for of in zip(formulas.stages(workload, sizes), levels, strict=True)
     ]
     assert one.levels == levels[1]
     assert seconds[0] > 1.05 * seconds[1]
-    assert one.tokens_per_second == pytest.approx(_share(job, sizes) * 16 * 16384 / seconds[0])
+    assert one.tokens_per_second == pytest.approx(_share(workload, sizes) * 16 * 16384 / seconds[0])
 
 
 def test_all_weights_need_a_gradient_and_an_optimizer():
-    job = Training(ARCHS["qwen3-8b"], None, 8192)
-    parameters = memory(job, Sizes()).weights // 2
-    alone, two = memory(job, Sizes()), memory(job, Sizes(data=2))
+    workload = Workload(ARCHS["qwen3-8b"], None, 8192)
+    parameters = memory(workload, Sizes()).weights // 2
+    alone, two = memory(workload, Sizes()), memory(workload, Sizes(data=2))
     assert (alone.adapter, alone.gradients, alone.optimizer) == (0, 4 * parameters, 10 * parameters)
     assert (two.gradients, two.optimizer) == (4 * parameters, 5 * parameters)
 
 
 def test_the_recommended_topology_fits_and_is_the_fastest():
-    made, small = (plan(training("qwen3-8b"), 4, gib * GIB) for gib in (80, 16))
+    made, small = (plan(workload_of("qwen3-8b"), 4, gib * GIB) for gib in (80, 16))
     assert describe(made.recommended.sizes) == "DP=4"
     assert made.recommended.measured
     assert small.recommended.sizes.tensor > 1
     assert any(one.levels is None for one in small.candidates)
     for found, gib in ((made, 80), (small, 16)):
-        assert all(problem(ARCHS["qwen3-8b"], one.sizes) is None for one in found.candidates)
+        assert all(refusal(ARCHS["qwen3-8b"], one.sizes) is None for one in found.candidates)
         assert all(one.total < gib * GIB for one in found.candidates if one.levels is not None)
     # A row may have more slots than the model has positions: it holds several sequences, or a tree.
-    assert plan(training("qwen3-8b", slots=50000), 1, 80 * GIB).recommended.levels is not None
+    assert plan(workload_of("qwen3-8b", slots=50000), 1, 80 * GIB).recommended.levels is not None
 
 
 def test_in_every_dimension_a_rank_has_less_of_the_model():
-    made = plan(training("qwen3-30b-a3b"), 8, 60 * GIB)
+    made = plan(workload_of("qwen3-30b-a3b"), 8, 60 * GIB)
     by_name = {describe(one.sizes): one for one in made.candidates}
     assert made.recommended.levels is not None
     assert by_name["DP=8"].levels is None
@@ -343,7 +357,7 @@ def test_experts_are_divided_before_each_one_is_cut():
     for gpus in (2, 8):
         assert (
             plan(
-                training("qwen3-30b-a3b", targets="attention"), gpus, 60 * GIB
+                workload_of("qwen3-30b-a3b", targets="attention"), gpus, 60 * GIB
             ).recommended.sizes.expert_tensor
             == 1
         )
@@ -355,9 +369,11 @@ def test_layers_with_a_window_need_less_attention():
         "sliding_window": 1024,
         "max_window_layers": 18,
     }
-    job, some = training("qwen3-8b"), arch_from_config(config)
+    workload, some = workload_of("qwen3-8b"), arch_from_config(config)
     assert sum(some.window.layers) == 18
-    [full], [windowed] = (plan(each, 1, H200).candidates for each in (job, replace(job, arch=some)))
+    [full], [windowed] = (
+        plan(each, 1, H200).candidates for each in (workload, replace(workload, arch=some))
+    )
     # Attention is 34 % of the step. A window of an eighth of the row leaves 1 - (7 / 8)^2 of a
     # layer's pairs.
     ratio = full.tokens_per_second / windowed.tokens_per_second
@@ -368,5 +384,5 @@ def test_what_can_not_be_planned_is_refused():
     with pytest.raises(
         InvalidInput, match=r"no topology of 1 GPUs fits 10\.0 GiB: the smallest, 1 GPU, needs 2"
     ):
-        plan(training("qwen3-8b"), 1, 10 * GIB)
+        plan(workload_of("qwen3-8b"), 1, 10 * GIB)
     assert default_targets(ARCHS["qwen3-30b-a3b"]) == LORA_TARGETS[:4]

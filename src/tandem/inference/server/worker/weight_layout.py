@@ -22,8 +22,9 @@ class CannotWrite(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of one Hugging Face tensor in a parameter, or the same block of each expert's tensor.
+class Rectangle:
+    """A rectangle of one Hugging Face tensor in a parameter, or the same rectangle of each expert's
+    tensor.
 
     `names`: the tensor's name; for experts one name for each index of the parameter's first
     dimension.
@@ -31,20 +32,20 @@ class Block:
 
     parameter: str
     names: tuple[str, ...]
-    at: tuple[slice, ...]  # within the parameter, of experts within each matrix
-    of: tuple[slice, ...]  # within the Hugging Face tensor
+    in_parameter: tuple[slice, ...]  # within the parameter, of experts within each matrix
+    in_tensor: tuple[slice, ...]  # within the Hugging Face tensor
     stacked: bool = False
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The block in `parameter` or in a copy of it: [names, rows, columns], or [names, rows] of
-        a vector."""
-        return (
-            parameter[(slice(None), *self.at)] if self.stacked else parameter[self.at].unsqueeze(0)
-        )
+        """The rectangle in `parameter` or in a copy of it: [names, rows, columns], or [names, rows]
+        of a vector."""
+        if self.stacked:
+            return parameter[(slice(None), *self.in_parameter)]
+        return parameter[self.in_parameter].unsqueeze(0)
 
 
-def plan(model: torch.nn.Module) -> list[Block]:
-    """The blocks of every tensor of the checkpoint that this worker holds, in the order of the
+def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
+    """The rectangles of every tensor of the checkpoint that this worker holds, in the order of the
     model's modules.
 
     Raises CannotWrite for quantised weights, for experts that are not cut as Tandem cuts them, and
@@ -52,18 +53,18 @@ def plan(model: torch.nn.Module) -> list[Block]:
     """
     # Once for each parameter: a tied lm_head is the embedding.
     parameters = dict(model.named_parameters())
-    blocks = [
-        b
+    rectangles = [
+        rectangle
         for path, module in model.named_modules()
-        for b in _blocks(path, module)
-        if b.parameter in parameters
+        for rectangle in _rectangles(path, module)
+        if rectangle.parameter in parameters
     ]
-    if unknown := parameters.keys() - {block.parameter for block in blocks}:
+    if unknown := parameters.keys() - {rectangle.parameter for rectangle in rectangles}:
         raise CannotWrite(f"vLLM's parameter {min(unknown)} has no known place in a checkpoint")
-    return blocks
+    return rectangles
 
 
-def _blocks(path: str, module: Any) -> Iterator[Block]:
+def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
     parameters = dict(module.named_parameters(recurse=False))
     if not parameters:
         return
@@ -82,7 +83,7 @@ def _blocks(path: str, module: Any) -> Iterator[Block]:
             width = value.shape[1]
             columns_of = (slice(module.tp_rank * width, (module.tp_rank + 1) * width),)
         for source, at, of in _rows(path, module, value.shape[0]):
-            yield Block(
+            yield Rectangle(
                 f"{path}.{name}", (f"{source}.{name}",), (at, *columns_at), (of, *columns_of)
             )
 
@@ -125,7 +126,7 @@ def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, sli
         begin += rows
 
 
-def _experts(path: str, module: Any) -> Iterator[Block]:
+def _experts(path: str, module: Any) -> Iterator[Rectangle]:
     parallel = module.moe_config.moe_parallel_config
     if parallel.use_ep or parallel.dp_size > 1:
         raise CannotWrite(
@@ -136,8 +137,10 @@ def _experts(path: str, module: Any) -> Iterator[Block]:
     mine = slice(parallel.tp_rank * half, (parallel.tp_rank + 1) * half)
     for source, at in (("gate_proj", slice(0, half)), ("up_proj", slice(half, width))):
         names = tuple(f"{prefix}.{expert}.{source}.weight" for expert in range(experts))
-        yield Block(
+        yield Rectangle(
             f"{path}.w13_weight", names, (at, slice(None)), (mine, slice(None)), stacked=True
         )
     names = tuple(f"{prefix}.{expert}.down_proj.weight" for expert in range(experts))
-    yield Block(f"{path}.w2_weight", names, (slice(None),) * 2, (slice(None), mine), stacked=True)
+    yield Rectangle(
+        f"{path}.w2_weight", names, (slice(None),) * 2, (slice(None), mine), stacked=True
+    )

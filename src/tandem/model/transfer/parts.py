@@ -1,16 +1,16 @@
-"""Which part of which weight a trainer's rank has, and which of these it sends to vLLM, in which
-order. Both sides compute the same list, so only bytes travel."""
+"""Parts of weights: what a trainer's rank has, and what it sends to vLLM, in which order. Both
+sides compute the same list, so only bytes travel."""
 
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from tandem.families.adapter import chosen, stacked_name
+from tandem.families.adapter import in_targets, stacked_name
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Place, Sizes, on_stage
-from tandem.families.weight_rules import WeightRule
+from tandem.families.weight_rules import WeightRule, on_stage
+from tandem.topology.sizes import Place, Sizes
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Part:
     first dimension."""
 
     name: str  # with `*` for an expert's number
-    of: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
+    in_tensor: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
     parameter: str  # Megatron's, in which it is
     blocks: int  # the parameter seen as [blocks, rows] or [blocks, rows, columns]
-    at: tuple[slice, slice]  # in that view
+    in_parameter: tuple[slice, slice]  # in that view
     begin: int  # in each block the first row that is of this tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.of)
+        return tuple(s.stop - s.start for s in self.in_tensor)
 
     @property
     def size(self) -> int:
@@ -37,8 +37,8 @@ class Part:
 
 def senders(sizes: Sizes) -> list[int]:
     """The ranks that send: the first ones of each pipeline stage."""
-    of_stage = range(max(sizes.tensor, sizes.experts))
-    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in of_stage]
+    stage_ranks = range(max(sizes.tensor, sizes.expert_ranks))
+    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in stage_ranks]
 
 
 def buffers(
@@ -47,7 +47,7 @@ def buffers(
     """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all
     ranks each element once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
     full: list[Part] = []
-    for part in parts(arch, targets, sizes=sizes, rank=rank, most=most):
+    for part in rank_parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:
             yield full
             full = []
@@ -59,15 +59,15 @@ def buffers(
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
     """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts
     take turns."""
-    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.experts)
-    first = rank - in_stage + in_stage % different  # of those that hold the same
-    for number, some in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
+    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
+    first = rank - in_stage + in_stage % different  # of the ranks that hold the same parts
+    for number, share in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
         if number % (sizes.stage // different) == in_stage // different:
-            yield some
+            yield share
 
 
 @dataclass(frozen=True)
-class Turn:
+class SendBuffer:
     """A buffer on its way from one sender to all workers."""
 
     sender: int  # index in `senders`
@@ -79,29 +79,34 @@ class Turn:
         return sum(part.size for part in self.parts)
 
 
-def turns(arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int) -> list[Turn]:
+def send_order(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
+) -> list[SendBuffer]:
     """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is
     on its way, the next sender fills its own."""
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
     return [
-        Turn(sender, parts) for of_all in rounds for sender, parts in enumerate(of_all) if parts
+        SendBuffer(sender, parts)
+        for per_sender in rounds
+        for sender, parts in enumerate(per_sender)
+        if parts
     ]
 
 
-def layout(whole: list[Turn], dtype: str) -> list[object]:
+def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
     """What both sides must agree on: the dtype, and the sender and the elements of each buffer."""
-    return [dtype, [[turn.sender, turn.size] for turn in whole]]
+    return [dtype, [[buffer.sender, buffer.size] for buffer in order]]
 
 
-def parts(
+def rank_parts(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[Part]:
     """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one
     head group or one expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
-        ranks = sizes.tensor if rule.experts is None else sizes.experts
+        ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
         # The first stage that has it: the last one has a tied table too.
@@ -109,47 +114,53 @@ def parts(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):
             continue
-        for part in own_parts(rule, sizes, place):
-            if chosen(part.name, targets):
+        for part in rule_parts(rule, sizes, place):
+            if in_targets(part.name, targets):
                 yield from _cut(part, most)
 
 
-def own_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
-    """What a rank has of each source of a rule without `turns`."""
-    cut, number = rule.parts(sizes), rule.part(place)
+def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
+    """What a rank has of each source of a rule whose tensors are not interleaved."""
+    cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1
     blocks = (
-        max(1, rule.groups // cut_rows) if rule.experts is None else rule.experts // sizes.expert
+        max(1, rule.groups // cut_rows)
+        if rule.num_experts is None
+        else rule.num_experts // sizes.expert
     )
     begin = 0
     # Of experts the first one's sources, which stand for all.
-    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.experts or 1)]:
+    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
         share = shape[0] // cut_rows
         first = number * share if rule.cut == "rows" else 0
-        of = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
+        in_tensor = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
         if rule.cut == "columns":
             width = shape[1] // cut
-            of[1] = slice(number * width, (number + 1) * width)
+            in_tensor[1] = slice(number * width, (number + 1) * width)
         rows = share // blocks
-        if rule.experts is not None:
+        if rule.num_experts is not None:
             expert, rows = rule.first_expert(sizes, place), share
-            of.insert(0, slice(expert, expert + blocks))
-        at = (slice(0, blocks), slice(begin, begin + rows))
-        yield Part(stacked_name(name), tuple(of), rule.parameter, blocks, at, begin)
+            in_tensor.insert(0, slice(expert, expert + blocks))
+        in_parameter = (slice(0, blocks), slice(begin, begin + rows))
+        yield Part(
+            stacked_name(name), tuple(in_tensor), rule.parameter, blocks, in_parameter, begin
+        )
         begin += rows
 
 
 def _cut(part: Part, most: int) -> Iterator[Part]:
     """`part` in parts of at most `most` elements: along the rows of a single block, else along the
     blocks."""
-    (blocks, rows), stacked, of = part.at, "*" in part.name, part.of[0]
+    (blocks, rows), stacked, whole = part.in_parameter, "*" in part.name, part.in_tensor[0]
     by_rows = part.blocks == 1 and not stacked
     cut = rows if by_rows else blocks
     count = cut.stop - cut.start
-    of_each = (of.stop - of.start) // count
+    unit = (whole.stop - whole.start) // count
     step = max(1, most * count // part.size)
     for begin in range(0, count, step):
         end = min(count, begin + step)
-        mine = slice(cut.start + begin, cut.start + end)
-        box = (slice(of.start + begin * of_each, of.start + end * of_each), *part.of[1:])
-        yield replace(part, of=box, at=(blocks, mine) if by_rows else (mine, rows))
+        piece = slice(cut.start + begin, cut.start + end)
+        box = (slice(whole.start + begin * unit, whole.start + end * unit), *part.in_tensor[1:])
+        yield replace(
+            part, in_tensor=box, in_parameter=(blocks, piece) if by_rows else (piece, rows)
+        )

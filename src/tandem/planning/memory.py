@@ -7,18 +7,19 @@ from itertools import islice
 from math import prod
 from typing import NamedTuple
 
-from tandem.families.adapter import adapts_experts, check_targets, chosen, sums_experts_apart
+from tandem.families.adapter import adapts_experts, check_targets, in_targets, sums_experts_apart
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, on_stage
-from tandem.families.weight_rules import WeightRule
+from tandem.families.weight_rules import WeightRule, on_stage
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes
 
 GIB = 2**30
 HEADROOM = 0.04
 """Part of the memory that stays free: the allocator can't use every gap."""
 CHUNK_ELEMENTS = 2**27
-"""Of one chunk's logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the CPU."""
+"""Elements of one chunk of logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the
+CPU."""
 CONTEXT = 760 * 2**20
 """CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs
 (docs/performance.md)."""
@@ -38,17 +39,18 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 
 @dataclass(frozen=True)
-class Training:
-    """What is trained, and in rows of how many slots. `lora`: None trains all weights."""
+class Workload:
+    """A training as planning sees it: what is trained, and in which rows. `lora`: None trains all
+    weights."""
 
     arch: Arch
     lora: LoraShape | None
     sequence_length: int
     rows: int = 8
-    """Of one optimizer step, over all data-parallel ranks."""
+    """Rows of one optimizer step, over all data-parallel ranks."""
 
 
-class Kept(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes that a layer keeps of a row for its backward pass, by `SaveLevel` of
     `model/layer/sublayers.py`."""
 
@@ -57,15 +59,15 @@ class Kept(NamedTuple):
     all: int
 
 
-def choose_levels(kept: Kept, layers: int, budget: float) -> tuple[int, int]:
+def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
     """How many of `layers` keep everything, and how many of the others their attention block: as
     many as possible within `budget` bytes. Keeping everything saves more time per byte than keeping
     the attention block alone.
     """
-    left = budget - layers * kept.input
+    left = budget - layers * saved.input
     counts: list[int] = []
-    for size in (kept.all, kept.attention):
-        cost = size - kept.input
+    for size in (saved.all, saved.attention):
+        cost = size - saved.input
         counts.append(max(0, min(layers - sum(counts), int(left // cost) if cost > 0 else layers)))
         left -= counts[-1] * cost
     return counts[0], counts[1]
@@ -79,12 +81,12 @@ class Memory:
     adapter: int
     gradients: int
     optimizer: int
-    kept: Kept
+    saved: SavedBytes
     layers: int
     in_flight: int
     logits: int  # `logprobs.working_bytes`
     layer: int  # beside what layers keep: the largest pass of one that keeps everything
-    layer_again: int  # and of one that keeps its input
+    layer_recomputing: int  # and of one that keeps its input
     context: int  # CUDA's and NCCL's, outside of torch's allocator
     # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass.
     shared: bool = False
@@ -98,14 +100,16 @@ class Memory:
         block."""
         everything, attention = levels
         least = self.layers - everything - attention
-        kept = (
-            everything * self.kept.all + attention * self.kept.attention + least * self.kept.input
+        saved = (
+            everything * self.saved.all
+            + attention * self.saved.attention
+            + least * self.saved.input
         )
-        return kept * self.in_flight
+        return saved * self.in_flight
 
     def working(self, levels: tuple[int, int]) -> int:
         """Logits and a layer's pass do not exist at once."""
-        return max(self.logits, self.layer if levels[0] == self.layers else self.layer_again)
+        return max(self.logits, self.layer if levels[0] == self.layers else self.layer_recomputing)
 
     def total(self, levels: tuple[int, int]) -> int:
         return self.states + self.activations(levels) + self.working(levels) + self.context
@@ -114,21 +118,23 @@ class Memory:
         """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be
         kept."""
         budget = (
-            (1 - HEADROOM) * (gpu - self.context) - self.states - max(self.logits, self.layer_again)
+            (1 - HEADROOM) * (gpu - self.context)
+            - self.states
+            - max(self.logits, self.layer_recomputing)
         )
-        budget -= self.layer_again if self.shared else 0
+        budget -= self.layer_recomputing if self.shared else 0
         if budget < self.activations((0, 0)):
             return None
         return choose_levels(
-            Kept(*(self.in_flight * size for size in self.kept)), self.layers, budget
+            SavedBytes(*(self.in_flight * size for size in self.saved)), self.layers, budget
         )
 
 
-def stages(job: Training, sizes: Sizes) -> list[Memory]:
-    """Of each pipeline stage. Raises as `check_targets`."""
-    if job.lora is not None:
-        check_targets(job.arch, job.lora)
-    return [_of_stage(job, sizes, stage) for stage in range(sizes.pipeline)]
+def stages(workload: Workload, sizes: Sizes) -> list[Memory]:
+    """The memory of each pipeline stage. Raises as `check_targets`."""
+    if workload.lora is not None:
+        check_targets(workload.arch, workload.lora)
+    return [_stage_memory(workload, sizes, stage) for stage in range(sizes.pipeline)]
 
 
 def fullest(found: Iterable[Memory]) -> Memory:
@@ -136,19 +142,20 @@ def fullest(found: Iterable[Memory]) -> Memory:
     return max(found, key=lambda stage: stage.total((0, 0)))
 
 
-def memory(job: Training, sizes: Sizes) -> Memory:
-    """Of the `fullest` pipeline stage. Raises as `check_targets`."""
-    return fullest(stages(job, sizes))
+def memory(workload: Workload, sizes: Sizes) -> Memory:
+    """The memory of the `fullest` pipeline stage. Raises as `check_targets`."""
+    return fullest(stages(workload, sizes))
 
 
-def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
-    arch = job.arch
-    layers, last = sizes.layers(arch.num_layers, stage), stage == sizes.pipeline - 1
+def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
+    arch = workload.arch
+    layers = sizes.layers(arch.num_layers, stage)
+    first, last = stage == 0, stage == sizes.pipeline - 1
     rules = [rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)]
-    dense = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is None)
-    experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.experts is not None)
+    dense = sum(prod(rule.shape(sizes)) for rule in rules if rule.num_experts is None)
+    experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.num_experts is not None)
     weights = (dense + experts) * _BF16
-    if job.lora is None:
+    if workload.lora is None:
         # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the
         # int16 remainder of its master value and Adam's two moments in fp32 are divided over the
         # ranks that hold the weight.
@@ -161,36 +168,37 @@ def _of_stage(job: Training, sizes: Sizes, stage: int) -> Memory:
     else:
         # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is
         # divided over ranks.
-        adapter = _adapter(rules, job.lora, sizes) * _FP32
+        adapter = _adapter(rules, workload.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
-        adapter += _cast(rules, job.lora, sizes) * _BF16
-    kept, working, again = _layer(job, sizes)
+        adapter += _cast(rules, workload.lora, sizes) * _BF16
+    saved, working, recomputing = _layer(workload, sizes)
     # One forward, one backward.
-    in_flight = min(sizes.pipeline - stage, max(1, job.rows // sizes.data))
-    slots = -(-job.sequence_length // sizes.context)
+    in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
+    slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
     logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
-    channels = _channels(job, sizes)
+    channels = _channels(workload, sizes)
     communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
-    if job.lora is None and arch.tie_embeddings and sizes.pipeline > 1 and (last or stage == 0):
+    # The table of a tied embedding is at both ends of a pipeline.
+    if workload.lora is None and arch.tie_embeddings and first != last:
         communicators += TIED_TABLE
     return Memory(
         weights,
         adapter,
         gradients,
         optimizer,
-        kept=kept,
+        saved=saved,
         layers=len(layers),
         in_flight=in_flight,
         logits=logits if last else 0,
         layer=working,
-        layer_again=again,
+        layer_recomputing=recomputing,
         context=CONTEXT + communicators,
         shared=sizes.layers_shared,
     )
 
 
-def _channels(job: Training, sizes: Sizes) -> int:
+def _channels(workload: Workload, sizes: Sizes) -> int:
     """How many times NCCL takes memory: once for each group of several ranks that a rank computes
     in (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A
     pipeline counts three times, as was measured."""
@@ -198,11 +206,11 @@ def _channels(job: Training, sizes: Sizes) -> int:
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
         channels.append(sizes.tensor)
-    if job.arch.moe is not None:
-        channels += 2 * [sizes.experts]
-        if sums_experts_apart(job.arch, job.lora, sizes):
+    if workload.arch.moe is not None:
+        channels += 2 * [sizes.expert_ranks]
+        if sums_experts_apart(workload.arch, workload.lora, sizes):
             channels.append(sizes.expert_data)
-        if job.lora is not None and adapts_experts(job.lora):
+        if workload.lora is not None and adapts_experts(workload.lora):
             channels.append(sizes.expert_tensor)
     return sum(size > 1 for size in channels)
 
@@ -212,13 +220,15 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     (`model/lora.py`)."""
     total = 0
     for rule in rules:
-        experts, cut = rule.experts or 1, rule.parts(sizes)
+        experts, cut = rule.num_experts or 1, rule.num_parts(sizes)
         a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
         # Of experts the first one's sources, which stand for all.
         for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
-            if chosen(name, lora.targets):
+            if in_targets(name, lora.targets):
                 elements = lora.rank * (shape[1] // a + shape[0] // b)
-                total += elements if rule.experts is None else experts * (elements // sizes.expert)
+                total += (
+                    elements if rule.num_experts is None else experts * (elements // sizes.expert)
+                )
     return total
 
 
@@ -227,35 +237,35 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     experts'."""
     total = 0
     for rule in rules:
-        if rule.experts is None and (
-            targets := sum(chosen(name, lora.targets) for name in rule.sources)
+        if rule.num_experts is None and (
+            targets := sum(in_targets(name, lora.targets) for name in rule.sources)
         ):
             total += targets * lora.rank * sum(rule.shape(sizes))
     return total
 
 
-def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
+def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
     in `model/layer/`), and what its backward pass has beside that, where it kept everything and
     where it kept its input."""
-    arch, moe, hidden = job.arch, job.arch.moe, job.arch.hidden_size
+    arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
         """Width of A x over `targets`."""
         return (
             0
-            if job.lora is None
-            else job.lora.rank * sum(target in job.lora.targets for target in targets)
+            if workload.lora is None
+            else workload.lora.rank * sum(target in workload.lora.targets for target in targets)
         )
 
-    slots = -(-job.sequence_length // sizes.context)  # that this rank's attention and MLP see
-    # Of which it has the residual stream.
-    own = -(-slots // sizes.tensor) if sizes.sequence else slots
+    slots = -(-workload.sequence_length // sizes.context)  # that this rank's attention and MLP see
+    # Slots whose residual stream this rank has.
+    residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
     rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
     if moe is not None:  # of the experts', if they get equally many
         # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 /
         # `expert` of the rows.
-        rows = own * sizes.expert_tensor * moe.experts_per_token
+        rows = residual_slots * sizes.expert_tensor * moe.experts_per_token
         features = moe.ffn_hidden_size // sizes.expert_tensor
 
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
@@ -264,17 +274,23 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
         arch.query_size // sizes.tensor,
         (arch.query_size + 2 * arch.kv_size) // sizes.tensor,
     )
-    least = own * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
+    least = (
+        residual_slots * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
+    )
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query
     # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
     # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
-    attention = least + own * hidden + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    attention = (
+        least
+        + residual_slots * hidden
+        + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    )
     # ALL: gate and up, and their A x.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
-    kept = Kept(*(level * _BF16 + log_sums for level in (least, attention, everything)))
+    saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
 
     # The MLP's backward pass: the gradients of its output and of the activated features, these
     # features themselves, and the normalised input. For a mixture the output's gradient and the
@@ -288,9 +304,10 @@ def _layer(job: Training, sizes: Sizes) -> tuple[Kept, int, int]:
     )
     if moe is not None:
         working += 2 * rows * hidden
-        if job.lora is not None and adapts_experts(job.lora):
+        if workload.lora is not None and adapts_experts(workload.lora):
             # `Adapters.cast` of gate and up of all experts.
             adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
             working += moe.num_experts // sizes.expert * adapters
-    again = working + 2 * rows * features + 2 * slots * hidden  # gate and up, and the MLP's input
-    return kept, working * _BF16, again * _BF16
+    # Gate and up, and the MLP's input.
+    recomputing = working + 2 * rows * features + 2 * slots * hidden
+    return saved, working * _BF16, recomputing * _BF16

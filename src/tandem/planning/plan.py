@@ -12,19 +12,20 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.memory import GIB, Memory, Training, fullest, stages
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes, of_world, problem
+from tandem.planning.checks import refusal
+from tandem.planning.memory import GIB, Memory, Workload, fullest, stages
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes, all_sizes
 
 DENSE_RATE = 567e12
 """Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of
 8192, everything kept, where attention takes 34 % of 0.663 s (docs/performance.md)."""
 ATTENTION_RATE = 307e12
-"""Of the attention, in the same row."""
+"""Operations per second of the attention, in the same row."""
 EXPERTS_RATE = 361e12
-"""Of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where attention takes 51
-%."""
+"""Operations per second of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where
+attention takes 51 %."""
 ADAPTED_EXPERTS_RATE = 260e12
 """The same with LoRA on all experts."""
 EXCHANGE_RATE = 300e9
@@ -48,8 +49,8 @@ ADAM_RATE = 200e9
 are trained, with the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two
 (bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
-"""Of a layer's forward and backward pass, however short the row: Python and the launches of its
-kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
+"""Seconds of a layer's forward and backward pass, however short the row: Python and the launches of
+its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
 (bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
 """What the estimate for a topology that nobody has measured is worth beside a measured one."""
@@ -84,13 +85,13 @@ class Plan:
         return self.candidates[0]
 
 
-def plan(job: Training, gpus: int, gpu_memory: float) -> Plan:
+def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
     """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if
     none fits."""
     found = [
-        _candidate(job, sizes, gpu_memory)
-        for sizes in of_world(gpus)
-        if problem(job.arch, sizes) is None
+        _candidate(workload, sizes, gpu_memory)
+        for sizes in all_sizes(gpus)
+        if refusal(workload.arch, sizes) is None
     ]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]
@@ -119,11 +120,13 @@ def automatic(settings: Settings, gpu_memory: int) -> Plan:
         )
         raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
     arch = read_arch(settings.model_path())
-    of_experts = EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
-    targets = (*default_targets(arch), *of_experts)
+    expert_targets = (
+        EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
+    )
+    targets = (*default_targets(arch), *expert_targets)
     lora = LoraShape.model_validate({"rank": settings.max_lora_rank, "targets": targets})
     return plan(
-        Training(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory
+        Workload(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory
     )
 
 
@@ -145,35 +148,42 @@ def describe(sizes: Sizes) -> str:
     return " ".join(parts) or "1 GPU"
 
 
-def _candidate(job: Training, sizes: Sizes, gpu_memory: float) -> Candidate:
-    found = [(stage, stage.levels(gpu_memory)) for stage in stages(job, sizes)]
+def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate:
+    found = [(stage, stage.levels(gpu_memory)) for stage in stages(workload, sizes)]
     fitting = [(stage, levels) for stage, levels in found if levels is not None]
     if len(fitting) < len(found):
         needs, levels, speed = fullest(stage for stage, _ in found), None, 0.0
     else:
         needs, levels = max(fitting, key=lambda stage: stage[0].total(stage[1]))
-        slowest = max(_step_seconds(job, sizes, *stage) for stage in fitting)
-        speed = _share(job, sizes) * job.sequence_length * job.rows / slowest
-    alone = sizes == Sizes(data=sizes.data) and job.lora is not None
-    return Candidate(sizes, needs, levels, speed, measured=alone)
+        slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
+        speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
+    data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
+    return Candidate(sizes, needs, levels, speed, measured=data_only)
 
 
-def _share(job: Training, sizes: Sizes) -> float:
+def _share(workload: Workload, sizes: Sizes) -> float:
     share = 1.0
-    for dimension, of_two in SHARES.items():
-        if dimension == "sequence" and job.arch.moe is not None:
-            of_two = MIXTURES_SEQUENCE_SHARE
+    for dimension, share_of_two in SHARES.items():
+        if dimension == "sequence" and workload.arch.moe is not None:
+            share_of_two = MIXTURES_SEQUENCE_SHARE
         share *= (
-            of_two
+            share_of_two
             if getattr(sizes, dimension) > 1 or (dimension == "sequence" and sizes.sequence)
             else 1.0
         )
     return share
 
 
-def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int, int]) -> float:
-    """Of one optimizer step; of LoRA without Adam, which takes 2 ms."""
-    arch, slots, hidden, moe = job.arch, job.sequence_length, job.arch.hidden_size, job.arch.moe
+def _step_seconds(
+    workload: Workload, sizes: Sizes, needs: Memory, levels: tuple[int, int]
+) -> float:
+    """Seconds of one optimizer step; with LoRA without Adam, which takes 2 ms."""
+    arch, slots, hidden, moe = (
+        workload.arch,
+        workload.sequence_length,
+        workload.arch.hidden_size,
+        workload.arch.moe,
+    )
     # Weights of a layer that each token uses.
     mlp = (
         arch.ffn_hidden_size
@@ -188,27 +198,31 @@ def _step_seconds(job: Training, sizes: Sizes, needs: Memory, levels: tuple[int,
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
     attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
-    passes = 3 if job.lora is None else 2  # forward, gradients of activations, and of weights
+    passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
         rate = (
-            ADAPTED_EXPERTS_RATE if job.lora is None or adapts_experts(job.lora) else EXPERTS_RATE
+            ADAPTED_EXPERTS_RATE
+            if workload.lora is None or adapts_experts(workload.lora)
+            else EXPERTS_RATE
         )
     everything, some = levels
     least = needs.layers - everything - some
     # What layers compute again, as a part of a forward pass: of those that keep their input all but
     # down.
-    again = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
-    seconds = (linear * (passes + again) + head * passes) / rate + 3.5 * attention / ATTENTION_RATE
+    recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
+    seconds = (
+        linear * (passes + recomputed) + head * passes
+    ) / rate + 3.5 * attention / ATTENTION_RATE
     seconds = (
         seconds / (sizes.tensor * sizes.context * sizes.pipeline)
-        + _exchange_bytes(job, sizes) / EXCHANGE_RATE
+        + _exchange_bytes(workload, sizes) / EXCHANGE_RATE
     )
     seconds = max(seconds, LAUNCH_SECONDS * needs.layers)
-    rows = -(-job.rows // sizes.data)
+    rows = -(-workload.rows // sizes.data)
     # The pipeline is not full at a step's begin and end.
     step = seconds * (rows + sizes.pipeline - 1)
-    if job.lora is None:
+    if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
         if sizes.data * sizes.context > 1:
             step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
@@ -223,9 +237,9 @@ def _layers_that_see_all(arch: Arch, slots: int) -> float:
     return sum(seen if windowed else 1.0 for windowed in arch.window.layers)
 
 
-def _exchange_bytes(job: Training, sizes: Sizes) -> float:
+def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
     """Bytes that a rank exchanges for a row, forward and backward."""
-    arch, slots = job.arch, job.sequence_length / sizes.context
+    arch, slots = workload.arch, workload.sequence_length / sizes.context
     layers = arch.num_layers / sizes.pipeline
 
     def gathered(group: int, elements: float) -> float:
@@ -234,12 +248,12 @@ def _exchange_bytes(job: Training, sizes: Sizes) -> float:
     # Two sums of the residual stream forward and two backward; a sum is a scatter and a gather.
     layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
     # Keys and values forward and again backward, and their gradients.
-    layer += 3 * gathered(sizes.context, job.sequence_length * 2 * arch.kv_size / sizes.tensor)
+    layer += 3 * gathered(sizes.context, workload.sequence_length * 2 * arch.kv_size / sizes.tensor)
     if arch.moe is not None:
         # Experts' ranks gather their tokens and scatter the sums, forward and backward.
-        own = slots / (sizes.tensor if sizes.sequence else 1)
-        experts = sizes.expert * sizes.expert_tensor
-        layer += 4 * gathered(experts, own * experts * arch.hidden_size)
+        rank_slots = slots / (sizes.tensor if sizes.sequence else 1)
+        expert_ranks = sizes.expert_ranks
+        layer += 4 * gathered(expert_ranks, rank_slots * expert_ranks * arch.hidden_size)
     between = 2 * slots * arch.hidden_size * _BF16 if sizes.pipeline > 1 else 0
     return layers * layer + between
 
@@ -254,7 +268,7 @@ def _order(one: Candidate) -> tuple[float, int, int]:
 
 def _why(found: list[Candidate], fitting: list[Candidate]) -> str:
     best = fitting[0]
-    name, kept = (
+    name, full_layers = (
         describe(best.sizes),
         f"{best.levels[0] if best.levels else 0} of {best.memory.layers}",
     )
@@ -262,7 +276,7 @@ def _why(found: list[Candidate], fitting: list[Candidate]) -> str:
         return (
             f"{name} is the only topology that the trainer builds for this model on so many GPUs."
         )
-    also = f"its layers keep everything for the backward pass in {kept}"
+    also = f"its layers keep everything for the backward pass in {full_layers}"
     if len(fitting) == 1:
         return f"{name} is the only one of {len(found)} topologies that fits; {also}."
     if best.tokens_per_second < max(one.tokens_per_second for one in fitting):
