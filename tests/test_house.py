@@ -42,6 +42,17 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def imported(tree: ast.AST) -> set[str]:
+    """Every module that a file imports by name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT))
 def test_a_room_imports_only_what_the_architecture_allows(room):
     allowed = MAY_IMPORT[room] | GROUND | {room}
@@ -161,6 +172,31 @@ def test_lines_are_short_and_formatted():
         for line in (root / name).read_text().splitlines():
             assert len(line) <= 100, f"{name}: {line}"
             assert name == "tests/test_house.py" or not exempt.search(line), f"{name}: {line}"
+
+
+def test_benches_and_tests_share_no_code():
+    """`bench/` measures and `tests/` checks; neither imports a module of the other."""
+    root = SOURCE.parents[1]
+    listed = subprocess.run(
+        ["git", "ls-files", "bench/*.py", "tests/*.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    of_tests = {"tests"} | {
+        Path(name).parts[1].removesuffix(".py") for name in listed if name.startswith("tests/")
+    }
+    for name in listed:
+        text = (root / name).read_text()
+        forbidden = of_tests if name.startswith("bench/") else {"bench"}
+        modules = {module.split(".")[0] for module in imported(ast.parse(text))}
+        assert not modules & forbidden, f"{name} imports {modules & forbidden}"
+        # Programs that are started, and paths by which a module would be found.
+        if name.startswith("bench/"):
+            assert not re.search(r"""["']tests["'/]""", text), f"{name} names tests/"
+        elif name != "tests/test_house.py":
+            assert not re.search(r"\bbench\.\w", text), f"{name} names a module of bench"
 
 
 def test_no_mirror_and_no_path_of_a_machine_is_named():

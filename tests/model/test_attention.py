@@ -83,7 +83,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
     "config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"]
 )
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
-    """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares
+    """Forward only: FlexAttention has no backward on the CPU. `test_gpu_like_cpu.py` compares
     gradients on a GPU."""
     # Not compiled: PyTorch's reference, with the same blocks.
     monkeypatch.setattr(attention, "flex", flex_attention._attend)

@@ -1,7 +1,7 @@
 """Schemathesis against a controller: no answer of 500, every answer as documented, and a refusal
 leaves no trace.
 
-    python -m bench.fuzz_api [--minutes 30] [--seed S]
+    python -m tests.fuzz.api [--minutes 30] [--seed S]
 
 A controller process with a key, on a spool with runs, jobs in the queue (nobody runs them), an
 ended job and two checkpoints. Schemathesis reads the OpenAPI document and sends what it allows and
@@ -21,11 +21,10 @@ from pathlib import Path
 
 import httpx
 
-HERE = Path(__file__).parent.parent
-sys.path[:0] = [str(HERE / "examples"), str(HERE / "tests")]
-import api_server  # noqa: E402
-from tandem.spool import Spool  # noqa: E402
+import api_server
+from tandem.spool import Spool
 
+TESTS = str(Path(__file__).parents[1])
 ROUND_SECONDS = 150.0
 # OpenAPI can't tell rules between fields. Pydantic takes "1" and true for 1; unknown query
 # parameters are ignored.
@@ -71,9 +70,9 @@ def fuzz(directory: Path, seed: int, seconds: float, arguments: tuple[str, ...] 
             f"--exclude-checks={LEFT_OUT}",
             *arguments,
         ]
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"FUZZ_ROOT": str(root), "PYTHONPATH": path}
-        environment |= {"SCHEMATHESIS_HOOKS": "bench.fuzz_api_checks"}
+        environment |= {"SCHEMATHESIS_HOOKS": "fuzz.api_checks"}
         done = subprocess.run(
             command, env=environment, cwd=directory, capture_output=True, text=True, check=False
         )

@@ -1,9 +1,8 @@
 """A spool with every kind of file that programs read from it, made by real jobs; for
-`bench.fuzz_files`."""
+`fuzz.files`."""
 
 import os
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,16 @@ from pathlib import Path
 # A model this small is computed in one thread; several wait for one another where the machine has
 # other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-HERE = Path(__file__).parent.parent
-sys.path[:0] = [str(HERE / "examples"), str(HERE / "tests")]
-import fake_vllm  # noqa: E402
-from rank import jobs  # noqa: E402
-from spool.spool_tools import memory_directory  # noqa: E402, F401
-from tandem.config import Settings  # noqa: E402
-from tandem.inference.publisher.publisher import Publisher  # noqa: E402
-from tandem.spool import Spool, fs  # noqa: E402
-from tandem.spool.paths import beat_file, error_file  # noqa: E402
-from tandem.spool.schema import Beat, Hold, Job, JobError, JobResult  # noqa: E402
-from tandem.vllm_client.client import VllmClient  # noqa: E402
-from tiny import write_random_model  # noqa: E402
+
+import fake_vllm
+from rank import jobs
+from tandem.config import Settings
+from tandem.inference.publisher.publisher import Publisher
+from tandem.spool import Spool, fs
+from tandem.spool.paths import beat_file, error_file
+from tandem.spool.schema import Beat, Hold, Job, JobError, JobResult
+from tandem.vllm_client.client import VllmClient
+from tiny import write_random_model
 
 WITNESS = "witness"
 """A run that is never damaged. Whatever happens to the others, it goes on."""

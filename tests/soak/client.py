@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from bench.soak.stack import API_KEY
+from soak.stack import API_KEY
 
 RUNS = ("a", "b", "c")
 PENDING = 3
@@ -20,7 +20,7 @@ LATER = (500, 502, 503, 504)
 
 
 class Ledger:
-    """Appends to the file that `bench.soak.check.Ledger` reads."""
+    """Appends to the file that `soak.check.Ledger` reads."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()

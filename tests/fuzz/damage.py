@@ -1,4 +1,4 @@
-"""Ways to damage one file, for `bench.fuzz_files`."""
+"""Ways to damage one file, for `fuzz.files`."""
 
 import json
 import random

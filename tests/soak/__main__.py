@@ -1,11 +1,10 @@
 """Kills and disturbs a stack at random moments, and checks between the rounds that no promise was
 broken.
 
-    python -m bench.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY]
-    [--record]
+    python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY]
 
 Each round has one way to start ranks. After it the trainer is stopped and started again, every job
-ends, and `bench.soak.check` reads the files. The seed chooses victims, moments, signals, damage and
+ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
 jobs; when a process runs is the kernel's choice, so a seed repeats the plan and not the run. Exits
 with 1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that
 can get full and read-only; otherwise those two are left out.
@@ -28,14 +27,9 @@ from pathlib import Path
 
 import httpx
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [str(REPOSITORY / name) for name in ("src", "examples", "tests")]
-
-# ruff: noqa: E402
-from bench.report import RESULTS
-from bench.soak import check
-from bench.soak.client import Client, Ledger
-from bench.soak.disturb import (
+from soak import check
+from soak.client import Client, Ledger
+from soak.disturb import (
     CONTAINER,
     IMPORTS,
     SIGNALS,
@@ -45,7 +39,7 @@ from bench.soak.disturb import (
     Moments,
     Strikes,
 )
-from bench.soak.stack import TRAINER, Stack, Victim, Volume
+from soak.stack import TRAINER, Stack, Victim, Volume
 
 ROUND = 40
 LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
@@ -340,9 +334,6 @@ def main() -> int:
     parser.add_argument(
         "--work", type=Path, default=None, help="a new directory for everything; kept"
     )
-    parser.add_argument(
-        "--record", action="store_true", help="write the numbers to bench/results/soak.json"
-    )
     options = parser.parse_args()
     work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
     work.mkdir(exist_ok=True)
@@ -359,14 +350,6 @@ def main() -> int:
             "seconds": round(time.monotonic() - begin),
         }
         print(json.dumps(summary | soak.summary(), indent=1), flush=True)
-        if options.record:
-            record = {
-                "seed": options.seed,
-                "cores": len(os.sched_getaffinity(0)),
-                **summary,
-                **soak.summary(),
-            }
-            (RESULTS / "soak.json").write_text(json.dumps(record, indent=2) + "\n")
     finally:
         if problems:
             soak.stack.keep_evidence()

@@ -1,4 +1,4 @@
-"""Every program that reads the spool, in this process, on a damaged copy; for `bench.fuzz_files`.
+"""Every program that reads the spool, in this process, on a damaged copy; for `fuzz.files`.
 
 A function returns what it found wrong: an exception that would end a program or be answered by 500,
 an undamaged run that is not served, a job that succeeded with other weights.
@@ -20,7 +20,8 @@ import httpx
 from prometheus_client.exposition import generate_latest
 from pydantic import ValidationError
 
-from bench.fuzz_spool import WITNESS, Stage, fake_vllm
+import fake_vllm
+from fuzz.stage import WITNESS, Stage
 from tandem.cli import checks_deployment
 from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError

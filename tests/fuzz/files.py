@@ -1,6 +1,6 @@
 """Damages one file of a spool after another, and lets every program read it.
 
-    python -m bench.fuzz_files [--minutes 30] [--seed S] [--only PATTERN]
+    python -m tests.fuzz.files [--minutes 30] [--seed S] [--only PATTERN]
 
 A spool with every kind of file is made by real jobs. Each round copies it, damages one file, and
 then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real ranks read
@@ -8,7 +8,7 @@ the copy. Nothing may raise, hang or answer 500; no job may succeed with weights
 spool does not give; a run that was not damaged is served and trained. `--seed` and `--round` repeat
 one round. Root reads files without permission; without that privilege:
 
-    setpriv --bounding-set=-dac_override,-dac_read_search python -m bench.fuzz_files
+    setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
 """
 
 import argparse
@@ -22,9 +22,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from bench import fuzz_readers as readers
-from bench.fuzz_damage import damage
-from bench.fuzz_spool import WITNESS, Stage, make_stage, memory_directory
+from fuzz import readers
+from fuzz.damage import damage
+from fuzz.stage import WITNESS, Stage, make_stage
+from spool.spool_tools import memory_directory
 
 USED = "used.json"
 # Programs believe records that they can read: only packed data and weights have hashes.

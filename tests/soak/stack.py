@@ -31,7 +31,7 @@ _MODULES = {
     "tandem.trainer.launch.bootstrap": "rank",
     "tandem.controller": "controller",
     "tandem.inference.publisher": "publisher",
-    "bench.soak.vllm": "vllm",
+    "soak.vllm": "vllm",
     "vllm.entrypoints.openai.api_server": "vllm",
 }
 RESTART_SECONDS = 0.2
@@ -127,7 +127,7 @@ class Stack:
         self.url = f"http://127.0.0.1:{controller}"
         paths = [
             Path(__file__).parent / "site",
-            *(REPOSITORY / name for name in ("", "src", "tests", "examples")),
+            *(REPOSITORY / name for name in ("src", "tests", "examples")),
         ]
         inherited = {
             name: value
@@ -158,7 +158,7 @@ class Stack:
         else:
             self._commands |= {
                 "publisher": ["tandem.inference.publisher"],
-                "vllm": ["bench.soak.vllm"],
+                "vllm": ["soak.vllm"],
             }
         self._extra: dict[str, dict[str, str]] = {"inference": {"TANDEM_METRICS_PORT": metrics_2}}
         self._running: dict[str, subprocess.Popen[bytes]] = {}

@@ -1,6 +1,6 @@
 """Checks a spool on which all jobs have ended, from its files alone. Shares no code with Tandem.
 
-    python -m bench.soak.check ROOT LEDGER
+    python -m tests.soak.check ROOT LEDGER
 
 Prints one line per violation; exits with 1 if there is any. LEDGER is what the client was promised,
 see `Ledger`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.soak import check_checkpoints
+from soak import check_checkpoints
 
 TERMINAL = ("succeeded", "failed", "cancelled")
 # The events of one attempt, in their order. Only `step` may come more than once.

@@ -1,4 +1,4 @@
-"""Hooks of Schemathesis for `bench.fuzz_api`: names that exist, and the check that a refusal leaves
+"""Hooks of Schemathesis for `fuzz.api`: names that exist, and the check that a refusal leaves
 no trace."""
 
 import os

@@ -1,9 +1,10 @@
-"""A short round of `bench.fuzz_api`, which runs for as long as one likes."""
+"""A short round of `python -m tests.fuzz.api`, which runs for as long as one likes."""
 
 from pathlib import Path
 
 import pytest
-from bench.fuzz_api import fuzz
+
+from fuzz.api import fuzz
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.soak.check import JUNK, TERMINAL
-from bench.soak.client import Client, Ledger
-from bench.soak.stack import Stack, Victim, Volume
+from soak.check import JUNK, TERMINAL
+from soak.client import Client, Ledger
+from soak.stack import Stack, Victim, Volume
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.spool.paths import Paths
 

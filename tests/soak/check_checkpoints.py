@@ -1,4 +1,4 @@
-"""The part of `bench.soak.check` that reads checkpoints and what vLLM is said to serve. Shares no
+"""The part of `soak.check` that reads checkpoints and what vLLM is said to serve. Shares no
 code with Tandem."""
 
 import hashlib
@@ -16,7 +16,7 @@ ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer/adam.safetensors"
 
 def check(root: Path, ledger: Any, jobs: dict[str, Any], found: list[str], *, served: bool) -> None:
     """Appends to `found` what is wrong with the checkpoints of all runs; `ledger`, `jobs`: see
-    `bench.soak.check`."""
+    `soak.check`."""
     made: dict[str, list[str]] = defaultdict(list)  # by job: its checkpoints
     for run in sorted((root / "runs").iterdir()):
         if run.name.startswith(".tmp-") or not run.is_dir():
