@@ -8,9 +8,9 @@ it is served.
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a
 mixture attention's) have random weights. `--requests` streams run all the time. A checkpoint is
 committed, and Tandem's publisher copies, loads, verifies and announces it. The stall of a swap is
-the longest gap between two tokens of a running request around it, less the median gap. With nccl,
-ipc and volume the ranks of a trainer send or write whole weights (they don't train: they have the
-random adapters); `sent` is how long that takes, `sending` without the time to connect. These three
+the longest gap between two tokens of a running request around it, less the median gap. With nccl
+and volume the ranks of a trainer send or write whole weights (they don't train: they have the
+random adapters); `sent` is how long that takes, `sending` without the time to connect. These two
 ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. vLLM and the trainer each
 have as many tensor-parallel ranks as GPUs. Then `--many` requests, which are not streamed, measure
 the throughput with the newest checkpoint, from the start of the first to the end of the last. The
@@ -62,7 +62,7 @@ from tandem.vllm_client.names import ADMIN_HEADER
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from whole_weights_sender import Senders
 
-WHOLE = ("nccl", "ipc", "volume")
+WHOLE = ("nccl", "volume")
 """Ways in which whole weights travel."""
 WAYS = (
     "adapter",

@@ -67,7 +67,7 @@ SPECIAL: dict[str, Schema] = {
     "settings.maxLoraRank": optional(COUNT),
     "settings.weights": optional(enum("adapter", "merged")),
     "trainer.settings.topology": optional(enum("given", "auto")),
-    "settings.transport": optional(enum("auto", "merge", "nccl", "ipc", "volume")),
+    "settings.transport": optional(enum("auto", "merge", "nccl", "volume")),
     "settings.expertLora": optional({"type": "boolean"}),
     "controller.settings.maxRequestBytes": optional({"type": "integer", "minimum": 2**20}),
     "controller.settings.keepCheckpoints": optional(COUNT),

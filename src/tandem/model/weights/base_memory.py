@@ -14,8 +14,8 @@ from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.topology import Sizes, check, on_stage
 from tandem.model import device, parallel
+from tandem.model.device import ipc
 from tandem.model.device.memory import ALIGNMENT, allocate
-from tandem.model.transfer import ipc
 
 _GAP = "gap"
 # Bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it.

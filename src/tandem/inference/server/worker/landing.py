@@ -31,8 +31,8 @@ from tandem.model.transfer.channel import (
     BUFFER_BYTES,
     BUFFERS,
     STALL_SECONDS,
+    Channel,
     Pending,
-    connect,
     finish,
     join_store,
 )
@@ -289,7 +289,7 @@ def receive(
         )
     beat()
     with contextlib.closing(
-        connect(source["way"], store, count + rank, count, workers, where, address)
+        Channel(store, count + rank, count + workers, where, address)
     ) as channel:
         beat()
         most = max(turn.size for turn in whole)
