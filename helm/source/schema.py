@@ -91,7 +91,7 @@ SPECIAL: dict[str, Schema] = {
     "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),
     "inference.settings.enforceEager": optional({"type": "boolean"}),
     "inference.settings.secondCopy": optional(enum("auto", "device", "host")),
-    "inference.settings.swapRequests": optional(enum("keep", "recompute", "wait")),
+    "inference.settings.swapRequests": optional(enum("keep", "wait")),
     "inference.settings.swapSeconds": optional(_POSITIVE),
     "inference.settings.vllmArgs": optional(TEXT),
     "inference.settings.vllmStallSeconds": optional(_POSITIVE),

@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     weights: Literal["adapter", "merged"] = "adapter"
     transport: Literal["auto", "merge", "nccl", "volume"] = "auto"
     second_copy: Literal["auto", "device", "host"] = "auto"
-    swap_requests: Literal["keep", "recompute", "wait"] = "keep"
+    swap_requests: Literal["keep", "wait"] = "keep"
     swap_seconds: float = Field(default=120.0, gt=0)
     max_model_len: int | None = Field(default=None, ge=66)
     max_loras: int = Field(default=4, ge=1)
