@@ -77,7 +77,7 @@ merged() {
     local faults="python3 -m pytest -v -s --tb=short --durations=0 -p no:cacheprovider --all-cases"
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
-            --ways nccl-device ipc-device merge-host &
+            --ways nccl-device merge-host &
         # With 0.68 the ranks of the other vLLM have room on this GPU. A second vLLM could not start beside them.
         into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &

@@ -121,10 +121,10 @@ def main(directory: Path, ranks: int) -> None:
     import torch
 
     from tandem.families.registry import read_arch
-    from tandem.topology.sizes import Sizes
     from tandem.model import device, parallel
     from tandem.model.build import build_policy
     from tandem.model.weights.base_weights import load_weights
+    from tandem.topology.sizes import Sizes
     from tandem.trainer.rank.publication import Publication
 
     settings = Settings()

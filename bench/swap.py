@@ -8,9 +8,9 @@ it is served.
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a
 mixture attention's) have random weights. `--requests` streams run all the time. A checkpoint is
 committed, and Tandem's publisher copies, loads, verifies and announces it. The stall of a swap is
-the longest gap between two tokens of a running request around it, less the median gap. With nccl,
-ipc and volume the ranks of a trainer send or write whole weights (they don't train: they have the
-random adapters); `sent` is how long that takes, `sending` without the time to connect. These three
+the longest gap between two tokens of a running request around it, less the median gap. With nccl
+and volume the ranks of a trainer send or write whole weights (they don't train: they have the
+random adapters); `sent` is how long that takes, `sending` without the time to connect. These two
 ways share one vLLM. vLLM and the trainer each have as many tensor-parallel ranks as GPUs. Then
 `--many` requests, which are not streamed, measure the throughput with the newest checkpoint, from
 the start of the first to the end of the last. The probe is made of vLLM's own log-probs.
@@ -58,7 +58,7 @@ from tandem.spool.schema import LoraShape, Probe, RunSpec
 from tandem.system import ports, processes
 from tandem.vllm_client.client import VllmClient
 
-WHOLE = ("nccl", "ipc", "volume")
+WHOLE = ("nccl", "volume")
 """Ways in which whole weights travel."""
 WAYS = (
     "adapter",

@@ -76,7 +76,7 @@ def test_close_releases_every_map(tmp_path: Path) -> None:
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    """A damaged one, one of another version, and none, as an older version has it."""
+    """A damaged one, one of another version, and none."""
     sha256 = pack(tmp_path)
     whole = (tmp_path / FILE).read_bytes()
     for damaged in (

@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jinja2.sandbox import (
-    ImmutableSandboxedEnvironment,
-    SandboxedEnvironment,
-    modifies_known_mutable,
-)
 
 from data.chat_tokenizer import chat_tokenizer
-from tandem.data.chat_template import _remember_what_is_safe, load_tokenizer
+from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch, PackedRow
@@ -286,42 +281,3 @@ def test_pairs_without_a_difference_are_refused() -> None:
             render(trimming, [one], ["x"])
         assert refused.value.field == field
     assert render(trimming, [pair("yes", "no")], ["x"])
-
-
-def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:
-    sandbox, plain = ImmutableSandboxedEnvironment(), SandboxedEnvironment
-    objects: list[Any] = [
-        "x",
-        {},
-        [],
-        (),
-        1,
-        None,
-        str,
-        len,
-        lambda: 0,
-        (i for i in ()),
-        set(),
-        b"",
-        "".join,
-        type,
-    ]
-    _remember_what_is_safe()
-    for again in range(2):
-        for value in objects:
-            for name in [
-                *dir(value),
-                "mro",
-                "gi_frame",
-                "append",
-                "update",
-                "unknown",
-                "__globals__",
-            ]:
-                safe = plain.is_safe_attribute(sandbox, value, name, None)
-                expected = safe and not modifies_known_mutable(value, name)
-                assert sandbox.is_safe_attribute(value, name, None) == expected, (
-                    again,
-                    value,
-                    name,
-                )

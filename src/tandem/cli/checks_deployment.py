@@ -263,7 +263,6 @@ _TRANSPORTS = {
     "nccl": (
         "nccl: whole weights, from the trainer's ranks; vLLM must reach the trainer on every port"
     ),
-    "ipc": "ipc: whole weights, from GPU to GPU; both containers must see all GPUs",
     "volume": "volume: whole weights, as files on the volume",
 }
 

@@ -74,7 +74,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.lora is None and (settings.weights != "merged" or settings.way == "merge"):
         now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
-        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
+        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume or nccl"
         raise InvalidInput(
             f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
         )

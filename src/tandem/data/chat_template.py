@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,29 +46,11 @@ def load_tokenizer(path: str) -> Any:
             # Imported here, because it takes seconds and RL doesn't need it.
             from transformers import AutoTokenizer
 
-            _remember_what_is_safe()
             return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise InvalidInput(
             f"can't load a tokenizer from {path}: {exc}", field="base_model"
         ) from exc
-
-
-@cache
-def _remember_what_is_safe() -> None:
-    """Jinja works out anew for each attribute that a template reads whether it may, which takes a
-    fifth of all preparation. The answer depends on the object's type and the attribute's name
-    alone."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
-
-    work_out, known = Sandbox.is_safe_attribute, dict[tuple[type, str], bool]()
-
-    def is_safe_attribute(self: Sandbox, obj: Any, attr: str, value: Any) -> bool:
-        if (safe := known.get((type(obj), attr))) is None:
-            safe = known[type(obj), attr] = work_out(self, obj, attr, value)
-        return safe
-
-    Sandbox.is_safe_attribute = is_safe_attribute  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

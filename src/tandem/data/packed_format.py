@@ -159,10 +159,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:
-            problem = (
-                f"there is no {FILE}: the job is of another version of Tandem, or has ended; submit"
-                " it again"
-            )
+            problem = f"there is no {FILE}: the job has ended; submit it again"
             raise InvalidInput(f"packed data in {path}: {problem}", field=FILE) from exc
         if altered:
             raise InvalidInput(

@@ -8,7 +8,6 @@ from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import (
-    AskedRLLoss,
     LoraShape,
     OptimizerSettings,
     Record,
@@ -75,7 +74,7 @@ class RLSection(Record):
     retries: int = Field(default=2, ge=0)  # of a rollout that raised
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
-    loss: AskedRLLoss = RLLoss()
+    loss: RLLoss = RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()

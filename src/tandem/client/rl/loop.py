@@ -96,15 +96,14 @@ class Loop:
         """Create the run or find it, and go on from the state file: what was submitted is
         followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        new = State(run=run.name, environments=uses, first=0, cursors=[0] * len(uses))
+        # The file is written once the run exists, and with it `created`, `first` and `recorded`.
+        new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
         existing: RunStatus | None = None
         with suppress(NotFound):
             existing = await self._tandem.get_run(run.name)
-        if self.state is not new and self.state.created not in (
-            0.0,
-            existing and existing.spec.created,
-        ):
+        created = existing.spec.created if existing else None
+        if self.state is not new and self.state.created != created:
             problem = (
                 f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
             )

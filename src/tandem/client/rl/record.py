@@ -35,7 +35,7 @@ class State(BaseModel):
 
     run: str
     environments: list[str]
-    created: float = 0.0  # when the run was, Unix seconds; 0: of an earlier version
+    created: float  # when the run was created, Unix seconds
     first: int  # the step that the loop began with
     recorded: int = 0  # lines that the record had then, of other trainings
     cursors: list[int]

@@ -14,8 +14,8 @@ from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
 from tandem.families.weight_rules import on_stage
 from tandem.model import device, parallel
+from tandem.model.device import ipc
 from tandem.model.device.memory import ALIGNMENT, allocate
-from tandem.model.transfer import ipc
 from tandem.planning.checks import check_sizes
 from tandem.topology.sizes import Sizes
 

@@ -25,8 +25,8 @@ from tandem.model.transfer.channel import (
     BUFFER_BYTES,
     BUFFERS,
     STALL_SECONDS,
+    Channel,
     Pending,
-    connect,
     finish,
     join_store,
     own_address,
@@ -187,9 +187,7 @@ class Publication:
             store.set("layout", json.dumps(agreement(order, str(dtype))))
         workers = int(store.get("workers"))
         beat()
-        channel = connect(
-            self.settings.way, store, own, len(ranks), workers, where, offer["address"]
-        )
+        channel = Channel(store, own, len(ranks) + workers, where, offer["address"])
         try:
             beat()
             most = max(entry.size for entry in order)

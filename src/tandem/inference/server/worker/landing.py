@@ -29,8 +29,8 @@ from tandem.model.transfer.channel import (
     BUFFER_BYTES,
     BUFFERS,
     STALL_SECONDS,
+    Channel,
     Pending,
-    connect,
     finish,
     join_store,
 )
@@ -295,7 +295,7 @@ def receive(
         )
     beat()
     with contextlib.closing(
-        connect(source["way"], store, count + rank, count, workers, where, address)
+        Channel(store, count + rank, count + workers, where, address)
     ) as channel:
         beat()
         most = max(entry.size for entry in order)

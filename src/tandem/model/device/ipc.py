@@ -2,11 +2,9 @@
 
 import contextlib
 import ctypes
-import json
 from collections.abc import Callable, Iterator
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from tandem.model.device import runtime
 
@@ -70,66 +68,6 @@ def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], No
         yield copy
     finally:
         _check(cuda.cudaIpcCloseMemHandle(pointer))
-
-
-class IpcChannel:
-    """A `Channel` of `channel.py`: the workers copy from the sender's buffers, and say so in the
-    store."""
-
-    def __init__(
-        self, store: Store, rank: int, senders: int, workers: int, where: torch.device
-    ) -> None:
-        if where.type != "cuda":
-            raise NotShared("weights travel by ipc only between GPUs")
-        self._store, self._rank, self._senders, self._workers = store, rank, senders, workers
-        self._imports, self._copies = (
-            contextlib.ExitStack(),
-            dict[str, Callable[[torch.Tensor, int], None]](),
-        )
-        self._count = 0
-
-    def broadcast(self, buffer: torch.Tensor, sender: int) -> "_Copied":
-        self._count += 1
-        key = f"{self._count}/copied"
-        if sender == self._rank:
-            if (export := exported(buffer)) is None:
-                raise NotShared(
-                    "this GPU's memory can't be shared: is PYTORCH_CUDA_ALLOC_CONF or"
-                    " PYTORCH_ALLOC_CONF set?"
-                )
-            torch.cuda.current_stream().synchronize()
-            self._store.set(f"{self._count}", json.dumps([export[0].hex(), export[1]]))
-            return _Copied(self._store, key, self._workers, None)
-        if self._rank < self._senders:
-            return _Copied(self._store, key, 0, None)
-        handle, offset = json.loads(self._store.get(f"{self._count}"))
-        if handle not in self._copies:
-            self._copies[handle] = self._imports.enter_context(imported((bytes.fromhex(handle), 0)))
-        self._copies[handle](buffer, offset)
-        event = torch.cuda.Event()
-        event.record()
-        return _Copied(self._store, key, self._workers, event)
-
-    def close(self) -> None:
-        self._imports.close()
-
-
-class _Copied:
-    """`workers`: how many a sender waits for; `event`: on a worker, the end of its copy."""
-
-    def __init__(
-        self, store: Store, key: str, workers: int, event: torch.cuda.Event | None
-    ) -> None:
-        self._store, self._key, self._workers, self._event = store, key, workers, event
-
-    def is_completed(self) -> bool:
-        if self._event is not None:
-            return self._event.query()
-        return self._workers == 0 or self._store.add(self._key, 0) == self._workers
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._store.add(self._key, 1)
 
 
 def _check(code: int) -> None:
