@@ -177,7 +177,7 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """What the model says is checked by `planning.checks.check`."""
+        """What the model says is checked by `planning.checks.check_sizes`."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):

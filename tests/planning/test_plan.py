@@ -17,7 +17,7 @@ from tandem.families.registry import arch_from_config, read_arch
 from tandem.model.layer import kernels
 from tandem.model.layer.blocks import Keep
 from tandem.planning import memory as formulas
-from tandem.planning.checks import problem
+from tandem.planning.checks import refusal
 from tandem.planning.memory import CLAMPED_SWIGLU, GEGLU, GIB, Memory, SavedBytes, Workload, memory
 from tandem.planning.plan import _share, _step_seconds, describe, plan
 from tandem.spool.schema import LORA_TARGETS, LoraShape
@@ -329,7 +329,7 @@ def test_the_recommended_topology_fits_and_is_the_fastest():
     assert small.recommended.sizes.tensor > 1
     assert any(one.levels is None for one in small.candidates)
     for found, gib in ((made, 80), (small, 16)):
-        assert all(problem(ARCHS["qwen3-8b"], one.sizes) is None for one in found.candidates)
+        assert all(refusal(ARCHS["qwen3-8b"], one.sizes) is None for one in found.candidates)
         assert all(one.total < gib * GIB for one in found.candidates if one.levels is not None)
     # A row may have more slots than the model has positions: it holds several sequences, or a tree.
     assert plan(workload_of("qwen3-8b", slots=50000), 1, 80 * GIB).recommended.levels is not None

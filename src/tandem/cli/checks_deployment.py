@@ -15,7 +15,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.registry import read_arch
 from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
-from tandem.planning.checks import check
+from tandem.planning.checks import check_sizes
 from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool
 from tandem.system.gpus import Devices
@@ -175,7 +175,7 @@ def model_checks(settings: Settings) -> Iterator[Check]:
         "ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions"
     )
     try:
-        check(arch, Sizes.of(settings))
+        check_sizes(arch, Sizes.of(settings))
         if settings.topology == "auto":
             yield Check("ok", "topology", _automatic(settings))
     except InvalidInput as error:

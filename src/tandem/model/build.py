@@ -18,7 +18,7 @@ from tandem.model.lora import AdapterSwitch
 from tandem.model.pipeline import Pipeline
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
-from tandem.planning.checks import check
+from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
@@ -56,7 +56,7 @@ def build_policy(
         InvalidInput: the model can't be cut over the ranks so.
     """
     topology = parallel.current()
-    check(arch, topology.sizes)
+    check_sizes(arch, topology.sizes)
     stage, switch, dtype = (
         Pipeline(topology, arch.num_layers),
         AdapterSwitch(),

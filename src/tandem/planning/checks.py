@@ -9,21 +9,21 @@ from tandem.families.arch import Arch
 from tandem.topology.sizes import Sizes, all_sizes
 
 
-def check(arch: Arch, sizes: Sizes) -> None:
+def check_sizes(arch: Arch, sizes: Sizes) -> None:
     """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest
     sizes that work."""
-    if found := problem(arch, sizes):
+    if found := refusal(arch, sizes):
         field, reason = found
         # Data parallelism always.
-        works = [other for other in all_sizes(sizes.world) if problem(arch, other) is None]
+        works = [other for other in all_sizes(sizes.world) if refusal(arch, other) is None]
         nearest = min(works, key=lambda other: _distance(sizes, other)).settings()
         raise InvalidInput(
             f"{reason}. The nearest that works on {sizes.world} ranks: {nearest}", field=field
         )
 
 
-def problem(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
-    """Why the trainer can't cut the model so: the setting, and the reason; None: it can."""
+def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
+    """The setting to change, and why the trainer can't cut the model so; None: it can."""
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),

@@ -13,7 +13,7 @@ from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
-from tandem.planning.checks import problem
+from tandem.planning.checks import refusal
 from tandem.planning.memory import GIB, Memory, Workload, fullest, stages
 from tandem.spool.schema import LoraShape
 from tandem.topology.sizes import Sizes, all_sizes
@@ -91,7 +91,7 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
     found = [
         _candidate(workload, sizes, gpu_memory)
         for sizes in all_sizes(gpus)
-        if problem(workload.arch, sizes) is None
+        if refusal(workload.arch, sizes) is None
     ]
     found.sort(key=_order)
     fitting = [one for one in found if one.levels is not None]

@@ -16,7 +16,7 @@ from tandem.families.weight_rules import on_stage
 from tandem.model import device, parallel
 from tandem.model.device.memory import ALIGNMENT, allocate
 from tandem.model.transfer import ipc
-from tandem.planning.checks import check
+from tandem.planning.checks import check_sizes
 from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
@@ -57,7 +57,7 @@ class BaseWeights:
 
         Raises InvalidInput if the model can't be cut so.
         """
-        check(arch, sizes)
+        check_sizes(arch, sizes)
         stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0
         own_rules = (
             rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)
