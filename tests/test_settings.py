@@ -75,7 +75,6 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
             "no GPU has memory to share",
         ),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
-        ({"TANDEM_OPTIMIZER_STATE_EVERY": "2"}, "set TANDEM_LAUNCH=resident"),
         (
             {"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"},
             "_JOB=0 contradicts TANDEM_LAUNCH=fork",

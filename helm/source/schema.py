@@ -82,7 +82,6 @@ SPECIAL: dict[str, Schema] = {
     "trainer.settings.expertTensorParallel": optional(COUNT),
     "trainer.settings.recompute": optional(enum("auto", "none", "full")),
     "trainer.settings.basePrecision": optional(enum("same", "fp8")),
-    "trainer.settings.optimizerStateEvery": optional(COUNT),
     "trainer.settings.exitAfterJob": optional({"type": "boolean"}),
     "trainer.settings.heartbeatSeconds": optional(_POSITIVE),
     "trainer.settings.leaseSeconds": optional(_POSITIVE),

@@ -85,7 +85,6 @@ class Settings(BaseSettings):
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     recompute: Literal["auto", "none", "full"] = "auto"
     base_precision: Literal["same", "fp8"] = "same"
-    optimizer_state_every: int = Field(default=1, ge=1)
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
 
@@ -152,12 +151,6 @@ class Settings(BaseSettings):
             raise ValueError(
                 "TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none"
             )
-        if self.optimizer_state_every > 1 and self.launch != "resident":
-            problem = (
-                f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep"
-                " the state"
-            )
-            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
         self._check_ranks()
         self._check_transport()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)

@@ -170,7 +170,7 @@ class ModelLoader:
         if self.assignment.run.lora is None and isinstance(
             found := self.checked.result(), model_checkpoint.Found
         ):
-            directory = found.model
+            directory = found.directory
         load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
     def _load_state(self, model: LoadedModel) -> None:

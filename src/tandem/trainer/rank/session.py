@@ -192,8 +192,6 @@ class _Session:
                 rehearse if device.is_cuda() else None,
             )
             self._state.model = loader.load(self._state.model, self.phases)
-            found = checked.result()
-            self._older_state = found.older if isinstance(found, model_checkpoint.Found) else None
             self._train(batch, self._state.model, sequences, long)
 
     def _wait_for_space(self, assignment: Assignment) -> None:
@@ -203,7 +201,6 @@ class _Session:
             self._spool,
             assignment.run.name,
             assignment.job.base_step,
-            state=self._state_elsewhere is None,
             beat=partial(self.heartbeat, "rendezvous"),
         )
 
@@ -244,10 +241,7 @@ class _Session:
                 previous = logprobs()
                 fp8_error = {"fp8_logprob_error": probe.mean_difference(exact, previous)}
         seconds, _ = self.phases.take()
-        older = {} if self._older_state is None else {"optimizer_state": self._older_state}
-        self._event(
-            "loaded", seconds=seconds, memory=self.phases.gather_memory(), **fp8_error, **older
-        )
+        self._event("loaded", seconds=seconds, memory=self.phases.gather_memory(), **fp8_error)
 
         def report(step: int, metrics: dict[str, float]) -> None:
             self.heartbeat.step = step
@@ -321,7 +315,6 @@ class _Session:
                 Path(self._assignment.model),
                 model.policy,
                 model.optimizer,
-                state=self._state_elsewhere is None,
                 beat=partial(self.heartbeat, "checkpoint"),
             )
             return writer.submit(dict) if self._rank == 0 else None
@@ -332,16 +325,6 @@ class _Session:
         return (
             writer.submit(checkpoint.write, contents, previous, staged) if self._rank == 0 else None
         )
-
-    @property
-    def _state_elsewhere(self) -> int | None:
-        """The step whose optimizer state goes with the new checkpoint, if that gets none of its
-        own."""
-        run, step = self._assignment.run, self._assignment.job.base_step
-        if run.lora is not None or (step + 1) % self._settings.optimizer_state_every == 0:
-            return None
-        before = self._spool.checkpoints.manifest(run.name, step).optimizer_state
-        return step if before is None else before
 
     def _wait_for(self, commit: Future[Manifest] | None) -> Manifest | None:
         """The new checkpoint's manifest; None on the ranks that don't commit it. They wait in short
@@ -368,7 +351,6 @@ class _Session:
             base_step + 1,
             self._job_id,
             sha256=written.result(),
-            optimizer_state=self._state_elsewhere,
             topology=self._topology.sizes.manifest(),
             versions=self._versions,
             metrics=metrics,
