@@ -73,7 +73,7 @@ SPECIAL: dict[str, Schema] = {
     "controller.settings.keepCheckpoints": optional(COUNT),
     "controller.settings.keepEvery": optional(COUNT),
     "controller.settings.keepDays": optional(_POSITIVE),
-    "trainer.settings.launch": optional(enum("torchrun", "fork", "resident")),
+    "trainer.settings.launch": optional(enum("fork", "torchrun", "resident")),
     "trainer.settings.tensorParallel": optional(COUNT),
     "trainer.settings.sequenceParallel": optional({"type": "boolean"}),
     "trainer.settings.pipelineParallel": optional(COUNT),
