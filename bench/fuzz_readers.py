@@ -32,6 +32,7 @@ from tandem.metrics.exporter import make_collectors
 from tandem.metrics.metric import BOTH
 from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
 from tandem.trainer.rank import worker
 from tandem.trainer.runner import loop
@@ -220,13 +221,12 @@ class _Here:
 
     holds_devices = False
 
-    def __init__(self, settings: Any, *_: object) -> None:
-        self._root = settings.root
+    def __init__(self, *_: object) -> None: ...
 
     def prepare(self) -> None: ...
 
-    def launch(self, job: str, attempt: int, _: Path) -> "_Here":
-        self._status = worker.main(self._root, job, attempt)
+    def launch(self, attempt: Attempt) -> "_Here":
+        self._status = worker.main(attempt)
         if self._status:
             parallel.destroy()
         return self

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import restart
+from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import worker
 
 PARTS = (
@@ -92,7 +93,7 @@ def preload() -> None:
         _marked(*part)
 
 
-def main(root: Path, job: str, attempt: int) -> int:
+def main(attempt: Attempt) -> int:
     """As a rank's entry: the worker's own; marks and samples go to START_PROFILE."""
     out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
     preload()
@@ -100,7 +101,7 @@ def main(root: Path, job: str, attempt: int) -> int:
     samples: list[tuple[float, list[str]]] = []
     if os.environ.get("START_PROFILE_SAMPLES"):
         threading.Thread(target=_sample, args=(threading.get_ident(), samples), daemon=True).start()
-    status = worker.main(root, job, attempt)
+    status = worker.main(attempt)
     out.mkdir(parents=True, exist_ok=True)
     told = {
         "begin": begin,
@@ -108,7 +109,7 @@ def main(root: Path, job: str, attempt: int) -> int:
         "imported": sorted(sys.modules.keys() - had),
         "samples": samples,
     }
-    (out / f"{job}.{rank}.json").write_text(json.dumps(told))
+    (out / f"{attempt.job}.{rank}.json").write_text(json.dumps(told))
     return status
 
 

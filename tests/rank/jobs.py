@@ -21,7 +21,7 @@ from tandem.families.registry import read_arch
 from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.spool import Spool, schema
-from tandem.spool.paths import error_file
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
 from tandem.trainer.rank import worker
 from tiny import MOE, SHAPE, write_random_model
@@ -199,28 +199,26 @@ def finish(spool: Spool, job: schema.Job) -> Path:
     return spool.checkpoints.path(job.spec.run, step)
 
 
-def run_here(
-    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
-) -> Path:
+def run_here(spool: Spool, job_id: str, main: Callable[[Attempt], int] = worker.main) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
-    assert main(spool.root, job_id, job.attempt) == 0, error_of(spool, job)
+    assert main(Attempt(spool, job_id, job.attempt)) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
 def fail_here(
-    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
+    spool: Spool, job_id: str, main: Callable[[Attempt], int] = worker.main
 ) -> schema.JobError:
     """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
-    assert main(spool.root, job_id, job.attempt) == 1
+    assert main(Attempt(spool, job_id, job.attempt)) == 1
     parallel.destroy()  # a rank that fails just exits
     return error_of(spool, job)
 
 
 def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
-    work = spool.paths.work_dir(job.spec.id, job.attempt)
-    return schema.JobError.model_validate_json(error_file(work, 0).read_text())
+    error = Attempt(spool, job.spec.id, job.attempt).error(0)
+    return schema.JobError.model_validate_json(error.read_text())
 
 
 def run_two_ranks(
@@ -236,7 +234,7 @@ def run_two_ranks(
     run_ranks(
         2, script, str(spool.root), *(f"{job_id}={one}" for job_id, one in topologies.items())
     )
-    beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
+    beats = [Attempt(spool, job.spec.id, 1).beats() for job in jobs]
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 
 

@@ -22,6 +22,8 @@ import torch
 
 from tandem.model import device
 from tandem.model.device import memory
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import model_loader, worker
 from tandem.training import phases
 from tandem.training.optimizer import AdapterOptimizer
@@ -120,6 +122,6 @@ if __name__ == "__main__":
 
     model_loader.ThreadPoolExecutor, model_loader.AdapterOptimizer = FollowedPool, NotedOptimizer
     session.MemoryWatch = MeasuredWatch
-    status = worker.main(Path(sys.argv[1]), sys.argv[2], 1)
+    status = worker.main(Attempt(Spool(sys.argv[1]), sys.argv[2], 1))
     Path(sys.argv[3]).write_text(json.dumps(rows))
     sys.exit(status)

@@ -10,6 +10,8 @@ from torch.distributed import TCPStore
 sys.path.append(str(Path(__file__).parents[1]))
 from rank import jobs
 from tandem.model import parallel
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import session, worker
 
 # The ranks of all jobs meet in one store, as with torchrun's agent.
@@ -26,5 +28,5 @@ parallel.reading_groups = lambda: (parallel.current().data, parallel.current().e
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     os.environ |= jobs.TOPOLOGIES[topology].variables()
-    if status := worker.main(sys.argv[1], job_id, 1):
+    if status := worker.main(Attempt(Spool(sys.argv[1]), job_id, 1)):
         sys.exit(status)

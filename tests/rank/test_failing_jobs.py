@@ -17,6 +17,7 @@ from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.blocks import Keep
 from tandem.model.policy import Policy
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.events import Events
 from tandem.spool.schema import Event, EventType, RLLoss
 from tandem.trainer.rank import checkpoint, full_volume, model_loader, session, worker
@@ -55,14 +56,14 @@ def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wai
 
 def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> None:
     job = jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(spool.root, "sft", 1) == 0
+    assert worker.main(Attempt(spool, "sft", 1)) == 0
     before = spool.checkpoints.manifest("r", 1)
-    assert worker.main(spool.root, "sft", 1) == 1
+    assert worker.main(Attempt(spool, "sft", 1)) == 1
     assert jobs.error_of(spool, job).type == "conflict"
     assert spool.checkpoints.manifest("r", 1) == before
     manifest = spool.checkpoints.path("r", 1) / "manifest.json"
     manifest.write_text(before.model_copy(update={"job": "somebody"}).model_dump_json())
-    assert worker.main(spool.root, "sft", 1) == 1
+    assert worker.main(Attempt(spool, "sft", 1)) == 1
     error = jobs.error_of(spool, job)
     assert error.type == "conflict"
     assert "somebody" in error.message
@@ -233,7 +234,7 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
     error = jobs.fail_here(spool, jobs.submit_sft(spool, epochs=4))
     assert (error.type, error.retriable) == ("oom", True)
     assert "Tried to allocate" in error.message
-    beat = spool.jobs.beats("sft", 1)[0]
+    beat = Attempt(spool, "sft", 1).beats()[0]
     assert (beat.phase, beat.step) == ("out of memory", 1)
 
 
@@ -278,6 +279,6 @@ def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_
 
     monkeypatch.setattr(checkpoint, "_write_and_sync", flip)
     jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(spool.root, "sft", 1) == 0
+    assert worker.main(Attempt(spool, "sft", 1)) == 0
     with pytest.raises(CheckpointDamaged, match=f"{name} is altered"):
         spool.checkpoints.verify("r", 1)

@@ -66,7 +66,7 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     """Run the job with one rank on each host; the agents' exit statuses and output."""
     job = jobs.claim(spool, job_id)
     work = spool.paths.work_dir(job_id, job.attempt)
-    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, ranks=2, work=work)
+    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, ranks=2)
     torchrun = [
         sys.executable,
         "-m",

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 
 
 def preload():
@@ -23,10 +22,10 @@ def preload():
         import torch.distributed  # noqa: F401
 
 
-def main(root: Path, job_id: str, attempt: int) -> int:
-    spool = Spool(root)
+def main(attempt: Attempt) -> int:
+    spool, job_id, work = attempt.spool, attempt.job, attempt.work
     _, job = spool.jobs.get(job_id)
-    rank, work = int(os.environ["RANK"]), spool.paths.work_dir(job_id, attempt)
+    rank = int(os.environ["RANK"])
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} says hello", flush=True)
     labels = job.spec.labels
 
@@ -47,11 +46,13 @@ def main(root: Path, job_id: str, attempt: int) -> int:
         tempfile.mkdtemp()
     beat("begin")
     order = labels.get("do")
-    if attempt > int(labels.get("until", attempt)) or rank != int(labels.get("rank", rank)):
+    if attempt.number > int(labels.get("until", attempt.number)) or rank != int(
+        labels.get("rank", rank)
+    ):
         order = None
     obey(order, work, rank, beat)
     if "meet" in labels:
-        meet(f"{job_id}/{attempt}")
+        meet(str(attempt))
     (work / f"done.{rank}").touch()
     while len(list(work.glob("done.*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.02)

@@ -1,9 +1,9 @@
 """Ways to start the ranks of a job (docs/architecture.md). All give the same results, bit for bit.
 
-An attempt's work directory holds, however its ranks were started:
+Beside the files that `spool.attempt.Attempt` names, its work directory holds two files of the
+ranks' parent, whichever launcher it is:
 
-    launcher.log    output of the ranks' parent
-    rank.<r>.log    stdout and stderr of rank r
+    launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
 """
 
@@ -13,12 +13,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.spool.paths import Paths
 from tandem.spool.schema import Record
 from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
-"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports
-what a rank needs."""
+"""Module whose `main(attempt: Attempt)` is a rank; its `preload()` imports what a rank needs."""
+
+LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 """How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
@@ -26,14 +30,22 @@ built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
 class Launch(Record):
-    """One attempt at one job."""
+    """An order to start the ranks of one attempt."""
 
     root: Path
     job: str
     attempt: int
     ranks: int
-    work: Path
     entry: str = DEFAULT_ENTRY
+
+    @property
+    def work(self) -> Path:
+        """The attempt's work directory, also where the spool can't be opened."""
+        return Paths(self.root).work_dir(self.job, self.attempt)
+
+    def open(self) -> Attempt:
+        """The attempt. Raises SpoolUnusable."""
+        return Attempt(Spool(self.root), self.job, self.attempt)
 
 
 def start_child(
@@ -53,7 +65,7 @@ def start_child(
 
 
 def write_exits(work: Path, exits: dict[int, int]) -> None:
-    (work / "exits.json").write_text(json.dumps(exits))
+    (work / EXITS).write_text(json.dumps(exits))
 
 
 def read_exits(work: Path) -> dict[int, int]:
@@ -65,8 +77,7 @@ def read_exits(work: Path) -> dict[int, int]:
     """
     try:
         return {
-            int(rank): status
-            for rank, status in json.loads((work / "exits.json").read_text()).items()
+            int(rank): status for rank, status in json.loads((work / EXITS).read_text()).items()
         }
     except (OSError, ValueError):
         return {}

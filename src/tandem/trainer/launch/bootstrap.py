@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.spool.attempt import Attempt
 from tandem.system.processes import die_with_parent
 from tandem.trainer.launch import Launch
 
@@ -25,15 +26,16 @@ def redirect(log: Path) -> None:
     os.close(descriptor)
 
 
-def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
+def run(launch: Launch, main: Callable[[Attempt], int | None] | None = None) -> int:
     """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
-    what the rank raises.
+    what the rank raises, and SpoolUnusable.
 
     `main`: by default that of the launch's entry module.
     """
-    redirect(launch.work / f"rank.{os.environ['RANK']}.log")
+    attempt = launch.open()
+    redirect(attempt.log(int(os.environ["RANK"])))
     main = main or importlib.import_module(launch.entry).main
-    return main(launch.root, launch.job, launch.attempt) or 0
+    return main(attempt) or 0
 
 
 def stay(entry: str, control: str) -> int:

@@ -44,7 +44,13 @@ from tandem.system import processes
 from tandem.system.logs import Log
 from tandem.system.path_names import free_path_names
 from tandem.system.processes import Process, adopt_orphans, describe_exit, die_with_parent
-from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, start_child, write_exits
+from tandem.trainer.launch import (
+    LAUNCHER_LOG,
+    SHUTDOWN_SECONDS,
+    Launch,
+    start_child,
+    write_exits,
+)
 from tandem.trainer.launch.bootstrap import redirect, run
 
 log = Log("runner")
@@ -157,7 +163,7 @@ def lead(launch: Launch, runner: socket.socket) -> int:
     """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them
     exited with 0."""
     runner.close()
-    redirect(launch.work / "launcher.log")
+    redirect(launch.work / LAUNCHER_LOG)
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -9,6 +9,7 @@ from pathlib import Path
 import tandem
 from tandem.config import Settings
 from tandem.families.topology import Sizes
+from tandem.spool.attempt import Attempt
 from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch
@@ -62,21 +63,24 @@ class Launcher:
             )
         self._code_version = current
 
-    def launch(self, job: str, attempt: int, work: Path) -> Handle:
+    def launch(self, attempt: Attempt) -> Handle:
         """Start the ranks without waiting for them. Raises OSError when a process can't be
         started."""
         if not self.holds_devices:
             # Systems clean /tmp while the runner is idle.
             self._scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self._scratch)  # of the attempt before
-        root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
         launch = Launch(
-            root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry
+            root=attempt.spool.root,
+            job=attempt.job,
+            attempt=attempt.number,
+            ranks=self._settings.trainer_ranks,
+            entry=self._entry,
         )
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(work, ranks, [launch.model_dump_json()], self._environment)
+        return Torchrun(attempt.work, launch.ranks, [launch.model_dump_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:

@@ -34,8 +34,7 @@ from tandem.model.transfer.channel import (
     serve_store,
 )
 from tandem.model.transfer.merge import merge
-from tandem.spool import Spool
-from tandem.spool.paths import staged_model
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Manifest
 from tandem.system import liveness
 from tandem.trainer.rank.model_files import ModelFiles, Weights
@@ -70,11 +69,9 @@ class Publication:
     """One job's. `offer` and `send` are collectives of all ranks."""
 
     settings: Settings
-    spool: Spool
     model: Path  # the base model's directory
     policy: Policy
-    work: Path
-    name: str  # of the job and its attempt
+    attempt: Attempt
     beat: Callable[[], None]
     event: Callable[..., None]
     _store: TCPStore | None = None  # on rank 0: brings the ranks and vLLM's workers together
@@ -94,7 +91,7 @@ class Publication:
                 url = urlsplit(self.settings.resolved_inference_url)
                 address = own_address(str(url.hostname), url.port or 80)
                 self._store = serve_store(address)
-                offer = {"address": address, "port": self._store.port, "prefix": self.name}
+                offer = {"address": address, "port": self._store.port, "prefix": str(self.attempt)}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
         except Exception as error:
             traceback.print_exc()
@@ -118,7 +115,7 @@ class Publication:
 
     def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
         weights, arch = TrainedWeights(self.policy), self.policy.arch
-        files = ModelFiles(staged_model(self.work), arch, weights.dtype)
+        files = ModelFiles(self.attempt.staged_model, arch, weights.dtype)
 
         def create() -> None:
             if self._rank == 0:
@@ -126,11 +123,9 @@ class Publication:
 
         self._together(create)
         self._together(lambda: files.write(weights, arch, self._sizes, self._rank, beat=self.beat))
-        return (
-            {}
-            if checkpoint is None
-            else {"bytes": self.spool.merged.commit(staged_model(self.work), checkpoint)}
-        )
+        if checkpoint is None:
+            return {}
+        return {"bytes": self.attempt.spool.merged.commit(self.attempt.staged_model, checkpoint)}
 
     def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:
@@ -179,7 +174,7 @@ class Publication:
         weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
         own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device
         store = PrefixStore(
-            self.name, self._store or join_store(offer["address"], offer["port"])[0]
+            str(self.attempt), self._store or join_store(offer["address"], offer["port"])[0]
         )
         most = BUFFER_BYTES // dtype.itemsize
         whole = turns(self.policy.arch, self._targets, sizes=self._sizes, most=most)

@@ -29,7 +29,7 @@ from tandem.model.device import memory
 from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.spool import Spool
-from tandem.spool.paths import beat_file, staged_checkpoint
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import EventType, Manifest, Probe
 from tandem.trainer.rank import checkpoint, full_volume, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
@@ -94,7 +94,7 @@ class RankState:
                 self.model = None
                 gc.collect()
                 memory.release_cached()
-            parallel.destroy()  # which all ranks do together (R3)
+            parallel.destroy()  # which all ranks do together
             connect()
             timeout = assignment.job.stall_seconds
             self._topology = parallel.init_parallel(Sizes.of(settings), timeout_seconds=timeout)
@@ -111,9 +111,7 @@ class RankState:
         _libc.malloc_trim(0)  # each job's threads fragment the heap further
 
 
-def run_rank(
-    spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState | None = None
-) -> None:
+def run_rank(attempt: Attempt, settings: Settings, state: RankState | None = None) -> None:
     """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank has
     left the process groups or, with the `state` of a rank that stays, given back its device memory.
 
@@ -121,7 +119,7 @@ def run_rank(
     whole, NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after
     an error.
     """
-    session = _Session(spool, settings, job_id, attempt, state or RankState())
+    session = _Session(attempt, settings, state or RankState())
     try:
         session.run()
         if state is not None:
@@ -138,29 +136,21 @@ def run_rank(
 class _Session:
     """One rank's part of one attempt; see `run_rank`."""
 
-    def __init__(
-        self, spool: Spool, settings: Settings, job_id: str, attempt: int, state: RankState
-    ) -> None:
-        self._spool, self._settings, self._job_id, self._attempt, self._state = (
-            spool,
-            settings,
-            job_id,
-            attempt,
-            state,
-        )
+    def __init__(self, attempt: Attempt, settings: Settings, state: RankState) -> None:
+        self._attempt, self._settings, self._state = attempt, settings, state
+        self._spool = attempt.spool
         self._rank = int(os.environ.get("RANK", "0"))
-        self._work = spool.paths.work_dir(job_id, attempt)
         self._device = device.activate(
             device.choose(settings.device), int(os.environ.get("LOCAL_RANK", "0"))
         )
         watch = MemoryWatch()
-        self.heartbeat = Heartbeat(beat_file(self._work, self._rank), watch)
+        self.heartbeat = Heartbeat(attempt.beat(self._rank), watch)
         self.phases = Phases(self.heartbeat, watch)
 
     def run(self) -> None:
         self.heartbeat("rendezvous")
         self._assignment, connect = meet(
-            self._spool, self._job_id, self._attempt, self.heartbeat, prepare=self._wait_for_space
+            self._attempt, self.heartbeat, prepare=self._wait_for_space
         )
         arch = read_arch(self._assignment.model)
         # The checkpoint's files are hashed while ranks connect and the model is built.
@@ -178,7 +168,7 @@ class _Session:
         )
         with self.phases.phase("data"):
             batch = PackedBatch.open(
-                self._spool.paths.data_dir(self._job_id), self._assignment.job.data.sha256
+                self._spool.paths.data_dir(self._attempt.job), self._assignment.job.data.sha256
             )
         with batch:
             sequences, long = probe.choose(batch), probe.choose_long(batch, arch.vocab_size)
@@ -275,7 +265,7 @@ class _Session:
                     else writer.submit(self._commit, written, metrics, result, start)
                 )
                 manifest = self._wait_for(done)
-        self._state.checkpoint = run.name, job.base_step + 1, self._job_id
+        self._state.checkpoint = run.name, job.base_step + 1, self._attempt.job
         if publication is not None:
             with self.phases.phase("publish"):
                 publication.send(manifest)
@@ -290,11 +280,9 @@ class _Session:
             return None
         return Publication(
             self._settings,
-            self._spool,
             base_model,
             policy,
-            self._work,
-            f"{self._job_id}/{self._attempt}",
+            self._attempt,
             beat=partial(self.heartbeat, "publish"),
             event=self._event,
         )
@@ -305,7 +293,7 @@ class _Session:
         """Write the checkpoint's files; on rank 0 the hashes of those that were hashed meanwhile. A
         collective."""
         staged, run, step = (
-            staged_checkpoint(self._work),
+            self._attempt.staged,
             self._assignment.run.name,
             self._assignment.job.base_step,
         )
@@ -346,10 +334,10 @@ class _Session:
     ) -> Manifest:
         run, base_step = self._assignment.run.name, self._assignment.job.base_step
         manifest = self._spool.checkpoints.commit(
-            staged_checkpoint(self._work),
+            self._attempt.staged,
             run,
             base_step + 1,
-            self._job_id,
+            self._attempt.job,
             sha256=written.result(),
             topology=self._topology.sizes.manifest(),
             versions=self._versions,
@@ -371,4 +359,4 @@ class _Session:
 
     def _event(self, kind: EventType, **data: Any) -> None:
         if self._rank == 0:
-            self._spool.events.append(self._job_id, kind, attempt=self._attempt, **data)
+            self._attempt.event(kind, **data)

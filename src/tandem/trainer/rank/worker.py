@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.config import Settings
 from tandem.errors import TandemError
-from tandem.spool import Spool, fs
-from tandem.spool.paths import error_file
+from tandem.spool import fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.system.path_names import free_path_names
 
@@ -81,7 +80,7 @@ def preload() -> None:
     gc.enable()
 
 
-def resident() -> Callable[[Path, str, int], int]:
+def resident() -> Callable[[Attempt], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status
     other than 0 the process must end."""
     from tandem.trainer.rank.session import RankState
@@ -90,35 +89,27 @@ def resident() -> Callable[[Path, str, int], int]:
     return partial(main, state=RankState())
 
 
-def main(root: Path | str, job_id: str, attempt: int, state: "RankState | None" = None) -> int:
+def main(attempt: Attempt, state: "RankState | None" = None) -> int:
     """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a
-    JobError to `error.<rank>.json` in the attempt's work directory."""
+    JobError to the attempt's `error` file."""
     faulthandler.enable()
-    work: Path | None = None
     try:
-        spool = Spool(root)
-        work = spool.paths.work_dir(job_id, attempt)
         # cuBLAS is deterministic only with a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # One queue to the GPU instead of eight, because creating queues takes half of the time of a
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Only now, because importing torch takes seconds, and an unusable spool should be reported
-        # at once.
         preload()
         from tandem.trainer.rank.session import run_rank
 
-        run_rank(spool, Settings(root=spool.root), job_id, attempt, state)
+        run_rank(attempt, Settings(root=attempt.spool.root), state)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
         if _lost_a_peer(error):
             time.sleep(PEER_GRACE_SECONDS)
-        if work is not None:
-            with contextlib.suppress(TandemError, OSError):
-                fs.write_json_atomic(
-                    error_file(work, int(os.environ.get("RANK", "0"))), _record(error)
-                )
+        with contextlib.suppress(TandemError, OSError):
+            fs.write_json_atomic(attempt.error(int(os.environ.get("RANK", "0"))), _record(error))
         return 1
     return 0
 
