@@ -15,7 +15,7 @@ def main() -> int:
     """Preload, fork, train's first CUDA calls in the child; the parent must never appear on the
     device."""
     begin = time.perf_counter()
-    preload()
+    preload("cuda")
     print(f"preload: {time.perf_counter() - begin:.2f} s")
     import torch
 

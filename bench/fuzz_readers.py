@@ -34,6 +34,7 @@ from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
 from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import worker
 from tandem.trainer.runner import loop
 from tandem.trainer.runner.stop import Stop
@@ -221,12 +222,13 @@ class _Here:
 
     holds_devices = False
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, settings: Any, *_: object) -> None:
+        self._settings = RankSettings.of(settings)
 
     def prepare(self) -> None: ...
 
     def launch(self, attempt: Attempt) -> "_Here":
-        self._status = worker.main(attempt)
+        self._status = worker.main(attempt, self._settings)
         if self._status:
             parallel.destroy()
         return self

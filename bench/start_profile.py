@@ -29,6 +29,7 @@ from typing import Any
 
 from bench import restart
 from tandem.spool.attempt import Attempt
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import worker
 
 PARTS = (
@@ -85,23 +86,23 @@ def _marked(module: str, path: str) -> None:
 
 
 @functools.cache
-def preload() -> None:
+def preload(device: str) -> None:
     """As a rank's entry: the worker's own, and marks."""
-    worker.preload()
+    worker.preload(device)
     exec(os.environ["START_PROFILE_DO"], {})
     for part in PARTS:
         _marked(*part)
 
 
-def main(attempt: Attempt) -> int:
+def main(attempt: Attempt, settings: RankSettings) -> int:
     """As a rank's entry: the worker's own; marks and samples go to START_PROFILE."""
     out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
-    preload()
+    preload(settings.device)
     begin, had = time.time(), set(sys.modules)
     samples: list[tuple[float, list[str]]] = []
     if os.environ.get("START_PROFILE_SAMPLES"):
         threading.Thread(target=_sample, args=(threading.get_ident(), samples), daemon=True).start()
-    status = worker.main(attempt)
+    status = worker.main(attempt, settings)
     out.mkdir(parents=True, exist_ok=True)
     told = {
         "begin": begin,

@@ -153,13 +153,14 @@ def main(directory: Path, tp: int, pp: int) -> None:
     from policies import make_policy
     from tandem.families.topology import Sizes
     from tandem.model import device, parallel
+    from tandem.trainer.launch import RankSettings
     from tandem.trainer.rank import publication as module
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
-    settings = Settings()
+    settings = RankSettings.of(Settings())
     device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
     top = parallel.init_parallel(Sizes(tensor=tp, pipeline=pp))
-    spool = Spool(settings.root)
+    spool = Spool(Settings().root)
     while not (directory / "run").exists():
         time.sleep(0.01)
     run = spool.runs.get((directory / "run").read_text())

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ranks import run_ranks
+from tandem.config import Settings
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
@@ -23,12 +24,15 @@ from tandem.model import device, parallel
 from tandem.spool import Spool, schema
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import worker
 from tiny import MOE, SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
+Main = Callable[[Attempt, RankSettings], int]
+"""Runs a rank; see `worker.main`."""
 STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
@@ -125,12 +129,12 @@ def submit_rl(
 ) -> str:
     data = random_groups(0) if groups is None else groups
     mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
-    settings = {
+    preparation = {
         "advantage": AdvantageSettings(),
         "packing": PackingSettings(sequence_length=ROW),
         "mixture": mixture,
     }
-    pack = partial(prepare_rl, data, vocab_size=VOCAB, **settings)
+    pack = partial(prepare_rl, data, vocab_size=VOCAB, **preparation)
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
 
 
@@ -166,7 +170,7 @@ def _submit(
     loss: RLLoss | SFTLoss,
     optimizer: dict[str, Any],
 ) -> str:
-    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
+    optimizer_settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
     def make(name: str, base: int, staged: Path) -> Any:
         return kind(
@@ -178,7 +182,7 @@ def _submit(
             stall_seconds=STALL_SECONDS,
             data=pack(out=staged),
             loss=loss,
-            optimizer=settings,
+            optimizer=optimizer_settings,
         )
 
     spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
@@ -199,19 +203,22 @@ def finish(spool: Spool, job: schema.Job) -> Path:
     return spool.checkpoints.path(job.spec.run, step)
 
 
-def run_here(spool: Spool, job_id: str, main: Callable[[Attempt], int] = worker.main) -> Path:
+def settings() -> RankSettings:
+    """The ranks' settings that the environment gives."""
+    return RankSettings.of(Settings())
+
+
+def run_here(spool: Spool, job_id: str, main: Main = worker.main) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
-    assert main(Attempt(spool, job_id, job.attempt)) == 0, error_of(spool, job)
+    assert main(Attempt(spool, job_id, job.attempt), settings()) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
-def fail_here(
-    spool: Spool, job_id: str, main: Callable[[Attempt], int] = worker.main
-) -> schema.JobError:
+def fail_here(spool: Spool, job_id: str, main: Main = worker.main) -> schema.JobError:
     """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
-    assert main(Attempt(spool, job_id, job.attempt)) == 1
+    assert main(Attempt(spool, job_id, job.attempt), settings()) == 1
     parallel.destroy()  # a rank that fails just exits
     return error_of(spool, job)
 

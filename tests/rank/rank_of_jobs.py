@@ -28,5 +28,5 @@ parallel.reading_groups = lambda: (parallel.current().data, parallel.current().e
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     os.environ |= jobs.TOPOLOGIES[topology].variables()
-    if status := worker.main(Attempt(Spool(sys.argv[1]), job_id, 1)):
+    if status := worker.main(Attempt(Spool(sys.argv[1]), job_id, 1), jobs.settings()):
         sys.exit(status)

@@ -56,14 +56,14 @@ def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wai
 
 def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> None:
     job = jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(Attempt(spool, "sft", 1)) == 0
+    assert worker.main(Attempt(spool, "sft", 1), jobs.settings()) == 0
     before = spool.checkpoints.manifest("r", 1)
-    assert worker.main(Attempt(spool, "sft", 1)) == 1
+    assert worker.main(Attempt(spool, "sft", 1), jobs.settings()) == 1
     assert jobs.error_of(spool, job).type == "conflict"
     assert spool.checkpoints.manifest("r", 1) == before
     manifest = spool.checkpoints.path("r", 1) / "manifest.json"
     manifest.write_text(before.model_copy(update={"job": "somebody"}).model_dump_json())
-    assert worker.main(Attempt(spool, "sft", 1)) == 1
+    assert worker.main(Attempt(spool, "sft", 1), jobs.settings()) == 1
     error = jobs.error_of(spool, job)
     assert error.type == "conflict"
     assert "somebody" in error.message
@@ -279,6 +279,6 @@ def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_
 
     monkeypatch.setattr(checkpoint, "_write_and_sync", flip)
     jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(Attempt(spool, "sft", 1)) == 0
+    assert worker.main(Attempt(spool, "sft", 1), jobs.settings()) == 0
     with pytest.raises(CheckpointDamaged, match=f"{name} is altered"):
         spool.checkpoints.verify("r", 1)

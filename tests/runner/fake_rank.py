@@ -15,14 +15,15 @@ import tempfile
 import time
 
 from tandem.spool.attempt import Attempt
+from tandem.trainer.launch import RankSettings
 
 
-def preload():
+def preload(device: str):
     if os.environ["TANDEM_LAUNCH"] == "fork":  # the ranks' parent needs it for every job
         import torch.distributed  # noqa: F401
 
 
-def main(attempt: Attempt) -> int:
+def main(attempt: Attempt, settings: RankSettings) -> int:
     spool, job_id, work = attempt.spool, attempt.job, attempt.work
     _, job = spool.jobs.get(job_id)
     rank = int(os.environ["RANK"])

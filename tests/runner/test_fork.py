@@ -153,8 +153,8 @@ def test_the_fork_server_is_replaced_when_the_code_changed(stack):
 
 WAITING_RANK = """
 import time
-def preload(): pass
-def main(attempt): time.sleep(float(attempt.job))
+def preload(device): pass
+def main(attempt, settings): time.sleep(float(attempt.job))
 """
 
 
@@ -164,11 +164,13 @@ def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path,
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
     root = Spool.create(tmp_path / "spool").root
     server = ForkServer(
-        "waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        "waiting_rank",
+        "cpu",
+        os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
 
     def launch(seconds):
-        request = Launch(root=root, job=str(seconds), attempt=1, ranks=1, entry="waiting_rank")
+        request = Launch(root=root, job=str(seconds), attempt=1, entry="waiting_rank")
         request.work.mkdir(parents=True)
         return server.launch(request)
 

@@ -11,8 +11,11 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
+from tandem.config import Settings
+from tandem.families.topology import Sizes
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.paths import Paths
@@ -20,7 +23,8 @@ from tandem.spool.schema import Record
 from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
-"""Module whose `main(attempt: Attempt)` is a rank; its `preload()` imports what a rank needs."""
+"""Module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its
+`preload(device: str)` imports what a rank needs; `device` is the setting."""
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 
@@ -29,14 +33,47 @@ SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
+class RankSettings(Record):
+    """The deployment's settings that ranks use. Ranks read no other.
+
+    They are on ranks' command lines, which everybody on the host can read: none is a secret.
+    """
+
+    sizes: Sizes = Sizes()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    recompute: Literal["auto", "none", "full"] = "auto"
+    base_precision: Literal["same", "fp8"] = "same"
+    way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
+    inference: tuple[str, int] = ("127.0.0.1", 8000)
+    """vLLM's host and port."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        url = urlsplit(settings.resolved_inference_url)
+        return cls(
+            sizes=Sizes.of(settings),
+            device=settings.device,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+            base_precision=settings.base_precision,
+            way=settings.way,
+            inference=(str(url.hostname), url.port or 80),
+        )
+
+
 class Launch(Record):
     """An order to start the ranks of one attempt."""
 
     root: Path
     job: str
     attempt: int
-    ranks: int
+    settings: RankSettings = RankSettings()
     entry: str = DEFAULT_ENTRY
+
+    @property
+    def ranks(self) -> int:
+        return self.settings.sizes.world
 
     @property
     def work(self) -> Path:

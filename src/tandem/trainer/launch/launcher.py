@@ -8,11 +8,10 @@ from pathlib import Path
 
 import tandem
 from tandem.config import Settings
-from tandem.families.topology import Sizes
 from tandem.spool.attempt import Attempt
 from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
-from tandem.trainer.launch import Launch
+from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
@@ -55,12 +54,12 @@ class Launcher:
             reason = "the code changed" if self._standby.alive else "it ended"
             log.info(f"replacing the {self._standby.name}", reason=reason)
             self.close()
+        entry, device = self._entry, self._settings.device
         if self._settings.launch == "fork":
-            self._standby = ForkServer(self._entry, self._environment)
+            self._standby = ForkServer(entry, device, self._environment)
         else:
-            self._standby = ResidentRanks(
-                self._settings.trainer_ranks, self._entry, self._environment
-            )
+            ranks = self._settings.trainer_ranks
+            self._standby = ResidentRanks(ranks, entry, device, self._environment)
         self._code_version = current
 
     def launch(self, attempt: Attempt) -> Handle:
@@ -74,7 +73,7 @@ class Launcher:
             root=attempt.spool.root,
             job=attempt.job,
             attempt=attempt.number,
-            ranks=self._settings.trainer_ranks,
+            settings=RankSettings.of(self._settings),
             entry=self._entry,
         )
         self.prepare()
@@ -127,8 +126,6 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
-    if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen
-        environment |= {"TANDEM_TOPOLOGY": settings.topology, **Sizes.of(settings).variables()}
     # NVML's order, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:

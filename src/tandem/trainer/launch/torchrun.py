@@ -82,7 +82,7 @@ class ResidentRanks(Torchrun):
 
     name = "resident ranks"
 
-    def __init__(self, count: int, entry: str, environment: dict[str, str]) -> None:
+    def __init__(self, count: int, entry: str, device: str, environment: dict[str, str]) -> None:
         # Local, because the volume's file system may not support sockets; short, because a socket's
         # path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
@@ -95,7 +95,7 @@ class ResidentRanks(Torchrun):
         self._idle: list[socket.socket] = []
         self._launch: Launch | None = None
         self._exit: int | None = None
-        super().__init__(self._directory, count, [entry, str(path)], environment)
+        super().__init__(self._directory, count, [entry, device, str(path)], environment)
 
     @property
     def alive(self) -> bool:

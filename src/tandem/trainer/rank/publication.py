@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tandem.config import Settings
 from tandem.families.adapter import peft_keys
 from tandem.families.parts import Part, layout, senders, turns
 from tandem.model import device, parallel
@@ -37,6 +35,7 @@ from tandem.model.transfer.merge import merge
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Manifest
 from tandem.system import liveness
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.model_files import ModelFiles, Weights
 
 
@@ -68,7 +67,7 @@ class TrainedWeights(Weights):
 class Publication:
     """One job's. `offer` and `send` are collectives of all ranks."""
 
-    settings: Settings
+    settings: RankSettings
     model: Path  # the base model's directory
     policy: Policy
     attempt: Attempt
@@ -88,8 +87,7 @@ class Publication:
         way, offer = self.settings.way, dict[str, Any]()
         try:
             if way != "volume" and self._rank == 0:
-                url = urlsplit(self.settings.resolved_inference_url)
-                address = own_address(str(url.hostname), url.port or 80)
+                address = own_address(*self.settings.inference)
                 self._store = serve_store(address)
                 offer = {"address": address, "port": self._store.port, "prefix": str(self.attempt)}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}

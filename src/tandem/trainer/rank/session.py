@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 from tandem import __version__
-from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
@@ -31,6 +29,7 @@ from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import EventType, Manifest, Probe
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import checkpoint, full_volume, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
@@ -85,7 +84,7 @@ class RankState:
         return result
 
     def join(
-        self, assignment: Assignment, settings: Settings, connect: Callable[[], None]
+        self, assignment: Assignment, settings: RankSettings, connect: Callable[[], None]
     ) -> Topology:
         """The process groups for the job: the kept ones, or new ones. If they are new, the kept
         model is discarded."""
@@ -97,7 +96,7 @@ class RankState:
             parallel.destroy()  # which all ranks do together
             connect()
             timeout = assignment.job.stall_seconds
-            self._topology = parallel.init_parallel(Sizes.of(settings), timeout_seconds=timeout)
+            self._topology = parallel.init_parallel(settings.sizes, timeout_seconds=timeout)
             self._requirements = assignment.requirements()
         return self._topology
 
@@ -111,7 +110,7 @@ class RankState:
         _libc.malloc_trim(0)  # each job's threads fragment the heap further
 
 
-def run_rank(attempt: Attempt, settings: Settings, state: RankState | None = None) -> None:
+def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
     """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank has
     left the process groups or, with the `state` of a rank that stays, given back its device memory.
 
@@ -136,7 +135,7 @@ def run_rank(attempt: Attempt, settings: Settings, state: RankState | None = Non
 class _Session:
     """One rank's part of one attempt; see `run_rank`."""
 
-    def __init__(self, attempt: Attempt, settings: Settings, state: RankState) -> None:
+    def __init__(self, attempt: Attempt, settings: RankSettings, state: RankState) -> None:
         self._attempt, self._settings, self._state = attempt, settings, state
         self._spool = attempt.spool
         self._rank = int(os.environ.get("RANK", "0"))

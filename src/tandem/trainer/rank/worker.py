@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.system.path_names import free_path_names
+from tandem.trainer.launch import RankSettings
 
 if TYPE_CHECKING:
     from tandem.trainer.rank.session import RankState
@@ -49,7 +49,7 @@ _FIRST_USES_OF_COMPILE = (
 
 
 @cache
-def preload() -> None:
+def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     """Import everything a rank uses: before its job, or in the process that ranks are forked from.
     Uses no device."""
     # Megatron warns about each optional package that is not installed; a job's log should not have
@@ -64,7 +64,7 @@ def preload() -> None:
     import_module("torch._inductor.config")
     from tandem.model import device
 
-    if device.choose(Settings().device) == "cuda":
+    if device.choose(device_setting) == "cuda":
         for kernels in ("triton_kernels", "triton_softmax"):
             import_module(f"tandem.model.layer.{kernels}")
         # Importing the compiler must not start its worker processes: a rank forks its own if it
@@ -80,7 +80,7 @@ def preload() -> None:
     gc.enable()
 
 
-def resident() -> Callable[[Attempt], int]:
+def resident() -> Callable[[Attempt, RankSettings], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status
     other than 0 the process must end."""
     from tandem.trainer.rank.session import RankState
@@ -89,7 +89,7 @@ def resident() -> Callable[[Attempt], int]:
     return partial(main, state=RankState())
 
 
-def main(attempt: Attempt, state: "RankState | None" = None) -> int:
+def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = None) -> int:
     """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a
     JobError to the attempt's `error` file."""
     faulthandler.enable()
@@ -99,10 +99,10 @@ def main(attempt: Attempt, state: "RankState | None" = None) -> int:
         # One queue to the GPU instead of eight, because creating queues takes half of the time of a
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        preload()
+        preload(settings.device)
         from tandem.trainer.rank.session import run_rank
 
-        run_rank(attempt, Settings(root=attempt.spool.root), state)
+        run_rank(attempt, settings, state)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
