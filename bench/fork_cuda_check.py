@@ -8,7 +8,7 @@ import time
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from tandem.trainer.rank.worker import preload
+from tandem.trainer.rank.entry import preload
 
 
 def main() -> int:

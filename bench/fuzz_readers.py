@@ -35,7 +35,7 @@ from tandem.spool import Spool, fs, removal
 from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
 from tandem.trainer.launch import RankSettings
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import entry
 from tandem.trainer.runner import loop
 from tandem.trainer.runner.stop import Stop
 
@@ -228,7 +228,7 @@ class _Here:
     def prepare(self) -> None: ...
 
     def launch(self, attempt: Attempt) -> "_Here":
-        self._status = worker.main(attempt, self._settings)
+        self._status = entry.main(attempt, self._settings)
         if self._status:
             parallel.destroy()
         return self

@@ -30,12 +30,12 @@ from typing import Any
 from bench import restart
 from tandem.spool.attempt import Attempt
 from tandem.trainer.launch import RankSettings
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import entry
 
 PARTS = (
     ("tandem.model.device", "activate"),
-    ("tandem.trainer.rank.session", "meet"),
-    ("tandem.trainer.rank.session", "RankState.join"),
+    ("tandem.trainer.rank.train", "meet"),
+    ("tandem.trainer.rank.state", "RankState.join"),
     ("tandem.trainer.rank.checkpoint", "check"),
     ("tandem.model.device", "_create_context"),
     ("tandem.model.weights.base_memory", "BaseWeights.__init__"),
@@ -87,22 +87,22 @@ def _marked(module: str, path: str) -> None:
 
 @functools.cache
 def preload(device: str) -> None:
-    """As a rank's entry: the worker's own, and marks."""
-    worker.preload(device)
+    """As a rank's entry: the real one's, and marks."""
+    entry.preload(device)
     exec(os.environ["START_PROFILE_DO"], {})
     for part in PARTS:
         _marked(*part)
 
 
 def main(attempt: Attempt, settings: RankSettings) -> int:
-    """As a rank's entry: the worker's own; marks and samples go to START_PROFILE."""
+    """As a rank's entry: the real one's; marks and samples go to START_PROFILE."""
     out, rank = Path(os.environ["START_PROFILE"]), os.environ.get("RANK", "0")
     preload(settings.device)
     begin, had = time.time(), set(sys.modules)
     samples: list[tuple[float, list[str]]] = []
     if os.environ.get("START_PROFILE_SAMPLES"):
         threading.Thread(target=_sample, args=(threading.get_ident(), samples), daemon=True).start()
-    status = worker.main(attempt, settings)
+    status = entry.main(attempt, settings)
     out.mkdir(parents=True, exist_ok=True)
     told = {
         "begin": begin,

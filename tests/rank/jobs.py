@@ -25,19 +25,19 @@ from tandem.spool import Spool, schema
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
 from tandem.trainer.launch import RankSettings
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import entry
 from tiny import MOE, SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
 Main = Callable[[Attempt, RankSettings], int]
-"""Runs a rank; see `worker.main`."""
+"""Runs a rank; see `entry.main`."""
 STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
 def gpu_like() -> SimpleNamespace:
-    """The module `device` as `session` must see it to rehearse on the CPU, as it does on a GPU."""
+    """The module `device` as `train` must see it to rehearse on the CPU, as it does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
@@ -208,14 +208,14 @@ def settings() -> RankSettings:
     return RankSettings.of(Settings())
 
 
-def run_here(spool: Spool, job_id: str, main: Main = worker.main) -> Path:
+def run_here(spool: Spool, job_id: str, main: Main = entry.main) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
-def fail_here(spool: Spool, job_id: str, main: Main = worker.main) -> schema.JobError:
+def fail_here(spool: Spool, job_id: str, main: Main = entry.main) -> schema.JobError:
     """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
     assert main(Attempt(spool, job_id, job.attempt), settings()) == 1

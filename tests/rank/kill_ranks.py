@@ -27,7 +27,7 @@ from rank import jobs
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Job, JobError, JobResult
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import entry
 from tandem.trainer.rank.heartbeat import Heartbeat
 
 RANKS, JOBS, KILLS = 2, 2, 2
@@ -67,7 +67,7 @@ def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments:
 
     Heartbeat.__call__ = call  # type: ignore[method-assign]
     sys.addaudithook(audit)
-    os._exit(worker.main(Attempt(Spool(root), job.spec.id, job.attempt), jobs.settings()))
+    os._exit(entry.main(Attempt(Spool(root), job.spec.id, job.attempt), jobs.settings()))
 
 
 def attempt(spool: Spool, job: Job, killed: int, kill_at: int) -> list[int]:
@@ -132,7 +132,7 @@ def train(
 
 
 def main(directory: Path, cases: list[tuple[str, str]]) -> None:
-    worker.preload(jobs.settings().device)
+    entry.preload(jobs.settings().device)
     spool = Spool.create(directory / "spool")
     for kind, topology in cases:
         rng = random.Random(f"{os.environ['SAMPLE_SEED']} {kind} {topology}")

@@ -13,7 +13,7 @@ from rank.jobs import files
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer.rank import model_checkpoint, worker
+from tandem.trainer.rank import entry, model_checkpoint
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -94,7 +94,7 @@ def test_in_bf16_jobs_continue_from_master_values(
 
 def test_ranks_that_stay_make_what_new_ranks_make(spool: Spool, model: Path) -> None:
     jobs.make_run(spool, model, "new", full=True)
-    stays, made = worker.resident(), []
+    stays, made = entry.resident(), []
     for number in range(3):
         job = jobs.submit_sft(spool, job_id=f"stays-{number}")
         made.append(files(jobs.run_here(spool, job, stays)))

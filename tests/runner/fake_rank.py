@@ -1,4 +1,4 @@
-"""A rank that keeps the worker's protocol (heartbeats, error files, checkpoint) and misbehaves as
+"""A rank that keeps the protocol of ranks (heartbeats, error files, checkpoint) and misbehaves as
 the job's labels say.
 
 `do`: what to do (see `obey`); `rank`: which rank does it (default: all); `until`: only in attempts

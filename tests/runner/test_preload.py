@@ -20,8 +20,8 @@ PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from tandem.trainer.rank import worker
-worker.preload("cuda")
+from tandem.trainer.rank import entry
+entry.preload("cuda")
 assert "torch._inductor.compile_fx" in sys.modules
 asked = torch.utils._triton.has_triton.cache_info().currsize
 assert asked == 0, "without a visible GPU it would remember False"

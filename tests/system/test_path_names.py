@@ -50,7 +50,7 @@ def test_python_keeps_each_name() -> None:
         "trainer/runner/__main__",
         "inference/publisher/__main__",
         "metrics/exporter",
-        "trainer/rank/worker",
+        "trainer/rank/entry",
         "trainer/launch/forkserver",
     ],
 )

@@ -22,7 +22,7 @@ from tandem.spool.paths import Paths
 from tandem.spool.schema import Record
 from tandem.system.processes import die_with_parent
 
-DEFAULT_ENTRY = "tandem.trainer.rank.worker"
+DEFAULT_ENTRY = "tandem.trainer.rank.entry"
 """Module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its
 `preload(device: str)` imports what a rank needs; `device` is the setting."""
 

@@ -22,7 +22,7 @@ from tandem.system.path_names import free_path_names
 from tandem.trainer.launch import RankSettings
 
 if TYPE_CHECKING:
-    from tandem.trainer.rank.session import RankState
+    from tandem.trainer.rank.state import RankState
 
 # A rank that fails because another rank is gone waits this long, so that the other's own error
 # comes first.
@@ -59,7 +59,7 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     # The imported objects stay. Without this the garbage collector would search them during the
     # import and in each job, and each forked rank would copy their memory.
     gc.disable()
-    import_module("tandem.trainer.rank.session")
+    import_module("tandem.trainer.rank.train")
     # torch.use_deterministic_algorithms imports it at its first call.
     import_module("torch._inductor.config")
     from tandem.model import device
@@ -83,7 +83,7 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
 def resident() -> Callable[[Attempt, RankSettings], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status
     other than 0 the process must end."""
-    from tandem.trainer.rank.session import RankState
+    from tandem.trainer.rank.state import RankState
 
     free_path_names()
     return partial(main, state=RankState())
@@ -100,7 +100,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         preload(settings.device)
-        from tandem.trainer.rank.session import run_rank
+        from tandem.trainer.rank.train import run_rank
 
         run_rank(attempt, settings, state)
     except BaseException as error:
