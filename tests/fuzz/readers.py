@@ -33,8 +33,10 @@ from tandem.metrics.exporter import make_collectors
 from tandem.metrics.metric import BOTH
 from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
-from tandem.trainer.rank import worker
+from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank import entry
 from tandem.trainer.runner import loop
 from tandem.trainer.runner.stop import Stop
 
@@ -222,12 +224,12 @@ class _Here:
     holds_devices = False
 
     def __init__(self, settings: Any, *_: object) -> None:
-        self._root = settings.root
+        self._settings = RankSettings.of(settings)
 
     def prepare(self) -> None: ...
 
-    def launch(self, job: str, attempt: int, _: Path) -> "_Here":
-        self._status = worker.main(self._root, job, attempt)
+    def launch(self, attempt: Attempt) -> "_Here":
+        self._status = entry.main(attempt, self._settings)
         if self._status:
             parallel.destroy()
         return self

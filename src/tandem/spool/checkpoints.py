@@ -234,16 +234,7 @@ class Checkpoints:
                 raise InvalidInput(
                     f"a fork keeps the {field} of {run!r}, which is {kept}", field=field
                 )
-        manifest = self.manifest(run, step)
-        if manifest.optimizer_state is not None:
-            problem = (
-                f"{run}@{step} has no optimizer state, which a fork needs"
-                " (TANDEM_OPTIMIZER_STATE_EVERY)"
-            )
-            raise InvalidInput(
-                f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step"
-            )
-        return manifest
+        return self.manifest(run, step)
 
     def _check_copy(self, copy: Path, run: str, manifest: Manifest, name: str) -> None:
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.errors import InvalidInput
 from tandem.spool import fs
@@ -45,35 +45,6 @@ def is_job_id(name: str) -> bool:
 def step_name(step: int) -> str:
     """The name of a checkpoint's directory: 7 -> 00000007."""
     return f"{step:08d}"
-
-
-def beat_file(work: Path, rank: int) -> Path:
-    """A rank's heartbeat, in the attempt's work directory."""
-    return work / f"beat.{rank}"
-
-
-def error_file(work: Path, rank: int) -> Path:
-    """The JobError of a rank that raised, in the attempt's work directory."""
-    return work / f"error.{rank}.json"
-
-
-def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank."""
-    paths = {
-        path.name.removeprefix(f"{kind}.").removesuffix(".json"): path
-        for path in work.glob(f"{kind}.*")
-    }
-    return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
-
-
-def staged_checkpoint(work: Path) -> Path:
-    """The directory that the ranks fill with the next checkpoint before it is committed."""
-    return work / "checkpoint"
-
-
-def staged_model(work: Path) -> Path:
-    """The directory that the ranks fill with the whole merged model before it is committed."""
-    return work / "merged"
 
 
 class Paths:

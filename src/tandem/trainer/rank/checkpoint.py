@@ -47,7 +47,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
     interpreter's lock.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered (R16), if a tensor doesn't
+    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't
     fit, or if a trained checkpoint has no optimizer state; NotFound if there is no such checkpoint.
     """
     manifest = spool.checkpoints.verify(run, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.spool.paths import beat_file, rank_files
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, JobError
 from tandem.system.processes import describe_exit
 from tandem.trainer.launch import read_exits
@@ -32,8 +32,8 @@ class Heartbeats:
     """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's
     clock."""
 
-    def __init__(self, work: Path, ranks: int) -> None:
-        self._work = work
+    def __init__(self, attempt: Attempt, ranks: int) -> None:
+        self._attempt = attempt
         self._last = dict.fromkeys(range(ranks), (b"", time.monotonic()))
 
     def read(self) -> list[RankProgress]:
@@ -42,7 +42,7 @@ class Heartbeats:
         ranks = []
         for rank, (content, changed) in self._last.items():
             with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
-                if (found := beat_file(self._work, rank).read_bytes()) != content:
+                if (found := self._attempt.beat(rank).read_bytes()) != content:
                     content, changed = self._last[rank] = found, now
             phase = "start"
             with suppress(ValidationError):
@@ -52,13 +52,13 @@ class Heartbeats:
         return sorted(ranks, key=lambda progress: -progress.silent)
 
 
-def failure(status: int, work: Path) -> JobError:
+def failure(status: int, attempt: Attempt) -> JobError:
     """Why an attempt without a checkpoint failed. `status`: exit status of the ranks' parent.
 
     The first of these that applies is the cause: an error of Tandem's own; a rank that a signal
     ended, because its peers then report broken connections; any other exception; an exit status.
     """
-    errors, exits = _rank_errors(work), read_exits(work)
+    errors, exits = _rank_errors(attempt), read_exits(attempt.work)
     crashes = [(rank, code) for rank, code in exits.items() if code < 0]
     if errors and (errors[0][1].type != GENERIC or not crashes):
         rank, error = errors[0]
@@ -73,7 +73,7 @@ def failure(status: int, work: Path) -> JobError:
             f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
         )
     elif status == 0:
-        # R28: a clean exit proves nothing.
+        # A clean exit proves nothing.
         message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
         return JobError(type="no_checkpoint", message=message, retriable=True)
     else:
@@ -81,7 +81,7 @@ def failure(status: int, work: Path) -> JobError:
     return JobError(type="rank_crashed", message=message, retriable=True)
 
 
-def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
+def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
     """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before
     others, then by age.
 
@@ -90,7 +90,7 @@ def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
     errors: list[tuple[bool, float, int, JobError]] = []
     files: dict[int, Path] = {}
     with suppress(OSError):  # the volume is gone
-        files = rank_files(work, "error")
+        files = attempt.errors()
     for rank, path in files.items():
         with suppress(OSError, ValidationError):  # the rank was killed while it wrote
             error = JobError.model_validate_json(path.read_bytes())
