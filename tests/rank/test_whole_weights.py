@@ -111,8 +111,8 @@ def test_a_large_model_is_written_in_several_files(
     written_files = sorted((tmp_path / "merged").glob("*.safetensors"))
     assert len(written_files) > 3
     for file in written_files:
-        # `read_header` refuses a file that is not as long as its tensors already before a rank
-        # writes. An NFS client overwrites what those of other hosts have written there.
+        # `read_header` refuses a file that is shorter than its tensors. Files have their size
+        # before a rank writes, else an NFS client overwrites what other hosts have written.
         entries = read_header(file)
         assert len(entries) == 1 or sum(entry.nbytes for entry in entries.values()) <= 20_000
 
