@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 import fake_vllm
 from fuzz.stage import WITNESS, Stage
-from tandem.cli import checks_deployment
+from tandem.cli.checks import Asked, Command, selected
 from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.families.adapter import WEIGHTS_FILE
@@ -167,17 +167,15 @@ def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...])
 
 
 def doctor(stage: Stage, root: Path) -> Problems:
-    settings = stage.settings(root)
-    for part in (
-        checks_deployment.damage_checks,
-        checks_deployment.weights_checks,
-        checks_deployment.model_checks,
-    ):
-        yield from guarded(
-            f"doctor's {part.__name__}",
-            lambda part=part: list(part(settings)),  # type: ignore[misc]
-            (OSError, TandemError, ValueError),
-        )
+    asked = Asked(Command.DOCTOR)
+    asked.settings = stage.settings(root)
+    for check in selected(asked.command):
+        if check.name in ("damage", "weights", "model"):
+            yield from guarded(
+                f"doctor's {check.name}",
+                lambda check=check: list(check.answer(asked)),  # type: ignore[misc]
+                (OSError, TandemError, ValueError),
+            )
 
 
 def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:

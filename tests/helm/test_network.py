@@ -329,7 +329,7 @@ def test_the_example_client_is_restricted_and_reaches_only_the_two_apis():
     (container,) = pod["spec"]["containers"]
     variables = environment(container)
     reached = set()
-    for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "OPENAI_BASE_URL")):
+    for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "TANDEM_INFERENCE_URL")):
         service = services[url.hostname]
         (port,) = (p for p in service["ports"] if p["port"] == url.port)
         name = service["selector"][COMPONENT]

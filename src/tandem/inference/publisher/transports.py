@@ -26,8 +26,8 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.model_config import model_directory
-from tandem.inference.merged_model import SpotCheck
 from tandem.inference.server.command import serving_dtype
+from tandem.inference.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest, RunSpec

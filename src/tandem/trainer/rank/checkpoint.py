@@ -6,14 +6,11 @@ checkpoint that has never been trained (step 0) has no such file.
 """
 
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +20,13 @@ from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
 from tandem.model.policy import Policy
 from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
-from tandem.model.weights.safetensors_reader import Piece, StoredTensor
+from tandem.model.weights.safetensors_reader import DTYPE_CODES, Piece, StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
+from tandem.system.safetensors_header import lay_out
 from tandem.training.optimizer import MOMENTS, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
-"""As safetensors has them."""
 _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 
@@ -126,30 +122,11 @@ def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
     `tensors`: contiguous and on the CPU.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
-    header: dict[str, Any] = {}
-    begin = 0
-    for name, tensor in ordered:
-        end = begin + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
+    header, _ = lay_out({name: (DTYPE_CODES[t.dtype], t.shape) for name, t in ordered})
     data = [
         memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()
     ]
-    return [memoryview(safetensors_header(header)), *data]
-
-
-def safetensors_header(tensors: Mapping[str, Any]) -> bytes:
-    """How a safetensors file begins. `tensors`: name -> `dtype`, `shape` and `data_offsets`, in the
-    data's order."""
-    text = json.dumps(
-        {"__metadata__": {"format": "pt"}} | dict(tensors), separators=(",", ":")
-    ).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return [memoryview(header), *data]
 
 
 def _sha256(parts: list[memoryview]) -> str:
