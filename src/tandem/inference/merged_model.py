@@ -8,6 +8,7 @@ from this model.
 """
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from tandem.families.arch import Arch
 from tandem.families.model_config import model_directory, other_files, weight_files
 from tandem.families.registry import read_arch, weight_rules
 from tandem.spool.schema import LoraShape
+from tandem.system.plain_files import open_plain
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -39,14 +41,14 @@ class TensorFile:
     for a file that is none."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_plain(path, links="any") as file:
             size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
+            if size > os.fstat(file.fileno()).st_size:
                 raise ValueError(f"{path} is not a safetensors file")
             self._header = json.loads(file.read(size))
-        self.begin = 8 + size
-        """Where the data begins, in bytes."""
-        self._data = np.memmap(path, np.uint8, "r", offset=self.begin)
+            self.begin = 8 + size
+            """Where the data begins, in bytes."""
+            self._data = np.memmap(file, np.uint8, "r", offset=self.begin)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._header if name != "__metadata__")

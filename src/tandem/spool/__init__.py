@@ -19,13 +19,18 @@ from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
 
 
+def real_root(root: Path | str) -> Path:
+    """The spool's directory without a link in its path, so that a link below it is found."""
+    return Path(os.path.realpath(root))
+
+
 class Spool:
     """A spool, for many processes at once."""
 
     def __init__(self, root: Path | str) -> None:
         """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be
         read."""
-        self.root = Path(root).absolute()
+        self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
         self.served = ServedRecords(self.runs)
@@ -42,7 +47,7 @@ class Spool:
     def create(cls, root: Path | str) -> "Spool":
         """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from
         there."""
-        paths = Paths(Path(root).absolute())
+        paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             for directory in paths.directories:
                 fs.make_dir(directory)

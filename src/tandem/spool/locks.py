@@ -21,6 +21,7 @@ from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.spool.paths import Paths
 from tandem.spool.schema import Hold, Job, Lease, RunnerInfo
+from tandem.system.plain_files import descriptor
 
 # `struct flock` of Linux on 64 bits: type, whence, start, length, pid.
 _FLOCK = "hhqqi4x"
@@ -83,7 +84,7 @@ def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
 
 def _open_locked(path: Path, blocking: bool) -> int:
     with fs.volume_errors(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = descriptor(path, os.O_RDWR | os.O_CREAT, links="above")
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -104,7 +105,7 @@ def is_locked(path: Path) -> bool:
     nobody out. The holder must not call this: the answer would be False, and closing the descriptor
     would drop its lock.
     """
-    fd = os.open(path, os.O_RDONLY)
+    fd = descriptor(path, os.O_RDONLY)
     try:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))[0]

@@ -24,6 +24,7 @@ import torch
 
 from tandem.errors import InvalidInput
 from tandem.model.transfer.pinned import pinned_memory, unpin
+from tandem.system.plain_files import descriptor, open_plain
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
@@ -104,7 +105,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    with path.open("rb") as file:
+    with open_plain(path, links="any") as file:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8))
         if length > min(size - 8, _LONGEST_HEADER):
@@ -145,7 +146,7 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
         files: dict[Path, int] = {}
         for path in {chunk.stored.path for chunk in chunks}:
             try:
-                files[path] = os.open(path, os.O_RDONLY)
+                files[path] = descriptor(path, os.O_RDONLY, links="any")
             except OSError as error:
                 raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
             opened.callback(os.close, files[path])

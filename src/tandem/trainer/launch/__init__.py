@@ -13,7 +13,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tandem.spool import fs
 from tandem.spool.schema import Record
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import die_with_parent
 
 DEFAULT_ENTRY = "tandem.trainer.rank.worker"
@@ -64,9 +66,7 @@ def read_exits(work: Path) -> dict[int, int]:
     the parent was killed.
     """
     try:
-        return {
-            int(rank): status
-            for rank, status in json.loads((work / "exits.json").read_text()).items()
-        }
+        exits = json.loads(read_plain(work / "exits.json", most=fs.RECORD_BYTES))
+        return {int(rank): status for rank, status in exits.items()}
     except (OSError, ValueError):
         return {}

@@ -325,13 +325,11 @@ class _Session:
                 beat=partial(self.heartbeat, "checkpoint"),
             )
             return writer.submit(dict) if self._rank == 0 else None
-        contents, previous = (
-            checkpoint.gather(model.policy, model.optimizer),
-            self._spool.checkpoints.path(run, step),
-        )
-        return (
-            writer.submit(checkpoint.write, contents, previous, staged) if self._rank == 0 else None
-        )
+        contents = checkpoint.gather(model.policy, model.optimizer)
+        if self._rank != 0:
+            return None
+        config = checkpoint.config_file(self._spool, run, step)
+        return writer.submit(checkpoint.write, contents, config, staged)
 
     @property
     def _state_elsewhere(self) -> int | None:

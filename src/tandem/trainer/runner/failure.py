@@ -9,8 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tandem.spool import fs
 from tandem.spool.paths import beat_file, rank_files
 from tandem.spool.schema import Beat, JobError
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import describe_exit
 from tandem.trainer.launch import read_exits
 
@@ -42,7 +44,9 @@ class Heartbeats:
         ranks = []
         for rank, (content, changed) in self._last.items():
             with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
-                if (found := beat_file(self._work, rank).read_bytes()) != content:
+                if (
+                    found := read_plain(beat_file(self._work, rank), most=fs.RECORD_BYTES)
+                ) != content:
                     content, changed = self._last[rank] = found, now
             phase = "start"
             with suppress(ValidationError):
@@ -93,6 +97,6 @@ def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
         files = rank_files(work, "error")
     for rank, path in files.items():
         with suppress(OSError, ValidationError):  # the rank was killed while it wrote
-            error = JobError.model_validate_json(path.read_bytes())
+            error = JobError.model_validate_json(read_plain(path, most=fs.RECORD_BYTES))
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
     return [(rank, error) for _, _, rank, error in sorted(errors, key=lambda item: item[:3])]

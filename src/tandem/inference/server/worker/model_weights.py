@@ -1,6 +1,7 @@
 """The weights of vLLM's model on one worker, a second copy of those that may change, and adapters
 to them."""
 
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.pinned import pinned_memory
+from tandem.system.plain_files import open_plain
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
@@ -166,16 +168,15 @@ class ModelWeights:
     def _on_device(self, path: Path, begin: int) -> torch.Tensor:
         """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it
         takes long to make."""
-        size = path.stat().st_size - begin
-        with self._reading:
+        with self._reading, open_plain(path, links="any") as file:
+            size = os.fstat(file.fileno()).st_size - begin
             if self._pinned is None or self._pinned.numel() < size:
                 self._pinned = torch.empty(
                     size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
                 )
             host = self._pinned[:size]
-            with path.open("rb") as file:
-                file.seek(begin)
-                file.readinto(host.numpy())
+            file.seek(begin)
+            file.readinto(host.numpy())
             return host.to(self._device, copy=True)
 
 
