@@ -73,7 +73,9 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     if {"runner", "vllm"} <= names:
         check_apart(settings)
     if "controller" in names:
-        settings.check_bind()
+        settings.check_bind("controller")
+    if "vllm" in names:
+        settings.check_bind("inference")
     if (
         "vllm" in names
         and (model := Path(settings.model_path())).is_absolute()
