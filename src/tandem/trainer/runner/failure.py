@@ -26,6 +26,10 @@ class RankProgress:
     silent: float  # seconds since the heartbeat last changed, or since the start
     phase: str  # with the optimizer step; "start" before the first heartbeat
 
+    @property
+    def starts(self) -> bool:
+        return self.phase == "start"
+
     def __str__(self) -> str:
         return f"rank {self.rank} (phase {self.phase!r}, silent for {self.silent:.0f} s)"
 
