@@ -12,7 +12,14 @@ from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
-from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock, runner_info
+from tandem.spool.locks import (
+    HoldRecord,
+    Leases,
+    file_lock,
+    hold_publisher_lock,
+    hold_runner_lock,
+    runner_info,
+)
 from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.runs import Runs, ServedRecords
@@ -112,6 +119,10 @@ class Spool:
         """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is
         another."""
         return hold_runner_lock(self.paths, runner)
+
+    def publisher_lock(self) -> AbstractContextManager[None]:
+        """Held by the spool's one publisher while it lives. SpoolUnusable names another holder."""
+        return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:
         """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not

@@ -114,20 +114,28 @@ def is_locked(path: Path) -> bool:
         os.close(fd)
 
 
-@contextmanager
-def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
+def hold_runner_lock(paths: Paths, runner: str) -> AbstractContextManager[None]:
     """Holds `jobs/runner.lock` with the runner's name in it. SpoolUnusable names another holder."""
-    path = paths.runner_lock
+    return _hold(paths, paths.runner_lock, "runner", runner)
+
+
+def hold_publisher_lock(paths: Paths) -> AbstractContextManager[None]:
+    """Holds `jobs/locks/publisher`. SpoolUnusable names another holder."""
+    return _hold(paths, paths.publisher_lock, "publisher", "publisher")
+
+
+@contextmanager
+def _hold(paths: Paths, path: Path, kind: str, name: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(file_lock(path, blocking=False))
         except LockHeldError as error:
             raise SpoolUnusable(
-                f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one"
-                " runner; stop that one first, or give this one a TANDEM_ROOT of its own"
+                f"{paths.root} has a {kind} already: {_holder(error.content)}. One spool has one"
+                f" {kind}; stop that one first, or give this one a TANDEM_ROOT of its own"
             ) from error
         info = RunnerInfo(
-            runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time()
+            runner=name, host=socket.gethostname(), pid=os.getpid(), since=time.time()
         )
         with fs.volume_errors(path):
             os.pwrite(fd, info.model_dump_json().encode().ljust(512) + b"\n", 0)
