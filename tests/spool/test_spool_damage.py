@@ -152,9 +152,8 @@ def test_what_is_no_file_in_place_of_an_adapter_is_damage(
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
         copies.copy(copies.path("r@0", manifest, spool.runs.get("r")), checkpoint, manifest)
     assert not list((tmp_path / "copies").iterdir())
-    if damage is make_directory:
-        with pytest.raises(CheckpointDamaged, match="adapter_model"):
-            archive_of(checkpoint, manifest)
+    with pytest.raises(CheckpointDamaged, match="adapter_model"):
+        archive_of(checkpoint, manifest)
     assert spool.checkpoints.size("r") > 0
 
 
