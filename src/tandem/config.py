@@ -1,7 +1,6 @@
 """Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or
 from files."""
 
-import ipaddress
 import math
 import re
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
+from tandem.system.loopback import is_loopback as is_loopback
 
 
 class Settings(BaseSettings):
@@ -238,14 +238,13 @@ class Settings(BaseSettings):
             )
         return resolve_model(self.root, self.base_model)
 
-    def check_bind(self) -> None:
-        """Raises InvalidInput where other machines may reach the controller and no key is set."""
-        if not self.api_keys and not is_loopback(self.controller_host):
-            problem = (
-                f"no API key is set, and {self.controller_host} can be reached from other machines"
-            )
+    def check_bind(self, server: Literal["controller", "inference"] = "controller") -> None:
+        """Raises InvalidInput where other machines may reach the server and no key is set."""
+        host = self.controller_host if server == "controller" else self.inference_host
+        if not self.api_keys and not is_loopback(host):
+            problem = f"no API key is set, and {host} can be reached from other machines"
             remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
-            raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
+            raise InvalidInput(f"{problem}; {remedy}", field=f"TANDEM_{server.upper()}_HOST")
 
     @property
     def api_keys(self) -> list[str]:
@@ -313,11 +312,3 @@ def resolve_model(root: Path, base_model: str) -> str:
         if not Path(base_model).is_absolute() and inside.is_dir():
             return str(inside)
     return base_model
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this name or address."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -268,6 +268,16 @@ def test_queue_and_cancel(tandem, as_json, run):
         assert (status, problem in err) == (1, True)
 
 
+def test_a_download_that_peft_would_misread_says_so(tandem, run, monkeypatch):
+    """`test_same_as_peft.py` has PEFT read such adapters."""
+    assert "PEFT" not in tandem("checkpoints", "download", run, "0", "good")[2]
+    names = []
+    monkeypatch.setattr("tandem.cli.runs.misread_by_peft", lambda keys: names.extend(keys) or True)
+    status, _, err = tandem("checkpoints", "download", run, "0", "adapter")
+    assert (status, f"tandem export {run} 0 DIR" in err) == (0, True)
+    assert any(name.endswith("lora_A.weight") for name in names)
+
+
 def test_checkpoints(tandem, as_json, run, server, tmp_path):
     train(tandem, run)
     run_one(server.spool)

@@ -123,6 +123,19 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
     )
 
 
+def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Spool) -> None:
+    """The job has compared it at its start, and copies it at its end."""
+    directory = jobs.run_here(spool, jobs.submit_sft(spool))
+    config = directory / checkpoint.CONFIG_FILE
+    assert checkpoint.config_file(spool, "r", 1) == config.read_bytes()
+    config.write_bytes(config.read_bytes() + b" ")
+    with pytest.raises(CheckpointDamaged, match="adapter_config"):
+        checkpoint.config_file(spool, "r", 1)
+    config.unlink()
+    with pytest.raises(CheckpointDamaged, match="adapter_config"):
+        checkpoint.config_file(spool, "r", 1)
+
+
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
     """The arrays still fit together: only the hash tells."""
     job = jobs.submit_sft(spool)
@@ -146,6 +159,12 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
     refused(
         spool, job, "non_finite", "step 1 of 1: not finite: loss; the gradient of ", "lora_B.weight"
     )
+
+
+def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) -> None:
+    """No loss sees the weights of the last step; the probe is the first that does."""
+    job = jobs.submit_sft(spool, learning_rate=1e30, grad_accumulation_sequences=64)
+    refused(spool, job, "non_finite", "log-probs are not finite", "lower the learning rate")
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:

@@ -91,6 +91,21 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
     ]
 
 
+def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
+    """Each attempt would end it in its imports, and the next would begin them again."""
+    stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
+    code = (HERE / "fake_rank.py").read_text()
+    slow = "def preload():\n    __import__('time').sleep(9)\n"
+    (tmp_path / "rank_that_imports_slowly.py").write_text(code.replace("def preload():\n", slow))
+    stack.environment["PYTHONPATH"] = f"{tmp_path}:{stack.environment['PYTHONPATH']}"
+    try:
+        stack.start()
+        _, state, job = stack.ended("slow", stall=6)
+        assert (state, job.attempt, job.last_error) == ("succeeded", 1, None)
+    finally:
+        stack.close()
+
+
 def test_cancel(stack):
     stack.run("cancelled")
     job_id = stack.submit("cancelled", do="wait")

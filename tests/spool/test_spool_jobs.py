@@ -5,7 +5,6 @@ import os
 import re
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -367,11 +366,15 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     def cost() -> tuple[int, int]:
         listed, read = [], []
         with monkeypatch.context() as patch:
-            real_listdir, real_read = os.listdir, Path.read_bytes
+            real_listdir, real_read = os.listdir, fs.read_plain
             patch.setattr(
                 os, "listdir", lambda path: listed.extend(names := real_listdir(path)) or names
             )
-            patch.setattr(Path, "read_bytes", lambda path: read.append(path) or real_read(path))
+            patch.setattr(
+                fs,
+                "read_plain",
+                lambda path, *, most: read.append(path) or real_read(path, most=most),
+            )
             submit(spool, f"more-{time.time()}", run="q")
             job = spool.queue.claim("me")
             spool.leases.write(job, "me", "training")

@@ -17,6 +17,7 @@ from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes
 from tandem.families.arch import Arch
 from tandem.families.model_config import weight_files
 from tandem.spool.schema import LoraShape
+from tandem.system.plain_files import open_plain
 from tandem.system.safetensors_header import read_header
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -33,7 +34,8 @@ class TensorFile(Mapping[str, NDArray[Any]]):
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)
-        self._bytes = np.memmap(path, np.uint8, "r")
+        with open_plain(path, links="any") as file:
+            self._bytes = np.memmap(file, np.uint8, "r")
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         entry = self.entries[name]

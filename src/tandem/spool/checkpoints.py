@@ -21,6 +21,7 @@ from tandem.spool.jobs import Jobs
 from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
+from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
 _COPY_BYTES = 2**24  # at a time
@@ -246,8 +247,8 @@ class Checkpoints:
 
     def _open(self, run: str, step: int, name: str) -> IO[bytes]:
         try:
-            return (self.path(run, step) / name).open("rb")
-        except FileNotFoundError:
+            return open_plain(self.path(run, step) / name)
+        except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
             raise
 

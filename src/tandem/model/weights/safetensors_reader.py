@@ -20,6 +20,7 @@ import torch
 
 from tandem.errors import InvalidInput
 from tandem.model.transfer.pinned import pinned_memory, unpin
+from tandem.system.plain_files import descriptor
 from tandem.system.safetensors_header import DTYPES, read_header
 
 CHUNK_BYTES = 16 * 2**20
@@ -102,7 +103,7 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
         files: dict[Path, int] = {}
         for path in {chunk.stored.path for chunk in chunks}:
             try:
-                files[path] = os.open(path, os.O_RDONLY)
+                files[path] = descriptor(path, os.O_RDONLY, links="any")
             except OSError as error:
                 raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
             opened.callback(os.close, files[path])

@@ -15,10 +15,11 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from tandem.config import Settings
-from tandem.spool import Spool
+from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.paths import Paths
 from tandem.spool.schema import Record
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import die_with_parent
 from tandem.topology.sizes import Sizes
 
@@ -113,8 +114,7 @@ def read_exits(work: Path) -> dict[int, int]:
     the parent was killed.
     """
     try:
-        return {
-            int(rank): status for rank, status in json.loads((work / EXITS).read_text()).items()
-        }
+        exits = json.loads(read_plain(work / EXITS, most=fs.RECORD_BYTES))
+        return {int(rank): status for rank, status in exits.items()}
     except (OSError, ValueError):
         return {}

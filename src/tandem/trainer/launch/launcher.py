@@ -2,14 +2,18 @@
 
 import hashlib
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import tandem
 from tandem.config import Settings
 from tandem.spool.attempt import Attempt
-from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
+from tandem.system.environment import (
+    compiler_caches,
+    empty_directory,
+    omp_waiting,
+    scratch_directory,
+)
 from tandem.system.logs import Log
 from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.forkserver import ForkServer
@@ -76,6 +80,7 @@ class Launcher:
             settings=RankSettings.of(self._settings),
             entry=self._entry,
         )
+        compiler_caches(os.environ)  # the same as at the start, but others may have made them since
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
@@ -110,10 +115,6 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
-        # torch's default is below TMPDIR, and that of ranks does not last.
-        "TORCHINDUCTOR_CACHE_DIR": str(
-            Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        ),
     }
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their
@@ -126,6 +127,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    # torch's default is below TMPDIR, and that of ranks does not last.
+    environment |= compiler_caches(os.environ)
     # NVML's order, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:

@@ -7,7 +7,6 @@ checkpoint that has never been trained (step 0) has no such file.
 
 import hashlib
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +87,22 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
         policy.adapter.read(adam, tensors, f".{moment}")
 
 
+def config_file(spool: Spool, run: str, step: int) -> bytes:
+    """A checkpoint's `adapter_config.json`, which the next one gets too. CheckpointDamaged where it
+    is not the file of the manifest."""
+    manifest, path = (
+        spool.checkpoints.manifest(run, step),
+        spool.checkpoints.path(run, step) / CONFIG_FILE,
+    )
+    content, entry = fs.read_bytes(path) or b"", manifest.files.get(CONFIG_FILE)
+    if entry is None or hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointDamaged(
+            f"{path} is missing or altered: it is not the file that the manifest names; restore it"
+            " from a copy, or roll the run back"
+        )
+    return content
+
+
 @torch.no_grad()
 def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A
@@ -98,8 +113,8 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     return Contents(policy.adapter_tensors(), tensors)
 
 
-def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str, str]:
-    """Write a checkpoint's files into the new `directory`; `previous` is the checkpoint before it.
+def write(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
+    """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
 
     Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that
     would only read the page cache. Raises SpoolUnusable if the volume refuses the files.
@@ -108,12 +123,13 @@ def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str,
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
         (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
-        shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
+        fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}
         # Synced here, because the ranks still compute; `commit` then finds nothing left to sync.
         list(pool.map(_write_and_sync, (directory / name for name in files), files.values()))
-        return {name: digest.result() for name, digest in hashes.items()}
+        known = {name: digest.result() for name, digest in hashes.items()}
+        return {CONFIG_FILE: hashlib.sha256(config).hexdigest(), **known}
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:

@@ -46,10 +46,10 @@ class NewCheckpoint:
             return
         contents = checkpoint.gather(model.policy, model.optimizer)
         if session.rank == 0:
-            checkpoints = session.attempt.spool.checkpoints
-            before = checkpoints.path(assignment.run.name, assignment.job.base_step)
+            spool, base_step = session.attempt.spool, assignment.job.base_step
+            config = checkpoint.config_file(spool, assignment.run.name, base_step)
             self._written = self._thread.submit(
-                checkpoint.write, contents, before, session.attempt.staged
+                checkpoint.write, contents, config, session.attempt.staged
             )
 
     def commit(self, metrics: dict[str, float], probe: Probe) -> Manifest | None:

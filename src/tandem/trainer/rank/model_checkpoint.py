@@ -84,7 +84,8 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
             load_weights(source, arch, lambda: tensors, topology.sizes, topology.place)
 
         optimizer.load(name, fill)
-    optimizer.steps = int(json.loads((directory / STEPS_FILE).read_text())["steps"])
+    steps = fs.read_bytes(directory / STEPS_FILE) or b""
+    optimizer.steps = int(json.loads(steps)["steps"])
 
 
 def write(

@@ -13,6 +13,7 @@ from tandem.model.device import memory
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 from tandem.spool.schema import LongProbe, Probe
+from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
@@ -129,8 +130,15 @@ def logprobs(
 
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
-    """The items' log-probs in fp32, on every rank, on the CPU."""
-    return policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
+    """The items' log-probs in fp32, on every rank, on the CPU. NonFinite where one is NaN or
+    infinite: no manifest can hold it, and vLLM would serve it."""
+    values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
+    if wrong := int((~values.isfinite()).sum()):
+        raise NonFinite(
+            f"{wrong} of the probe's {len(values)} log-probs are not finite: the weights overflow;"
+            " lower the learning rate, or roll the run back"
+        )
+    return values
 
 
 def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:

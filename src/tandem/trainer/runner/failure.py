@@ -9,8 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tandem.spool import fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, JobError
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import describe_exit
 from tandem.trainer.launch import read_exits
 
@@ -23,6 +25,10 @@ class RankProgress:
     rank: int
     silent: float  # seconds since the heartbeat last changed, or since the start
     phase: str  # with the optimizer step; "start" before the first heartbeat
+
+    @property
+    def starts(self) -> bool:
+        return self.phase == "start"
 
     def __str__(self) -> str:
         return f"rank {self.rank} (phase {self.phase!r}, silent for {self.silent:.0f} s)"
@@ -42,7 +48,8 @@ class Heartbeats:
         ranks = []
         for rank, (content, changed) in self._last.items():
             with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
-                if (found := self._attempt.beat(rank).read_bytes()) != content:
+                found = read_plain(self._attempt.beat(rank), most=fs.RECORD_BYTES)
+                if found != content:
                     content, changed = self._last[rank] = found, now
             phase = "start"
             with suppress(ValidationError):
@@ -93,6 +100,6 @@ def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
         files = attempt.errors()
     for rank, path in files.items():
         with suppress(OSError, ValidationError):  # the rank was killed while it wrote
-            error = JobError.model_validate_json(path.read_bytes())
+            error = JobError.model_validate_json(read_plain(path, most=fs.RECORD_BYTES))
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
     return [(rank, error) for _, _, rank, error in sorted(errors, key=lambda item: item[:3])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import SpoolUnusable, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import made_checkpoint
@@ -31,6 +31,10 @@ TERMINATE_SECONDS = 10.0
 KILL_SECONDS = 10.0
 """How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
 sleep."""
+
+START_SECONDS = 300.0
+"""How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
+bound would end a new fork server in its imports, which the next attempt would begin again."""
 
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
@@ -195,7 +199,7 @@ class JobRun:
         begin = time.monotonic()
         try:
             handle = self.launcher.launch(self._files)
-        except OSError as error:
+        except (OSError, SpoolUnusable) as error:
             return (
                 JobError(
                     type="launch_failed", message=f"can't start the ranks: {error}", retriable=True
@@ -252,8 +256,12 @@ class JobRun:
                 f" {'; '.join(map(str, ranks))}"
             )
             return JobError(type="deadline", message=message, retriable=True)
-        if silent := [str(rank) for rank in ranks if rank.silent > spec.stall_seconds]:
-            message = f"no progress for stall_seconds={spec.stall_seconds:g}: {'; '.join(silent)}"
+        start = max(spec.stall_seconds, START_SECONDS)
+        if silent := [
+            rank for rank in ranks if rank.silent > (start if rank.starts else spec.stall_seconds)
+        ]:
+            bound = f"{start:g} s" if silent[0].starts else f"stall_seconds={spec.stall_seconds:g}"
+            message = f"no progress for {bound}: {'; '.join(map(str, silent))}"
             return JobError(type="rank_hung", message=message, retriable=True)
         return None
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from tandem.spool.attempt import Attempt
 from tandem.system.logs import as_json, json_line
+from tandem.system.plain_files import descriptor
 from tandem.system.tail import Tail, last_lines
 from tandem.trainer.launch import LAUNCHER_LOG
 
@@ -89,5 +90,7 @@ class JobLog:
 
     def _write(self, lines: list[str]) -> None:
         self._stdout.write(lines)
-        with suppress(OSError), self._path.open("a") as file:  # the job goes on without its log
-            file.write("".join(f"{line}\n" for line in lines))
+        with suppress(OSError):  # the job goes on without its log
+            fd = descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(fd, "a", errors="replace") as file:
+                file.write("".join(f"{line}\n" for line in lines))

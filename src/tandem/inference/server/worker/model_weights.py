@@ -20,6 +20,7 @@ from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_layout import CannotWrite, Rectangle, weight_layout
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.pinned import pinned_memory
+from tandem.system.plain_files import open_plain
 from tandem.system.safetensors_header import DTYPES, Entry, read_header
 
 BASE = "base"
@@ -184,7 +185,7 @@ class ModelWeights:
                     size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
                 )
             host = self._pinned[:size]
-            with path.open("rb") as file:
+            with open_plain(path, links="any") as file:
                 file.seek(begin)
                 file.readinto(host.numpy())
             data = host.to(self._device, copy=True)
