@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
+from tandem.data.inputs import MOST_ITEMS, AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
@@ -55,7 +55,9 @@ class CreateRun(Record):
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
     name: RunName
-    base_model: str | None = Field(default=None, description="default: the deployment's")
+    base_model: str | None = Field(
+        default=None, max_length=4096, description="default: the deployment's"
+    )
     trainable: schema.Trainable = Field(
         default="lora", description="full: all weights are trained, and `lora` is not given"
     )
@@ -170,7 +172,13 @@ class _TrainRequest(Record):
         description="ranks without progress for this long count as hung",
     )
     max_attempts: int = Field(default=3, ge=1, le=100)
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=256)]] = (
+        Field(
+            default_factory=dict,
+            max_length=64,
+            description="at most 64, of 64 and 256 characters: each list of jobs has them",
+        )
+    )
 
 
 def _trajectory(token_ids: list[int], logprobs: list[float], reward: float) -> dict[str, Any]:
@@ -195,7 +203,7 @@ class RLRequest(_TrainRequest):
     )
 
     kind: Literal["rl"] = "rl"
-    groups: list[Group] = Field(min_length=1, fail_fast=True)
+    groups: list[Group] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     loss: schema.AskedRLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     max_off_policy_steps: int | None = Field(
@@ -229,8 +237,10 @@ class SFTRequest(_TrainRequest):
     )
 
     kind: Literal["sft"] = "sft"
-    examples: list[SFTExample] = Field(min_length=1, fail_fast=True)
-    held_out: list[SFTExample] = Field(default=[], fail_fast=True, description=_HELD_OUT)
+    examples: list[SFTExample] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
+    held_out: list[SFTExample] = Field(
+        default=[], max_length=MOST_ITEMS, fail_fast=True, description=_HELD_OUT
+    )
     loss: schema.SFTLoss = schema.SFTLoss()
 
 
@@ -244,8 +254,10 @@ class DPORequest(_TrainRequest):
     )
 
     kind: Literal["dpo"] = "dpo"
-    pairs: list[PreferencePair] = Field(min_length=1, fail_fast=True)
-    held_out: list[PreferencePair] = Field(default=[], fail_fast=True, description=_HELD_OUT)
+    pairs: list[PreferencePair] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
+    held_out: list[PreferencePair] = Field(
+        default=[], max_length=MOST_ITEMS, fail_fast=True, description=_HELD_OUT
+    )
     loss: schema.PreferenceLoss = schema.PreferenceLoss()
 
 
