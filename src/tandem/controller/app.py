@@ -60,6 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
+        docs_url=None,  # FastAPI's page loads its scripts from a CDN
         redoc_url=None,
         lifespan=_run_threads,
     )

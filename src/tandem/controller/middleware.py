@@ -19,7 +19,7 @@ from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthoriz
 from tandem.metrics.controller import METHODS
 from tandem.metrics.metric import Samples
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
 OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
 _LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")

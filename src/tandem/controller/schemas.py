@@ -14,6 +14,9 @@ LISTED_PENDING = 100
 RENDERED = 1000
 LONGEST_SECONDS = 1e8
 """Three years. Ranks can't count to any number of seconds."""
+MOST_LABELS = 64
+LABEL_NAME_CHARACTERS = 64
+LABEL_CHARACTERS = 256
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
 
@@ -146,6 +149,10 @@ class CheckpointInfo(Record):
     )
 
 
+_LabelName = Annotated[str, Field(max_length=LABEL_NAME_CHARACTERS)]
+_Label = Annotated[str, Field(max_length=LABEL_CHARACTERS)]
+
+
 class _TrainRequest(Record):
     id: schema.JobId | None = Field(
         default=None,
@@ -172,12 +179,10 @@ class _TrainRequest(Record):
         description="ranks without progress for this long count as hung",
     )
     max_attempts: int = Field(default=3, ge=1, le=100)
-    labels: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=256)]] = (
-        Field(
-            default_factory=dict,
-            max_length=64,
-            description="at most 64, of 64 and 256 characters: each list of jobs has them",
-        )
+    labels: dict[_LabelName, _Label] = Field(
+        default_factory=dict,
+        max_length=MOST_LABELS,
+        description="each list of jobs has them",
     )
 
 
