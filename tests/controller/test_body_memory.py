@@ -36,7 +36,8 @@ ATTACKS = {
     "wrong metrics": ('{"kind":"rl","groups":[{"trajectories":[' + TRAJECTORY, '"#":""', "}}]}]}"),
     "messages": ('{"kind":"rl","groups":[{"trajectories":[' + TRAJECTORY, "{}", "]}]}]}"),
     "ids": (
-        '{"kind":"rl","groups":[{"trajectories":[{"reward":1,"turns":[{"logprobs":[1],"token_ids":[',
+        '{"kind":"rl","groups":[{"trajectories":[{"reward":1,"turns":[{"logprobs":[1],'
+        '"token_ids":[',
         "12345",
         "]}]}]}]}",
     ),

@@ -37,6 +37,7 @@ from tandem.errors import InvalidInput, RequestTooLarge
 from tandem.families.topology import Sizes
 from tandem.spool import fs
 from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, SFTJob
+from tandem.system.api_keys import asking
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
@@ -176,6 +177,7 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
             "base_step": base_step,
             "created": time.time(),
             "fingerprint": fingerprint,
+            "submitted_by": asking.get() or None,
         }
         return _pack(deployment, request, spec, directory)
 
