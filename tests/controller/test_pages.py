@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
         opened, _opened = [name for name in _opened if str(server.spool.root) in name], None
         first_name = "many-000" if after == "many" else "many-151"
         assert (len(page), page[0]["spec"]["name"]) == (limit, first_name)
-        assert 0 < len([name for name in opened if "/runs/" in name]) <= 2 * limit
+        there = [name for name in opened if "/runs/" in name and Path(name).exists()]
+        assert 0 < len(there) <= 2 * limit
     (server.spool.runs.directory("many-151") / "run.json").write_text("{")
     page = http.get("/v1/runs", params={"after": "many-150", "limit": 2}).json()
     assert [run["spec"]["name"] for run in page] == ["many-152", "many-153"]
