@@ -136,6 +136,13 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, co
     assert "second" not in str(refused.value)
     (tmp_path / "token").write_bytes(b"\xef\xbb\xbfkey-one\nkey-two")  # with a byte order mark
     assert Settings(api_key_file=tmp_path / "token").api_keys == ["key-one", "key-two"]
+    (tmp_path / "token").write_text("ann:key-1\nkey-2\nbob:key-3,ann:key:4\n: key-5\n")
+    named = {"key-1": "ann", "key-2": "", "key-3": "bob", "key:4": "ann", ":": "", "key-5": ""}
+    assert Settings(api_key_file=tmp_path / "token").named_keys == named
+    assert Settings(api_key="ann:key").named_keys == {"ann:key": ""}
+    (tmp_path / "token").write_text("ann:key\nbob:key\n")
+    with pytest.raises(InvalidInput, match="ann and bob have the same key"):
+        _ = Settings(api_key_file=tmp_path / "token").api_keys
 
 
 @pytest.mark.parametrize(

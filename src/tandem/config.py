@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
+from tandem.system.api_keys import split_name
 from tandem.system.loopback import is_loopback as is_loopback
 
 
@@ -250,12 +251,30 @@ class Settings(BaseSettings):
     def api_keys(self) -> list[str]:
         """The deployment's API keys, separated by commas or whitespace, so that a file may hold one
         per line."""
-        return [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
+        return list(self.named_keys)
+
+    @property
+    def named_keys(self) -> dict[str, str]:
+        """Key → its name. Keys in a file may have one (`name:key`); a key without has an empty
+        name. A name may have several keys, so that they can be exchanged."""
+        entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
+        if self.api_key is not None:
+            return dict.fromkeys(entries, "")
+        pairs = [split_name(entry) for entry in entries]
+        keys = {key: name for name, key in pairs}
+        for name, key in pairs:
+            if keys[key] != name:
+                raise InvalidInput(
+                    f"{name or 'no name'} and {keys[key] or 'no name'} have the same key; give each"
+                    " its own",
+                    field="TANDEM_API_KEY_FILE",
+                )
+        return keys
 
     @property
     def inference_key(self) -> str | None:
         """The first API key. vLLM accepts only one from its environment, which unlike its command
-        line is private."""
+        line is private; `inference.server.api_keys` takes the others."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:

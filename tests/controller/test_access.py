@@ -30,8 +30,16 @@ def test_anything_but_a_key_is_unauthorized(server, root, header):
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "TANDEM_API_KEY" in answer.text
             assert "key-one" not in answer.text
-        for path in ("/healthz", "/readyz", "/openapi.json"):
-            assert http.get(path).status_code == 200
+        for path in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"):
+            assert http.get(path, headers=headers).status_code == 401, path
+        for path in ("/healthz", "/readyz", "/metrics"):
+            answer = http.get(path)
+            assert answer.status_code == 200
+            assert "<script" not in answer.text
+    with server.http() as http:
+        assert http.get("/openapi.json").json()["openapi"]
+        for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+            assert http.get(path).status_code == 404, path
     assert tree(root) == before
 
 

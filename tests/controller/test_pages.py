@@ -1,5 +1,12 @@
 """Lists in pages, and what a rollback or damage on the volume leaves of them."""
 
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from api_server import claim, fail, rl_request, run_one, serve
@@ -39,6 +46,42 @@ def test_lists_come_in_pages(client, server, run, http, monkeypatch):
     for path in ("/v1/jobs", "/v1/runs"):
         for limit in (0, 1001):
             assert http.get(path, params={"limit": limit}).status_code == 422
+
+
+_opened: list[str] | None = None
+
+
+def _note_open(event: str, arguments: tuple[Any, ...]) -> None:
+    # Those of routes: the collectors of metrics have threads of their own.
+    route = "AnyIO" in threading.current_thread().name
+    if _opened is not None and event == "open" and route and not arguments[2] & os.O_DIRECTORY:
+        _opened.append(str(arguments[0]))
+
+
+def test_a_page_of_runs_opens_two_files_for_each_of_them(server, client, http):
+    """Whatever is on the spool; a hook sees every file that this process opens."""
+    global _opened
+    first = server.spool.runs.directory(client.create_run("many", lora={"rank": 1}).spec.name)
+    for number in range(300):
+        copy = first.with_name(f"many-{number:03}")
+        shutil.copytree(first, copy)
+        for name in ("run.json", "checkpoints/00000000/manifest.json"):
+            text = (first / name).read_text().replace('"many"', f'"{copy.name}"')
+            (copy / name).write_text(text)
+        if number % 4 == 0:  # its manifest is read, too
+            serve(server.spool, copy.name, 0)
+    sys.addaudithook(_note_open)
+    for after, limit in (("many", 20), ("many-150", 20), ("many-150", 50)):
+        _opened = []
+        page = http.get("/v1/runs", params={"after": after, "limit": limit}).json()
+        opened, _opened = [name for name in _opened if str(server.spool.root) in name], None
+        first_name = "many-000" if after == "many" else "many-151"
+        assert (len(page), page[0]["spec"]["name"]) == (limit, first_name)
+        there = [name for name in opened if "/runs/" in name and Path(name).exists()]
+        assert 0 < len(there) <= 2 * limit
+    (server.spool.runs.directory("many-151") / "run.json").write_text("{")
+    page = http.get("/v1/runs", params={"after": "many-150", "limit": 2}).json()
+    assert [run["spec"]["name"] for run in page] == ["many-152", "many-153"]
 
 
 def test_a_run_lists_its_first_pending_jobs_and_counts_all(client, server, run, monkeypatch):

@@ -3,8 +3,12 @@ moments."""
 
 import errno
 import json
+import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +113,40 @@ def test_every_line_of_a_json_log_is_an_object(process):
     lines = [json.loads(line) for line in output.rpartition("\n")[0].splitlines()]
     assert {line["level"] for line in lines} == {"info"}
     assert all(line["message"] for line in lines)
+
+
+def test_the_log_and_jobs_name_the_key_that_asked(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("ann:ann-secret\nbob:bob-secret\nplain-secret\n")
+    root = make_root(tmp_path / "spool")
+    with Process(root, TANDEM_API_KEY="", TANDEM_API_KEY_FILE=str(keys)) as process:
+        jobs = {}
+        for name in ("ann", "bob", "plain"):
+            with Tandem(process.url, f"{name}-secret") as client:
+                client.create_run(f"of-{name}", lora={"rank": 2})
+                jobs[name] = client.train(f"of-{name}", rl_request()).spec.submitted_by
+        assert jobs == {"ann": "ann", "bob": "bob", "plain": None}
+        lines = process.output().splitlines()
+        told = {name: [line for line in lines if f"/v1/runs/of-{name}/" in line] for name in jobs}
+        for name, [line] in told.items():
+            assert re.search(r"127\.0\.0\.1:\d+( ann| bob)? - \"POST ", line)
+            assert (f" {name} - " in line) == (name != "plain")
+        assert "secret" not in process.output()
+        command = [sys.executable, "-m", "tandem", "jobs", "list"]
+        environment = os.environ | {"TANDEM_URL": process.url, "TANDEM_API_KEY": "bob-secret"}
+        listed = subprocess.run(
+            command,
+            env=environment | {"COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert " by " in listed
+        assert " ann " in listed
+        answer = httpx.get(
+            f"{process.url}/v1/runs", headers={"Authorization": "Bearer ann:ann-secret"}
+        )
+        assert answer.status_code == 401
 
 
 def test_a_second_controller_on_the_port_fails_visibly(process, root):

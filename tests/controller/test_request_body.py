@@ -54,7 +54,7 @@ def test_a_full_volume_refuses_it(tmp_path, monkeypatch):
 
 
 def test_a_large_request_is_trained_like_a_small_one(client, server, run, monkeypatch):
-    monkeypatch.setattr("tandem.controller.routes_train.LARGE_BODY_BYTES", 1000)
+    monkeypatch.setattr("tandem.controller.routes_train.LARGE_WEIGHT", 1000)
     turns = [turn([10, 11], [20, 21] * 30000), turn([10, 11], [21, 20] * 30000)]
     groups = [
         {"trajectories": [{"turns": [one], "reward": float(i)} for i, one in enumerate(turns)]}

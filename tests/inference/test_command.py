@@ -1,5 +1,6 @@
 """vLLM's command line and environment for each kind of deployment."""
 
+import json
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,8 @@ from fake_nvml import FakeNvml, gpu
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.inference.server.command import ServerCommand, server_command, serving_device
+from tandem.system.api_keys import name_of
+from tandem.vllm_client.names import KEYS_VARIABLE
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
@@ -117,6 +120,24 @@ def test_a_model_on_the_spool_is_served_offline_and_secrets_are_only_in_the_envi
         for argument in made.argv
         if "the-api-key" in argument or "the-admin-token" in argument
     ]
+
+
+def test_vllm_gets_every_key_and_none_is_on_its_command_line(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("ann:first-key\nsecond-key\nbob:third-key\n")
+    made = command(api_key_file=tmp_path / "key")
+    assert option(made.argv, "--middleware") == "tandem.inference.server.api_keys.ApiKeys"
+    assert made.env["VLLM_API_KEY"] == "first-key"
+    known = json.loads(made.env[KEYS_VARIABLE])
+    for key, name in (("first-key", "ann"), ("second-key", ""), ("third-key", "bob")):
+        assert name_of(f"Bearer {key}", known) == name
+    for wrong in ("", "first-key", "Basic first-key", "Bearer ann:first-key", "Bearer ann"):
+        assert name_of(wrong, known) is None
+    assert not [word for word in [*made.argv, *made.env] if "-key" in word and word[0] != "-"]
+    assert "second-key" not in str(made.env.values())
+    for one in ("only-key", "ann:only-key"):
+        (tmp_path / "key").write_text(one)
+        alone = command(api_key_file=tmp_path / "key")
+        assert (KEYS_VARIABLE in alone.env) == (":" in one)
 
 
 def test_the_operator_overrides_arguments_and_environment() -> None:

@@ -21,6 +21,8 @@ from pydantic import ValidationError
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
 from tandem.client.rl.environment import Environment, Sampler, Tasks, described
+from tandem.client.rl.requests import task_labels
+from tandem.controller.schemas import RLRequest
 from tandem.errors import InvalidInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -414,3 +416,15 @@ def test_another_distribution_is_refused_and_a_refusal_of_vllm_is_not_repeated()
         with pytest.raises(InvalidInput, match=problem):
             asyncio.run(vllm.play(None, **options))
     assert len(vllm.asked) == 1
+
+
+def test_the_labels_of_a_job_with_many_tasks_are_what_the_controller_takes():
+    tasks = [str(number) for number in range(10_000)]
+    turn = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0]}
+    group = {"trajectories": [{"turns": [turn], "reward": 1.0}]}
+    for count, labels in ((1, 1), (300, 5), (3000, 55), (10_000, 64)):
+        found = task_labels(tasks[:count])
+        RLRequest.model_validate({"kind": "rl", "groups": [group], "labels": found})
+        assert len(found) == labels
+        told = " ".join(found.values()).split()
+        assert told[-1] == "…" if count == 10_000 else told == tasks[:count]

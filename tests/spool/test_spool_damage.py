@@ -21,7 +21,7 @@ from spool.spool_tools import (
     train_one,
 )
 from tandem.controller.routes_checkpoints import archive_of
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, NotFound
 from tandem.inference.publisher.transports import AdapterCopies
 from tandem.inference.publisher.usage import Usage
 from tandem.spool import Spool, recovery
@@ -172,3 +172,28 @@ def test_links_that_lead_nowhere_have_no_size(tmp_path: Path) -> None:
     make_loop(spool.checkpoints.path("r", 1) / "optimizer")
     make_loop(spool.checkpoints.path("r", 1) / "adapter_model.safetensors")
     assert spool.checkpoints.size("r") > before
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_the_data_of_a_damaged_job_goes_with_its_file(tmp_path: Path, state: str) -> None:
+    """Without a runner. Another job with the same id keeps its own."""
+    spool = spool_with_run(tmp_path)
+    job, other = submit(spool), submit(spool)
+    if state == "running":
+        spool.queue.claim("runner")
+    data = spool.paths.data_dir(job.spec.id)
+    assert data.is_dir()
+    spool.paths.job_file(state, job.key).write_text("{")
+    with pytest.raises(NotFound):
+        spool.jobs.get(job.spec.id)
+    assert not data.exists()
+    assert spool.paths.data_dir(other.spec.id).is_dir()
+
+
+def test_a_job_with_one_whole_file_keeps_its_data(tmp_path: Path) -> None:
+    """A death between two renames left it in two directories, and damage one of them."""
+    spool = spool_with_run(tmp_path)
+    job = submit(spool)
+    spool.paths.job_file("running", job.key).write_text("{")
+    assert spool.jobs.get(job.spec.id)[0] == "queued"
+    assert spool.paths.data_dir(job.spec.id).is_dir()

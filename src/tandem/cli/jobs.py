@@ -154,6 +154,7 @@ def describe(event: Event) -> str:
 
 
 def _jobs_table(jobs: list[JobStatus]) -> object:
+    named = any(job.spec.submitted_by for job in jobs)
     rows = [
         (
             job.id,
@@ -163,13 +164,13 @@ def _jobs_table(jobs: list[JobStatus]) -> object:
             f"{job.spec.base_step} → {job.spec.base_step + 1}",
             f"{job.attempt}/{job.spec.max_attempts}",
             when(job.spec.created),
+            *((job.spec.submitted_by,) if named else ()),
             job.error.type if job.error else None,
         )
         for job in jobs
     ]
-    return table(
-        "Jobs", ["job", "run", "kind", "state", "step", "attempt#", "created", "error"], rows
-    )
+    columns = ["job", "run", "kind", "state", "step", "attempt#", "created"]
+    return table("Jobs", [*columns, *(["by"] if named else []), "error"], rows)
 
 
 def _state(job: JobStatus) -> str:
@@ -194,6 +195,7 @@ def job_details(job: JobStatus) -> object:
             ("made step", job.step),
             ("attempt", f"{job.attempt} of {job.spec.max_attempts}"),
             ("created", when(job.spec.created)),
+            ("by", job.spec.submitted_by),
             ("finished", when(job.finished)),
             (
                 "data",

@@ -19,6 +19,7 @@ from tandem import __version__, errors
 from tandem.controller.schemas import CheckpointInfo, ErrorBody, JobStatus, RunStatus
 from tandem.errors import Conflict, InvalidInput, JobFailed, TandemError, Unreachable
 from tandem.spool.schema import Event
+from tandem.system.api_keys import split_name
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
@@ -50,7 +51,8 @@ def connection(
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:
-            key = Path(file).read_text(encoding="utf-8-sig")
+            text = Path(file).read_text(encoding="utf-8-sig")
+            key = " ".join(split_name(entry)[1] for entry in text.replace(",", " ").split())
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(
                 f"can't read {file}: {error}", field="TANDEM_API_KEY_FILE"

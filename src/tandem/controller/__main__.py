@@ -16,6 +16,7 @@ from tandem.config import Settings, load_settings
 from tandem.controller.app import create_app
 from tandem.controller.middleware import OPEN_PATHS
 from tandem.errors import TandemError, VolumeFull
+from tandem.system.api_keys import name_in_log
 from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
@@ -54,6 +55,7 @@ def main() -> int:
     configure()
     # Probes and scrapes, some once a second, would bury everything else.
     logging.getLogger("uvicorn.access").addFilter(_is_news)
+    logging.getLogger("uvicorn.access").addFilter(name_in_log)
     allow_many_open_files()  # each event stream is one
     config = uvicorn.Config(
         app,

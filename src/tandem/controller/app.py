@@ -60,6 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
+        docs_url=None,  # FastAPI's page loads its scripts from a CDN
         redoc_url=None,
         lifespan=_run_threads,
     )
@@ -85,7 +86,7 @@ def create_app(settings: Settings) -> FastAPI:
     _install_metrics(app, app.state.deployment)
     # The middleware added last is the outermost, which counts refused requests too.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
-    app.add_middleware(Authentication, keys=settings.api_keys)
+    app.add_middleware(Authentication, keys=settings.named_keys)
     app.add_middleware(CountRequests, counts=app.state.deployment.counts)
     return app
 

@@ -1,10 +1,10 @@
 """Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its
 TandemError."""
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,10 +17,15 @@ from starlette.routing import Match
 from tandem.controller.schemas import ErrorBody
 from tandem.errors import InvalidInput, TandemError, Unauthorized, invalid_input
 from tandem.spool.fs import volume_error
+from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
 # A client that follows it asks again when files may be closed or space may be free.
 RETRY_SECONDS = 2
+
+# A body with more of them is answered with their number.
+MOST_ERRORS = 1000
+_OWN_PART = re.compile(r"as |.*\[|(int|float|str|bool|list|dict)$")
 
 _NOT_JSON = InvalidInput("the body is not JSON", field="body")
 
@@ -49,15 +54,31 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
+        if (count := error.error_count()) > MOST_ERRORS:
+            # Each would become another kilobyte.
+            raise InvalidInput(
+                f"{count} keys or values are wrong; send fewer to see which", field="body"
+            ) from error
         errors = error.errors(include_url=False, include_context=False)
         if errors[0]["type"] == "json_invalid":
             raise InvalidInput(f"the body is not JSON: {errors[0]['msg']}", field="body") from error
-        raise invalid_input(errors, _path_in(json.loads(body), errors[0])) from error
+        path = _keys(errors[0]["loc"]) if body.lstrip().startswith(b"{") else ["body"]
+        raise invalid_input(errors, path) from error
+
+
+def _keys(loc: Sequence[str | int]) -> list[str | int]:
+    """The parts of pydantic's `loc` that are keys and indices. The body is not parsed again for it.
+
+    Pydantic's own parts are the tag of a request's kind, and names of a union's members.
+    """
+    parts = list(loc)
+    if parts and parts[0] in get_args(JobKind):
+        del parts[0]
+    return [part for part in parts if not _OWN_PART.match(str(part))]
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices of `data`; others, as a union's tags,
-    are pydantic's own.
+    """As `_keys`, for a small body `data` that FastAPI has parsed.
 
     The last part of a "missing" error is a key that `data` lacks. A body that is no object is at
     fault itself.

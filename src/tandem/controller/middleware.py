@@ -4,11 +4,9 @@ outside in.
 Pure ASGI, so that streams stay streams.
 """
 
-import hashlib
-import hmac
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +16,9 @@ from tandem.controller.http_errors import refuse
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 from tandem.metrics.controller import METHODS
 from tandem.metrics.metric import Samples
+from tandem.system.api_keys import asking, digests, name_of
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
 OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
 _LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")
@@ -74,12 +73,12 @@ class Authentication:
 
     With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the
     Host header must name the loopback interface, so that a web page that rebinds its DNS name to
-    127.0.0.1 is refused.
+    127.0.0.1 is refused. `asking` has the name of the key from here on.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
         self.app = app
-        self.digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.digests = digests(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
@@ -91,15 +90,12 @@ class Authentication:
         await self.app(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        # Every key is compared, in constant time, so that the time says nothing about how nearly
-        # one of them fits.
-        matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
-        if scheme.lower() != "bearer" or not matches:
-            problem = "is not one of this controller's keys" if key else "is missing"
+        given = Headers(scope=scope).get("authorization", "")
+        if (name := name_of(given, self.digests)) is None:
+            problem = "is not one of this controller's keys" if " " in given else "is missing"
             message = f"the bearer key {problem}; set TANDEM_API_KEY to a key of this deployment"
             raise Unauthorized(message, field="Authorization")
+        asking.set(name)
 
 
 def _check_host(scope: Scope) -> None:

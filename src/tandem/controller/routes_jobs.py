@@ -2,7 +2,7 @@
 
 import os
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, get_args
 
 import anyio
 from fastapi import APIRouter, Header, Query, Response
@@ -62,7 +62,10 @@ def list_jobs(
     deployment: CurrentDeployment,
     run: Annotated[RunName | None, Query(description="only jobs of this run")] = None,
     state: Annotated[
-        list[JobState] | None, Query(description="only jobs in this state; repeatable")
+        list[JobState] | None,
+        Query(
+            description="only jobs in this state; repeatable", max_length=len(get_args(JobState))
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="only this many, the newest")] = 200,
     before: Annotated[

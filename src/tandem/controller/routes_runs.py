@@ -172,12 +172,13 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
 ) -> list[RunStatus]:
     """Runs, by name. A damaged run is left out; `tandem doctor` names it."""
-    specs = [spec for spec in deployment.spool.runs.list() if after is None or spec.name > after]
-    listed = []
-    for spec in specs[:limit]:
+    listed: list[RunStatus] = []
+    for spec in deployment.spool.runs.after(after or ""):
         # It was removed meanwhile, or has no checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
+        if len(listed) == limit:
+            break
     return listed
 
 

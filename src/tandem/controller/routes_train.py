@@ -14,8 +14,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
+from tandem.config import Settings
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import parse_body
+from tandem.controller.json_weight import json_weight
 from tandem.controller.routes_jobs import job_status
 from tandem.controller.schemas import (
     AnyRequest,
@@ -31,15 +33,21 @@ from tandem.data.examples import Rendering
 from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
 from tandem.data.render import preview
 from tandem.data.routing import Mixture
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, RequestTooLarge
 from tandem.spool import fs
 from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, SFTJob
+from tandem.system.api_keys import asking
 from tandem.topology.sizes import Sizes
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
-# A larger body takes up to 40 times its size in memory once it is parsed; one is parsed at a time.
-LARGE_BODY_BYTES = 32 * 2**20
+# Of bodies that take more memory than this once they are parsed, one is parsed at a time.
+LARGE_WEIGHT = 128 * 2**20
+# A body may take this many times TANDEM_MAX_REQUEST_BYTES: with the default 3 of the 4 GiB that a
+# controller has.
+MOST_WEIGHT = 12
+# What a sequence of a few tokens takes while it is packed (measured: 2,800 to 3,160).
+SEQUENCE_BYTES = 3200
 _train_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
 _render_request = TypeAdapter(RenderRequest)
 _NOT_JSON: dict[int | str, dict[str, Any]] = {
@@ -107,17 +115,25 @@ async def _with_body[T](deployment: Deployment, request: Request, work: Callable
     ):
         raise HTTPException(415, "the body must be application/json")
     async with received(request, deployment.spool.paths.jobs / "data") as body:
-        size = body.tell()
+        small = body.tell() <= MEMORY_BYTES
+        threads = deployment.small_packing_threads if small else deployment.packing_threads
+        weight = await to_thread.run_sync(json_weight, body, limiter=threads)
+        _check_weight(weight, deployment.settings)
 
         def read_and_work() -> T:
             body.seek(0)
             return work(body.read())
 
-        threads = (
-            deployment.small_packing_threads if size <= MEMORY_BYTES else deployment.packing_threads
-        )
-        async with deployment.large_bodies if size > LARGE_BODY_BYTES else nullcontext():
+        async with deployment.large_bodies if weight > LARGE_WEIGHT else nullcontext():
             return await to_thread.run_sync(read_and_work, limiter=threads)
+
+
+def _check_weight(weight: int, settings: Settings, field: str = "body") -> None:
+    """Raises RequestTooLarge for a request that may take so many bytes of memory."""
+    if weight > (most := MOST_WEIGHT * settings.max_request_bytes):
+        problem = f"the request may take {weight} bytes of memory, and {most} is the most"
+        remedy = "send fewer examples at once, or raise TANDEM_MAX_REQUEST_BYTES"
+        raise RequestTooLarge(f"{problem}; {remedy}", field=field)
 
 
 @asynccontextmanager
@@ -161,6 +177,7 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
             "base_step": base_step,
             "created": time.time(),
             "fingerprint": fingerprint,
+            "submitted_by": asking.get() or None,
         }
         return _pack(deployment, request, spec, directory)
 
@@ -184,6 +201,7 @@ def _fingerprint(run: str, request: AnyRequest) -> str:
 
 def _check(deployment: Deployment, request: AnyRequest) -> None:
     """The checks that need the deployment, but not the state of the run."""
+    _check_sequences(request, deployment.settings)
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:
         problem = (
@@ -196,6 +214,17 @@ def _check(deployment: Deployment, request: AnyRequest) -> None:
         problem = f"{rows} rows don't divide over {data_parallel} data-parallel ranks"
         remedy = f"use a multiple of {data_parallel}"
         raise InvalidInput(f"{problem}; {remedy}", field="optimizer.grad_accumulation_sequences")
+
+
+def _check_sequences(request: AnyRequest, settings: Settings) -> None:
+    if isinstance(request, RLRequest):
+        trajectories = (one for group in request.groups for one in group.trajectories)
+        field, count = "groups", sum(len(one.turns) for one in trajectories)
+    elif isinstance(request, DPORequest):
+        field, count = "pairs", 2 * len(request.pairs)
+    else:
+        field, count = "examples", len(request.examples)
+    _check_weight(SEQUENCE_BYTES * count, settings, field)
 
 
 def _pack(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
+from tandem.data.inputs import MOST_ITEMS, AdvantageSettings, Group, PackingSettings
 from tandem.spool import schema
 from tandem.spool.schema import Origin, Record, RunName, RunSpec
 
@@ -14,6 +14,9 @@ LISTED_PENDING = 100
 RENDERED = 1000
 LONGEST_SECONDS = 1e8
 """Three years. Ranks can't count to any number of seconds."""
+MOST_LABELS = 64
+LABEL_NAME_CHARACTERS = 64
+LABEL_CHARACTERS = 256
 LOG_OFFSET_HEADER = "Tandem-Log-Offset"
 
 
@@ -55,7 +58,9 @@ class CreateRun(Record):
     model_config = _example(name="my-run", lora={"rank": 16, "alpha": 32}, seed=0)
 
     name: RunName
-    base_model: str | None = Field(default=None, description="default: the deployment's")
+    base_model: str | None = Field(
+        default=None, max_length=4096, description="default: the deployment's"
+    )
     trainable: schema.Trainable = Field(
         default="lora", description="full: all weights are trained, and `lora` is not given"
     )
@@ -144,6 +149,10 @@ class CheckpointInfo(Record):
     )
 
 
+_LabelName = Annotated[str, Field(max_length=LABEL_NAME_CHARACTERS)]
+_Label = Annotated[str, Field(max_length=LABEL_CHARACTERS)]
+
+
 class _TrainRequest(Record):
     id: schema.JobId | None = Field(
         default=None,
@@ -170,7 +179,11 @@ class _TrainRequest(Record):
         description="ranks without progress for this long count as hung",
     )
     max_attempts: int = Field(default=3, ge=1, le=100)
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: dict[_LabelName, _Label] = Field(
+        default_factory=dict,
+        max_length=MOST_LABELS,
+        description="each list of jobs has them",
+    )
 
 
 def _trajectory(token_ids: list[int], logprobs: list[float], reward: float) -> dict[str, Any]:
@@ -195,7 +208,7 @@ class RLRequest(_TrainRequest):
     )
 
     kind: Literal["rl"] = "rl"
-    groups: list[Group] = Field(min_length=1, fail_fast=True)
+    groups: list[Group] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     max_off_policy_steps: int | None = Field(
@@ -229,8 +242,10 @@ class SFTRequest(_TrainRequest):
     )
 
     kind: Literal["sft"] = "sft"
-    examples: list[SFTExample] = Field(min_length=1, fail_fast=True)
-    held_out: list[SFTExample] = Field(default=[], fail_fast=True, description=_HELD_OUT)
+    examples: list[SFTExample] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
+    held_out: list[SFTExample] = Field(
+        default=[], max_length=MOST_ITEMS, fail_fast=True, description=_HELD_OUT
+    )
     loss: schema.SFTLoss = schema.SFTLoss()
 
 
@@ -244,8 +259,10 @@ class DPORequest(_TrainRequest):
     )
 
     kind: Literal["dpo"] = "dpo"
-    pairs: list[PreferencePair] = Field(min_length=1, fail_fast=True)
-    held_out: list[PreferencePair] = Field(default=[], fail_fast=True, description=_HELD_OUT)
+    pairs: list[PreferencePair] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
+    held_out: list[PreferencePair] = Field(
+        default=[], max_length=MOST_ITEMS, fail_fast=True, description=_HELD_OUT
+    )
     loss: schema.PreferenceLoss = schema.PreferenceLoss()
 
 

@@ -17,7 +17,15 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.data.inputs import LOWEST_WEIGHT, StrictFloat, TokenIds
+from tandem.data.inputs import (
+    LOWEST_WEIGHT,
+    MOST_ITEMS,
+    MOST_KEYS,
+    Name,
+    StrictFloat,
+    Text,
+    TokenIds,
+)
 from tandem.spool.schema import Record
 
 LARGEST_WEIGHT = 1e30
@@ -59,20 +67,22 @@ def _joined(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
+JsonObject = Annotated[
+    dict[Name, JsonValue], Field(max_length=MOST_KEYS), AfterValidator(_check_json)
+]
 
 
 class FunctionCall(Record):
     """`arguments`: a JSON object, or its text, as OpenAI writes it."""
 
-    name: str = Field(min_length=1)
+    name: Name = Field(min_length=1)
     arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
 
 
 class ToolCall(Record):
     """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
 
-    id: str | None = None
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -92,16 +102,16 @@ class Message(Record):
     assistant is context only.
     """
 
-    role: str = Field(min_length=1)
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = Field(
+    role: Name = Field(min_length=1)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_KEYS)] | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+    reasoning_content: Text | None = Field(
         default=None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
     )
     weight: Literal[0, 1] | None = None
     train: StrictBool | None = None
-    content: Annotated[str | None, BeforeValidator(_joined)] = Field(
+    content: Annotated[Text | None, BeforeValidator(_joined)] = Field(
         default=None, validate_default=True
     )
 
@@ -142,9 +152,9 @@ class Message(Record):
 
 
 # The tags are parts of pydantic's paths; `errors.from_validation_error` leaves them out.
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 TextOrMessages = Annotated[
-    Annotated[str, Tag("as text")] | Annotated[Messages, Tag("as messages")],
+    Annotated[Text, Tag("as text")] | Annotated[Messages, Tag("as messages")],
     Discriminator(lambda value: "as messages" if isinstance(value, list) else "as text"),
 ]
 
@@ -159,7 +169,11 @@ def _wrapped(tool: Any) -> Any:
     }
 
 
-Tools = Annotated[list[Annotated[JsonObject, BeforeValidator(_wrapped)]], Field(min_length=1)]
+Tools = Annotated[
+    list[Annotated[JsonObject, BeforeValidator(_wrapped)]],
+    Field(min_length=1, max_length=MOST_KEYS),
+]
+_LONG = Field(fail_fast=True, max_length=MOST_ITEMS)
 _FORMS = (
     {"messages"},
     {"prompt", "completion"},
@@ -188,10 +202,10 @@ class SFTExample(Record):
     tools: Tools | None = None
     prompt: TextOrMessages | None = None
     completion: TextOrMessages | None = None
-    text: str | None = Field(default=None, min_length=1)
+    text: Text | None = Field(default=None, min_length=1)
     token_ids: TokenIds | None = Field(default=None, min_length=2)
-    trainable: Annotated[list[StrictBool], Field(fail_fast=True)] | None = None
-    weights: Annotated[list[StrictFloat], Field(fail_fast=True)] | None = None
+    trainable: Annotated[list[StrictBool], _LONG] | None = None
+    weights: Annotated[list[StrictFloat], _LONG] | None = None
     targets: TokenIds | None = None
     weight: StrictFloat = Field(default=1.0, ge=LOWEST_WEIGHT)
 

@@ -34,6 +34,15 @@ LOWEST_WEIGHT = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
 
+# Every list, dict and text of a request has a bound; what goes into a record has a small one.
+MOST_ITEMS = 2**24
+MOST_KEYS = 256
+LONGEST_NAME = 256
+LONGEST_TEXT = 2**28
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+AnyMessage = Annotated[dict[Name, Any], Field(max_length=MOST_KEYS)]
+
 
 def _check_ids(ids: list[int]) -> list[int]:
     # Over millions of ids, min and max are several times faster than a constraint on each.
@@ -55,7 +64,9 @@ StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
 # `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds
 # of times its size.
 TokenIds = Annotated[
-    list[Annotated[int, Field(strict=True)]], Field(fail_fast=True), AfterValidator(_check_ids)
+    list[Annotated[int, Field(strict=True)]],
+    Field(fail_fast=True, max_length=MOST_ITEMS),
+    AfterValidator(_check_ids),
 ]
 
 
@@ -70,9 +81,9 @@ class Turn(Record):
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
-    logprobs: Annotated[list[StrictFloat], Field(fail_fast=True)]
+    logprobs: Annotated[list[StrictFloat], Field(fail_fast=True, max_length=MOST_ITEMS)]
     policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
-    routed_experts: str | None = None
+    routed_experts: Text | None = None
 
     @field_validator("logprobs")
     @classmethod
@@ -104,11 +115,11 @@ class Trajectory(Record):
     turn's linear sequence; any other turn starts another sequence of the trajectory, with the same
     advantage."""
 
-    turns: list[Turn] = Field(min_length=1, fail_fast=True)
+    turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[AnyMessage], Field(max_length=MOST_ITEMS)] | None = None
     advantage: StoredFloat | None = None
-    metrics: dict[str, StrictFloat] = Field(default_factory=dict)
+    metrics: dict[Name, StrictFloat] = Field(default_factory=dict, max_length=MOST_KEYS)
 
     @property
     def longest(self) -> int:
@@ -119,7 +130,7 @@ class Trajectory(Record):
 class Group(Record):
     """All trajectories of one prompt; advantages compare their rewards."""
 
-    trajectories: list[Trajectory] = Field(min_length=1, fail_fast=True)
+    trajectories: list[Trajectory] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
 
 
 class AdvantageSettings(Record):

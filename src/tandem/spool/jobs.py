@@ -306,6 +306,10 @@ class Jobs:
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())
             fs.move_file(path, target)
+            # Unless another file of the job is left, or its id is another job's by now.
+            left = any(fs.exists(self._paths.job_file(state, key)) for state in _STATES)
+            if not left and self.find(key.id) in (key, None):
+                fs.remove_tree(self._paths.data_dir(key.id))
             log.error("set a damaged file aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:

@@ -2,6 +2,7 @@
 serves of them."""
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -153,11 +154,16 @@ class Runs:
 
     def list(self) -> list[RunSpec]:
         """All runs that can be read, by name."""
-        specs = []
-        for name in filter(is_run_name, listing(self._paths.runs)):
-            with suppress(RunDamaged, NotFound):  # `damaged` names it; or it is gone since
-                specs.append(self.get(name))
-        return specs
+        return [*self.after("")]
+
+    def after(self, name: str) -> Iterator[RunSpec]:
+        """The runs that can be read and whose names come after this one, by name, read as they are
+        needed."""
+        names = listing(self._paths.runs)
+        for at in range(bisect_right(names, name), len(names)):
+            if is_run_name(names[at]):
+                with suppress(RunDamaged, NotFound):  # `damaged` names it; or it is gone since
+                    yield self.get(names[at])
 
     def damaged(self) -> dict[str, str]:
         """Names below `runs/` that are no whole run, and what is wrong with each."""

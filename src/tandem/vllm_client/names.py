@@ -11,6 +11,9 @@ BASE_MODEL_NAME = "base"
 """vLLM serves the base model without an adapter under this name. No run can have it: checkpoints
 are `<run>@<step>`."""
 
+KEYS_VARIABLE = "TANDEM_API_KEY_DIGESTS"
+"""The environment variable by which vLLM's server gets the hashes and names of all API keys."""
+
 MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
 """The environment variable that has vLLM serve merged weights: JSON with `targets` and
 `second_copy`."""

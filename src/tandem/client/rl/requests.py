@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import count
 from math import ceil
+from textwrap import wrap
 from typing import Any
 
 from tandem.client.rl.config import OF_JOBS, RLSection
 from tandem.client.rl.environment import RolloutGroup
+from tandem.controller.schemas import LABEL_CHARACTERS, MOST_LABELS
 
 
 def job_names(run: str, base: int) -> Iterator[str]:
@@ -44,5 +46,20 @@ def job_request(
             {"trajectories": [one.model_dump(exclude_unset=True) for one in group.trajectories]}
             for group in batch
         ],
-        "labels": {"tasks": " ".join(group.task for group in batch)},
+        "labels": task_labels([group.task for group in batch]),
+    }
+
+
+def task_labels(tasks: Sequence[str]) -> dict[str, str]:
+    """`tasks`, and `tasks-2` and so on for what does not fit into a label; "…" for what does not
+    fit into all labels of a job."""
+    lines = wrap(
+        " ".join(tasks),
+        LABEL_CHARACTERS,
+        break_on_hyphens=False,
+        max_lines=MOST_LABELS,
+        placeholder=" …",
+    )
+    return {
+        f"tasks-{number}" if number > 1 else "tasks": line for number, line in enumerate(lines, 1)
     }

@@ -18,10 +18,11 @@ from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
 from tandem.spool.schema import LORA_TARGETS, LoraTarget
+from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.system.gpus import Devices
 from tandem.system.nvml import DriverFailed
-from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_VARIABLE
+from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
 CopyPlace = Literal["device", "host"]  # of the second copy of merged weights
@@ -161,6 +162,11 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # A later one is around the earlier ones.
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
+        *(
+            ["--middleware", "tandem.inference.server.api_keys.ApiKeys"]
+            if _has_keys(settings)
+            else []
+        ),
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
         # The publisher, the watchdog and probes ask for these all the time.
@@ -189,6 +195,11 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # reorders the weights.
         argv += ["--moe-backend", "triton"]
     return argv
+
+
+def _has_keys(settings: Settings) -> bool:
+    """Whether there are API keys beside the one that vLLM's environment takes, or names of keys."""
+    return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
 def _scale_out_is_optional() -> bool:
@@ -286,6 +297,8 @@ def _environment(
         env["CUDA_VISIBLE_DEVICES"] = ",".join(settings.inference_devices)
     if settings.inference_key:
         env["VLLM_API_KEY"] = settings.inference_key
+    if _has_keys(settings):
+        env[KEYS_VARIABLE] = json.dumps(digests(settings.named_keys))
     return env
 
 

@@ -23,6 +23,7 @@ class _JobSpec(Record):
     base_step: int = Field(ge=0)  # the job starts from this checkpoint, and makes the next
     created: float  # Unix seconds
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
+    submitted_by: str | None = None  # the name of the API key; None: it has none
     data: PackedData
     optimizer: OptimizerSettings = OptimizerSettings()
     # The runner stops an attempt that takes longer.

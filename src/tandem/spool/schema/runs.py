@@ -35,7 +35,9 @@ class LoraShape(Record):
     # Twice the rank where it is left out, so that the scale does not depend on the rank. Records
     # have it written out.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
-    targets: tuple[LoraTarget, ...] = Field(default=LORA_TARGETS, min_length=1)
+    targets: tuple[LoraTarget, ...] = Field(
+        default=LORA_TARGETS, min_length=1, max_length=len(LORA_TARGETS)
+    )
 
     @model_validator(mode="after")
     def _no_duplicate_target(self) -> Self:

@@ -1,0 +1,44 @@
+"""API keys and their names: which key a request has, and whose request a line of the access log
+is of. For both servers, and without their frameworks."""
+
+import hmac
+import logging
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from hashlib import sha256
+
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):(.+)")
+asking: ContextVar[str] = ContextVar("asking", default="")
+"""The name of the key of the request that this task answers; empty where the key has none."""
+
+
+def split_name(entry: str) -> tuple[str, str]:
+    """(name, key) of an entry `name:key` of a file of keys; the name is empty in an entry
+    `key`."""
+    match = _NAMED.fullmatch(entry)
+    return (match[1], match[2]) if match else ("", entry)
+
+
+def digests(keys: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of each key → its name, for `name_of`."""
+    return {sha256(key.encode()).hexdigest(): name for key, name in keys.items()}
+
+
+def name_of(authorization: str, known: Mapping[str, str]) -> str | None:
+    """The name of the key in the value of the header Authorization; None where it is none of the
+    known ones."""
+    scheme, _, key = authorization.partition(" ")
+    digest = sha256(key.strip().encode("latin-1")).hexdigest()
+    # Every key is compared, in constant time, so that the time says nothing about how nearly one of
+    # them fits.
+    names = [name for one, name in known.items() if hmac.compare_digest(digest, one)]
+    return names[0] if names and scheme.lower() == "bearer" else None
+
+
+def name_in_log(record: logging.LogRecord) -> bool:
+    """A filter of uvicorn's access log: the name of the key after the address. Lets every line
+    pass."""
+    if (name := asking.get()) and isinstance(record.args, tuple) and record.args:
+        record.args = (f"{record.args[0]} {name}", *record.args[1:])
+    return True
