@@ -16,6 +16,7 @@ from typing import Any, Self
 from bench.restart import RUN, submit
 from tandem.config import Settings
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import Job, JobResult, Manifest
 from tandem.system import ports
@@ -125,12 +126,13 @@ def main(directory: Path, ranks: int) -> None:
     from tandem.model.build import build_policy
     from tandem.model.weights.base_weights import load_weights
     from tandem.topology.sizes import Sizes
+    from tandem.trainer.launch import RankSettings
     from tandem.trainer.rank.publication import Publication
 
-    settings = Settings()
+    settings = RankSettings.of(Settings())
     device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
     top = parallel.init_parallel(Sizes(tensor=ranks))
-    spool = Spool(settings.root)
+    spool = Spool(Settings().root)
     run = spool.runs.get(RUN)
     model = Path(run.base_model)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -153,12 +155,10 @@ def main(directory: Path, ranks: int) -> None:
         order = _read(directory / f"order.{number}")
         job = order["job"]
         policy.load_adapter(Path(order["adapter"]))
-        work = spool.root / f"jobs/work/{job}"
+        attempt = Attempt(spool, job, 1)
         if top.rank == 0:
-            work.mkdir(parents=True, exist_ok=True)
-        publication = Publication(
-            settings, spool, model, policy, work, f"{job}/1", beat=lambda: None, event=event
-        )
+            attempt.work.mkdir(parents=True, exist_ok=True)
+        publication = Publication(settings, model, policy, attempt, beat=lambda: None, event=event)
         publication.offer()
         if top.rank == 0:
             _write(directory / f"offered.{number}", {})

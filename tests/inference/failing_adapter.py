@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu_worker import Worker
 
-from tandem.inference.server import plugin
+from tandem.inference.server import patches
 
 
 class Queue(deque[Any]):
@@ -34,7 +34,7 @@ def process(rank: int) -> WorkerProc:
 
 
 def main() -> None:
-    plugin._tell_failed_adapters()
+    patches.tell_failed_adapters()
     workers, executor = [process(0), process(1)], object.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue = False, deque()
     executor.rpc_broadcast_mq = SimpleNamespace(

@@ -14,6 +14,7 @@ from tandem.inference.publisher import transports
 from tandem.inference.publisher.transports import MergedTransport
 from tandem.inference.tensor_files import TensorFile
 from tandem.spool import Spool
+from tandem.spool.paths import Paths
 from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import LoraShape, Manifest, RunSpec
 from tandem.system import liveness
@@ -23,7 +24,7 @@ from tiny import write_random_model
 from waiting import until
 
 RUN = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
-OFFER = {"transport": "nccl", "address": "127.0.0.1", "port": 1}
+OFFER = {"transport": "nccl", "address": "127.0.0.1", "meeting": "jobs/work/j/1/meeting"}
 
 
 class FakeVllm:
@@ -76,6 +77,8 @@ class Scene:
         requests: Literal["keep", "wait"] = "keep",
     ) -> MergedTransport:
         spool = SimpleNamespace(
+            root=self.model.parent,
+            paths=Paths(self.model.parent),
             checkpoints=SimpleNamespace(path=lambda _run, _step: self.model),
             events=SimpleNamespace(read=lambda _job: self.offers),
             jobs=SimpleNamespace(get=lambda _job: ("running", None)),
@@ -102,6 +105,14 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 def test_ranks_that_wait_are_asked_before_files_are_read(scene: Scene) -> None:
     assert scene.load() == {"swap": 0.1}
     assert scene.log == ["nccl"], "to hash a large checkpoint takes longer than ranks wait"
+
+
+def test_a_meeting_outside_of_the_jobs_own_directory_is_passed_over(scene: Scene) -> None:
+    """A trainer that was taken over can't have vLLM open other files of the volume."""
+    for meeting in ("runs/r/served.json", "/etc/passwd", "jobs/work/other/1/meeting"):
+        scene.offers = [SimpleNamespace(type="offered", data=OFFER | {"meeting": meeting})]
+        scene.load()
+    assert "nccl" not in scene.log
 
 
 def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.inference.server import plugin
+from tandem.inference.server import patches
 from tandem.system import processes
 from waiting import until
 
@@ -75,7 +75,7 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(
 
     for module in (lora_ops, punica_cpu):
         monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)  # puts it back at the end
-    plugin._leave_base_tokens_alone()
+    patches.leave_base_tokens_alone()
     adapters, base = [7, 9], 0  # in slots 0 and 1
     a, b, x = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 4), torch.randn(6, 8)
     for prefill in (True, False):
@@ -122,7 +122,7 @@ def test_flashinfer_is_hidden_where_it_can_not_compile(
     )
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="found"))
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
-    plugin._hide_flashinfer_without_nvcc()
+    patches.hide_flashinfer_without_nvcc()
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == ("0" if hidden else "1")
     if not hidden:
         assert find_spec("flashinfer") == "found"

@@ -54,7 +54,8 @@ def offered(senders: Senders, adapter: Path) -> Source:
     """Offer the adapter's weights; what vLLM's workers are told of it."""
     job = senders.offer(adapter)
     [event] = [event for event in senders.spool.events.read(job) if event.type == "offered"]
-    return {**event.data, "way": event.data["transport"]}
+    meeting = str(senders.spool.root / event.data["meeting"])
+    return {**event.data, "way": event.data["transport"], "meeting": meeting}
 
 
 @pytest.mark.sample(3)

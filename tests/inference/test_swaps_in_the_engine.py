@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.inference.server import patches
 from tandem.inference.server.worker import extension
 
 
@@ -26,7 +27,7 @@ class Request:
         self.update_block_hashes()
 
     def update_block_hashes(self) -> None:
-        self.block_hashes.append(extension.hash_root() or b"")
+        self.block_hashes.append(patches.hash_root() or b"")
 
 
 class Scheduler:
@@ -87,11 +88,11 @@ def test_no_request_that_waits_finds_blocks_of_the_weights_before(hashes: Any) -
     assert hashes.NONE_HASH != b"first"
     assert waits.block_hashes == [hashes.NONE_HASH]
     assert comes.block_hashes == [b"first"], "the engine had hashed it, and takes it after the swap"
-    extension.renew_hashes(comes)
+    patches.renew_hashes(comes)
     assert comes.block_hashes == [hashes.NONE_HASH]
     later = Request("later", 0, 0, hashes.NONE_HASH)
     later.block_hashes = [b"what the thread made"]
-    extension.renew_hashes(later)
+    patches.renew_hashes(later)
     assert later.block_hashes == [b"what the thread made"], (
         "without a swap a request is not hashed again"
     )

@@ -1,8 +1,11 @@
 """Real ranks under the real runner: all ways to start ranks make the same checkpoints, bit for
 bit."""
 
+from contextlib import ExitStack
+
 import pytest
 
+from listening import LOOPBACK, watched
 from rank.jobs import make_model, make_run, random_examples, submit_rl, submit_sft
 from runner.runner_stack import Stack
 from tandem.client.memory import by_attempt
@@ -16,6 +19,7 @@ RANKS = 2
 
 def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
     """sha256 of every file of the checkpoints that an SFT job and an RL job after it make."""
+    watching = ExitStack()
     stack = Stack(tmp_path / launch, launch, RANKS, entry="tandem.trainer.rank.entry")
     # One path for all launchers, because the adapter's configuration names the base model's path.
     model = tmp_path / "model"
@@ -29,6 +33,7 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
     ]
     try:
         stack.start()
+        listeners = watching.enter_context(watched(stack.runner.pid))
         for job_id in jobs:
             state, job = stack.wait(job_id, 400)
             absent = {"rehearsal"} | ({"offload"} if launch != "resident" else set())
@@ -48,12 +53,16 @@ def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
                     == rank.phases["checkpoint"]["host_pinned"]
                 )
                 assert rank.phases["checkpoint"]["allocated"] > 100 * 2**20
+        assert listeners
+        assert set(listeners) <= LOOPBACK, f"whoever reaches that port reaches ranks: {listeners}"
         # Only what the launcher keeps between jobs is left: nothing, the fork server, or torchrun
         # and its ranks.
         assert len(stack.children()) == {"torchrun": 0, "fork": 1, "resident": 1 + RANKS}[launch]
+        watching.close()
         assert stack.stop() == 0
         assert stack.marked() == []
     finally:
+        watching.close()
         stack.close()
     manifests = [stack.spool.checkpoints.verify("r", step) for step in (1, 2)]
     return [

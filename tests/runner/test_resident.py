@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from listening import LOOPBACK, listening
 from runner.runner_stack import Stack
 from waiting import alive
 
@@ -48,20 +49,7 @@ def test_agent_and_ranks_listen_on_loopback_only(stack):
     stack.ended("listening", meet=True)
     found = {address for pid in ranks(stack) for address in listening(pid)}
     assert found
-    assert found <= {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1 in /proc
-
-
-def listening(pid: int) -> set[str]:
-    """Local addresses, as in /proc/net, of a process's TCP sockets that listen."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    rows = [
-        row.split()
-        for family in ("tcp", "tcp6")
-        for row in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]
-    ]
-    return {
-        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links
-    }
+    assert found <= LOOPBACK
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import tiny_model
 
+from listening import LOOPBACK, watched
 from local_stack import DEVICES, LocalStack, train
 from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
@@ -73,6 +74,14 @@ def sample(stack: LocalStack, model: str) -> httpx.Response:
 
 
 def test_each_step_is_trained_sent_and_served(stack: LocalStack) -> None:
+    """And no program of the stack listens elsewhere than on loopback, also while weights travel."""
+    with watched(stack.process.pid) as listeners:
+        train_send_and_serve(stack)
+    assert len(listeners) == 1, listeners
+    assert set(listeners) <= LOOPBACK, f"strangers reach the weights: {listeners}"
+
+
+def train_send_and_serve(stack: LocalStack) -> None:
     assert sample(stack, f"{RUN}@0").headers["x-tandem-weights"] == f"{RUN}@0"
     for step in (1, 2):
         job = train(stack.client, RUN, 3, learning_rate=1e-2)

@@ -8,27 +8,12 @@ they are right, but not fused.
 
 # ruff: noqa: F401 - other modules import these names from here
 
-from typing import Any
+from tandem.model.device import patches
 
-import torch
-
-_compile = torch.compile
-
-
-def _compile_unless_megatrons(model: Any = None, **options: Any) -> Any:
-    if model is None:  # called with options alone, it returns a decorator
-        return lambda function: _compile_unless_megatrons(function, **options)
-    return model if model.__module__.startswith("megatron.") else _compile(model, **options)
-
-
-torch.compile = _compile_unless_megatrons
-try:
+with patches.uncompiled("megatron."):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-finally:
-    torch.compile = _compile

@@ -48,6 +48,11 @@ class Attempt:
         """The directory that the ranks fill with the merged model before it is committed."""
         return self.work / "merged"
 
+    @property
+    def meeting(self) -> Path:
+        """The file by which ranks and vLLM's workers meet to exchange whole weights."""
+        return self.work / "meeting"
+
     def event(self, kind: EventType, **data: Any) -> None:
         """Append an event of this attempt to the job's events."""
         self.spool.events.append(self.job, kind, attempt=self.number, **data)

@@ -8,7 +8,6 @@ for the rest of a request for ever. Both need no key. Import this only where uvi
 from asyncio import TimerHandle, Transport
 from typing import Literal, override
 
-from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 2**10
@@ -162,9 +161,3 @@ class BoundedHttp(HttpToolsProtocol):
         head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
-
-
-def bound_every_server() -> None:
-    """Makes the bounds the default of each uvicorn server that this process configures from now
-    on."""
-    HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedHttp.__name__}"

@@ -325,7 +325,9 @@ class MergedTransport:
             liveness.beat("publisher")  # the job's ranks write the files
             time.sleep(0.1)
         if offer and offer["transport"] != "volume":
-            sources.append({**offer, "way": offer["transport"]})
+            meeting = self._spool.root / offer["meeting"]
+            if meeting.parent.parent == self._spool.paths.all_work_dirs(checkpoint.job):
+                sources.append({**offer, "way": offer["transport"], "meeting": str(meeting)})
         try:
             # This hashes all of them.
             if (

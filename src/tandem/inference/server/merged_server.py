@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.errors import InvalidInput
+from tandem.inference.server import patches
 from tandem.inference.server.asgi import error, read_body, route_path
 from tandem.inference.server.guard import ADMIN
 from tandem.inference.server.orders import read_order
@@ -88,16 +89,12 @@ class MergedServer:
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
-        # `generate` calls it when its first result is asked for.
-        add_request = self._engine.add_request
 
-        async def add_and_note(*args: Any, **kwargs: Any) -> Any:
-            queue = await add_request(*args, **kwargs)
+        def note() -> None:
             if (request := current_request.get(None)) is not None:
                 request.in_engine = True
-            return queue
 
-        self._engine.add_request = add_and_note
+        patches.note_added_requests(self._engine, note)
 
     async def _sample(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._until(

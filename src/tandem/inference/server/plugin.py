@@ -2,7 +2,7 @@
 it starts.
 
 It bounds the headers and waits of HTTP requests, installs what merged weights need (`worker/`),
-and works around five faults of vLLM 0.32:
+and works around five faults of vLLM 0.32, all by the functions of `patches.py`:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
   memory. (The orphan can't be found by its environment, because it overwrites that.) Every engine
@@ -31,8 +31,8 @@ import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from tandem.inference.server import patches
 from tandem.system.processes import die_with_parent
 from tandem.vllm_client.names import MERGED_VARIABLE
 
@@ -45,94 +45,44 @@ def register() -> None:
     engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        from tandem.system.http_limits import bound_every_server  # not in engines: it has uvicorn
-
-        bound_every_server()
+        patches.bound_http_requests()  # not in engines: it imports uvicorn
     if parent is None:
         _fork_the_engine_on_the_cpu()
         return
     die_with_parent(parent.pid)
-    _hide_flashinfer_without_nvcc()
+    patches.hide_flashinfer_without_nvcc()
     if MERGED_VARIABLE in os.environ:
         _install_merged_weights()
     else:
-        _switch_expert_lora_off()
-        _leave_base_tokens_alone()
-        _tell_failed_adapters()
+        patches.switch_expert_lora_off()
+        patches.leave_base_tokens_alone()
+        patches.tell_failed_adapters()
 
 
 @functools.cache
 def _install_merged_weights() -> None:
-    """Workers attach Tandem's merged weights when they have loaded the model, within vLLM's memory
-    pool for weights: a sleeping engine offloads only what is in it. After a swap the engine updates
-    the requests that it has, and those that reached it during the swap."""
     from vllm.platforms import current_platform
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.gpu_worker import Worker
 
     from tandem.inference.server.worker import extension
 
     if current_platform.is_cpu():
-        extension.install_plain_cpu_kernels()
-    load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
-    prepare, add = EngineCore.preprocess_add_request, EngineCore.add_request
-
-    def load_and_attach(worker: Any, *args: Any, **kwargs: Any) -> None:
-        runner = worker.model_runner
-        load = runner.load_model
-
-        def load_with_copy(*args: Any, **kwargs: Any) -> None:
-            load(*args, **kwargs)
-            extension.attach(worker)
-
-        runner.load_model = load_with_copy
-        load_model(worker, *args, **kwargs)
-        del runner.load_model
-
-    def call_or_swap(
-        core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if method == "tandem_call" and args[0] == "swap":
-            return [extension.swap(core, collective_rpc, *args[1:])]
-        return collective_rpc(core, method, timeout, args, kwargs)
-
-    def prepare_and_note(core: Any, request: Any) -> Any:
-        root = extension.hash_root()
-        prepared = prepare(core, request)
-        prepared[0].tandem_root = root
-        return prepared
-
-    def renew_and_add(core: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        extension.renew_hashes(request)
-        add(core, request, *args, **kwargs)
-
-    Worker.load_model, EngineCore.collective_rpc = load_and_attach, call_or_swap
-    EngineCore.preprocess_add_request, EngineCore.add_request = prepare_and_note, renew_and_add
+        patches.install_plain_cpu_kernels(extension.keep_plain, extension.apply_experts)
+    patches.install_merged_weights(extension.attach, extension.swap)
 
 
 def _fork_the_engine_on_the_cpu() -> None:
-    """A fork is safe there (vLLM's default as a library): one thread runs Python, and none has
-    computed."""
     # vLLM also calls its plugins where it only looks at a model's class.
     if "vllm.engine.arg_utils" not in sys.modules:
         return
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.engine import utils
-    from vllm.v1.engine.core import EngineCoreProc
+    if current_platform.is_cpu():
+        patches.fork_the_engine(_begin_engine)
 
-    run_engine = EngineCoreProc.run_engine_core
 
-    def run_changed_engine(*args: Any, **kwargs: Any) -> None:
-        _give_up_the_port()
-        register()  # vLLM thinks that it has called its plugins here: the server has
-        run_engine(*args, **kwargs)
-
-    EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
-    # vLLM sets the variable that chooses the method to "spawn".
-    utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+def _begin_engine() -> None:
+    _give_up_the_port()
+    register()  # vLLM thinks that it has called its plugins here: the server has
 
 
 def _give_up_the_port() -> None:
@@ -148,78 +98,3 @@ def _give_up_the_port() -> None:
                     # The server's object, which is here too, still closes that number.
                     os.dup2(null, descriptor)
     os.close(null)
-
-
-def _tell_failed_adapters() -> None:
-    """A worker that can't load an adapter answers with its error, and the engine raises it."""
-    from vllm.v1.executor.abstract import Executor
-    from vllm.v1.worker.gpu_worker import Worker
-
-    add = Worker.add_lora
-
-    def add_or_tell(worker: Any, adapter: Any) -> Any:
-        try:
-            return add(worker, adapter)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    def add_to_all(executor: Any, adapter: Any) -> bool:
-        answers = executor.collective_rpc("add_lora", args=(adapter,))
-        if problem := next((answer for answer in answers if isinstance(answer, str)), ""):
-            raise RuntimeError(problem)
-        return all(answers)
-
-    Worker.add_lora, Executor.add_lora = add_or_tell, add_to_all
-
-
-def _hide_flashinfer_without_nvcc() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cuda():
-        return
-    from vllm.utils.flashinfer import has_flashinfer
-
-    if not has_flashinfer():
-        modules: dict[str, Any] = sys.modules
-        modules["flashinfer"] = None  # an import raises ImportError, as if it were not installed
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it without a try
-
-
-def _switch_expert_lora_off() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() and not current_platform.is_device_capability_family(100):
-        return
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-
-    original = FusedMoEConfig.__post_init__
-
-    def without_lora(config: FusedMoEConfig) -> None:
-        lora = get_current_vllm_config().lora_config
-        if (
-            lora is not None
-            and lora.target_modules is not None
-            and "experts" not in lora.target_modules
-        ):
-            config.is_lora_enabled = False
-        original(config)
-
-    FusedMoEConfig.__post_init__ = without_lora
-
-
-def _leave_base_tokens_alone() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    shrink = lora_ops.bgmv_shrink
-
-    def shrink_adapted(x: Any, weights: Any, output: Any, slots: Any, scaling: float = 1.0) -> None:
-        shrink(x, weights, output, slots, scaling)
-        output[slots < 0] = 0
-
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted

@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from tandem.model.device import cpu_shim
+from tandem.model.device import patches
 
 Kind = Literal["cpu", "cuda"]
 
@@ -68,8 +68,6 @@ def activate(kind: Kind, local_rank: int = 0) -> torch.device:
             threading.Thread(target=_create_context, args=(local_rank,), daemon=True),
         )
         _start.start()
-    elif _kind is None:
-        cpu_shim.install()
     _kind = kind
     return torch.device(kind, _gpu) if kind == "cuda" else torch.device(kind)
 
@@ -110,8 +108,7 @@ def wait_until_started() -> Kind:
     if _start is not None:
         _start.join()
     try:
-        # torch 2.11 would ask NVML eight times.
-        torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
+        patches.remember_gpu_count()
         torch.cuda.set_device(_gpu)
     except RuntimeError as error:
         raise RuntimeError(

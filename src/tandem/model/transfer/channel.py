@@ -2,9 +2,9 @@
 process's default one: NCCL between GPUs, Gloo between CPUs.
 
 The senders are the first ranks of the group, and they take turns. It is one group, because NCCL
-takes 0.8 s to connect one. A store that the first sender serves brings the group together. Nothing
-here waits longer than STALL_SECONDS for another process, but NCCL while it connects: whoever makes
-a `Channel` watches over it from another thread.
+takes 0.8 s to connect one. A file on the volume brings the group together. Nothing here waits
+longer than STALL_SECONDS for another process, but NCCL while it connects: whoever makes a `Channel`
+watches over it from another thread.
 """
 
 import os
@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
+
+from tandem.system.plain_files import descriptor
 
 STALL_SECONDS = 10.0
 """How long a process waits for another one's next sign of life."""
@@ -32,18 +35,20 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-def serve_store(address: str) -> TCPStore:
-    """A store on a port that the kernel chooses (`.port`); it lives as long as this object."""
-    return TCPStore(address, 0, None, True, timedelta(seconds=STALL_SECONDS), False)
+def make_meeting(path: Path) -> FileStore:
+    """The store of a new meeting: a file on the volume, so that nothing listens for it. Only the
+    owner and the group of the file can join, and NCCL's sockets admit who has its id from the file.
+    OSError where the file exists or can't be made."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
+    return join_meeting(path)
 
 
-def join_store(address: str, port: int) -> tuple[TCPStore, str]:
-    """The store that `serve_store` serves, and this machine's address on the way to it. OSError
-    where nobody serves."""
-    # TCPStore would try again and again.
-    with socket.create_connection((address, port), STALL_SECONDS) as connection:
-        own = connection.getsockname()[0]
-    return TCPStore(address, port, None, False, timedelta(seconds=STALL_SECONDS), False), own
+def join_meeting(path: Path) -> FileStore:
+    """The store of a meeting. OSError where there is none."""
+    os.close(descriptor(path, os.O_RDWR))
+    store = FileStore(str(path), -1)  # a number of processes would have the last one remove it
+    store.set_timeout(timedelta(seconds=STALL_SECONDS))
+    return store
 
 
 def own_address(host: str, port: int) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tandem.families.adapter import peft_keys
 from tandem.model import device, parallel
@@ -26,9 +25,9 @@ from tandem.model.transfer.channel import (
     Channel,
     Pending,
     finish,
-    join_store,
+    join_meeting,
+    make_meeting,
     own_address,
-    serve_store,
 )
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, agreement, send_order, senders
@@ -73,7 +72,6 @@ class Publication:
     attempt: Attempt
     beat: Callable[[], None]
     event: Callable[..., None]
-    _store: TCPStore | None = None  # on rank 0: brings the ranks and vLLM's workers together
     _offer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,9 +85,10 @@ class Publication:
         way, offer = self.settings.way, dict[str, Any]()
         try:
             if way != "volume" and self._rank == 0:
-                address = own_address(*self.settings.inference)
-                self._store = serve_store(address)
-                offer = {"address": address, "port": self._store.port, "prefix": str(self.attempt)}
+                make_meeting(self.attempt.meeting)
+                meeting = self.attempt.meeting.relative_to(self.attempt.spool.root)
+                offer = {"address": own_address(*self.settings.inference)}
+                offer |= {"meeting": meeting.as_posix()}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
         except Exception as error:
             traceback.print_exc()
@@ -171,9 +170,7 @@ class Publication:
         """
         weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
         own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device
-        store = PrefixStore(
-            str(self.attempt), self._store or join_store(offer["address"], offer["port"])[0]
-        )
+        store = join_meeting(self.attempt.meeting)
         most = BUFFER_BYTES // dtype.itemsize
         order = send_order(self.policy.arch, self._targets, sizes=self._sizes, most=most)
         if own == 0:

@@ -1,5 +1,5 @@
-"""What Tandem adds to vLLM's workers and engine where weights are merged, and changes. `plugin.py`
-installs it."""
+"""What Tandem adds to vLLM's workers and engine where weights are merged. `patches.py` installs
+it."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
+from tandem.inference.server import patches
 from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.model_weights import BASE, MergedWeights
@@ -74,37 +75,12 @@ def attach(worker: Any) -> None:
         worker.requested_memory -= weights.spare_bytes
 
 
-def hash_root() -> bytes | None:
-    """The value that all block hashes begin with; None before vLLM has one."""
-    from vllm.v1.core import kv_cache_utils
-
-    return getattr(kv_cache_utils, "NONE_HASH", None)
-
-
-def renew_hashes(request: Any) -> None:
-    """For a request that the engine takes now. A thread hashed its blocks from the root
-    `tandem_root`. If a swap ran since, hash them again: the request would find blocks that other
-    weights have computed."""
-    if getattr(request, "tandem_root", None) != hash_root():
-        _hash_again(request)
-
-
-def install_plain_cpu_kernels() -> None:
-    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain
-    layout, so torch's own products replace the packed ones."""
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    utils.dispatch_cpu_unquantized_gemm = _keep_plain
-    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
-    CPUUnquantizedExperts.apply = _apply_experts
-
-
-def _keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
+def keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
+    """Products by torch, of weights in the plain layout (`patches.install_plain_cpu_kernels`)."""
     layer.cpu_linear = linear
 
 
-def _apply_experts(
+def apply_experts(
     _: Any,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -123,11 +99,6 @@ def _apply_experts(
         gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
         hidden = linear(silu(gate) * up, w2[expert])
         output.index_add_(0, token, hidden * topk_weights[token, choice, None].to(hidden.dtype))
-
-
-def _hash_again(request: Any) -> None:
-    request.block_hashes.clear()
-    request.update_block_hashes()
 
 
 def swap(
@@ -164,16 +135,12 @@ def swap(
 def _tend(core: Any, name: str) -> dict[str, int]:
     """What a swap means for requests and for cached prefixes. Returns how many tokens each request
     has got before."""
-    from vllm.v1.core import kv_cache_utils
-
     scheduler = core.scheduler
     tokens = {
         r.request_id: r.num_output_tokens + r.num_output_placeholders
         for r in scheduler.requests.values()
     }
-    # All block hashes begin with this value, so no request finds a block that other weights have
-    # computed.
-    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
+    patches.replace_hash_root()
     # Nobody knows yet how many of the drafts in flight will be accepted.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
@@ -185,7 +152,7 @@ def _tend(core: Any, name: str) -> dict[str, int]:
         scheduler.reset_prefix_cache(reset_running_requests=True)
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
         for request in queue:
-            _hash_again(request)
+            patches.hash_again(request)
             # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, and still
             # delivers what was on its way: nobody knows how many tokens. So they are discarded and
             # sampled again, from the new weights. Not with routed experts: their connector can't

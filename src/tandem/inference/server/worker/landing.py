@@ -14,10 +14,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
@@ -32,7 +32,8 @@ from tandem.model.transfer.channel import (
     Channel,
     Pending,
     finish,
-    join_store,
+    join_meeting,
+    own_address,
 )
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, SendBuffer, agreement, send_order, senders
@@ -283,8 +284,8 @@ def receive(
     `beat` is called whenever something has arrived. Raises what torch raises where a rank or
     another worker is gone, or stands still.
     """
-    joined, address = join_store(source["address"], source["port"])
-    store = PrefixStore(source["prefix"], joined)
+    store = join_meeting(Path(source["meeting"]))
+    address = own_address(source["address"], 80)
     store.set("workers", str(workers))
     sizes = Sizes(**source["sizes"])
     count = len(senders(sizes))

@@ -1,0 +1,217 @@
+"""Every name of vLLM, and of its server uvicorn, that Tandem replaces. `plugin.py` says when.
+
+`tests/test_patches.py` lists these names, with the version of vLLM from which each patch can go.
+"""
+
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
+    """Workers call `attach` when they have loaded the model, within vLLM's memory pool for weights:
+    a sleeping engine offloads only what is in it. The engine calls `swap` between two steps. After
+    a swap the engine updates the requests that it has, and those that reached it during the swap.
+    """
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load_model, collective_rpc = Worker.load_model, EngineCore.collective_rpc
+    prepare, add = EngineCore.preprocess_add_request, EngineCore.add_request
+
+    def load_and_attach(worker: Any, *args: Any, **kwargs: Any) -> None:
+        runner = worker.model_runner
+        load = runner.load_model
+
+        def load_with_copy(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            attach(worker)
+
+        runner.load_model = load_with_copy
+        load_model(worker, *args, **kwargs)
+        del runner.load_model
+
+    def call_or_swap(
+        core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if method == "tandem_call" and args[0] == "swap":
+            return [swap(core, collective_rpc, *args[1:])]
+        return collective_rpc(core, method, timeout, args, kwargs)
+
+    def prepare_and_note(core: Any, request: Any) -> Any:
+        root = hash_root()
+        prepared = prepare(core, request)
+        prepared[0].tandem_root = root
+        return prepared
+
+    def renew_and_add(core: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        renew_hashes(request)
+        add(core, request, *args, **kwargs)
+
+    Worker.load_model = load_and_attach
+    EngineCore.collective_rpc = call_or_swap
+    EngineCore.preprocess_add_request = prepare_and_note
+    EngineCore.add_request = renew_and_add
+
+
+def bound_http_requests() -> None:
+    """Each uvicorn server that this process configures from now on bounds headers and waits."""
+    from uvicorn.config import HTTP_PROTOCOLS
+
+    from tandem.system.http_limits import BoundedHttp
+
+    HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
+
+
+def hash_root() -> bytes | None:
+    """The value that all block hashes begin with; None before vLLM has one."""
+    from vllm.v1.core import kv_cache_utils
+
+    return getattr(kv_cache_utils, "NONE_HASH", None)
+
+
+def replace_hash_root() -> None:
+    """All block hashes begin with this value, so no request finds a block that other weights have
+    computed."""
+    from vllm.v1.core import kv_cache_utils
+
+    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
+
+
+def renew_hashes(request: Any) -> None:
+    """For a request that the engine takes now. A thread hashed its blocks from the root
+    `tandem_root`. If a swap ran since, hash them again: the request would find blocks that other
+    weights have computed."""
+    if getattr(request, "tandem_root", None) != hash_root():
+        hash_again(request)
+
+
+def hash_again(request: Any) -> None:
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
+    """Has the API server call `note`, in the request's context, when it has given a request to the
+    engine. vLLM's `generate` does that when its first result is asked for."""
+    add_request = engine.add_request
+
+    async def add_and_note(*args: Any, **kwargs: Any) -> Any:
+        queue = await add_request(*args, **kwargs)
+        note()
+        return queue
+
+    engine.add_request = add_and_note
+
+
+def install_plain_cpu_kernels(
+    keep_plain: Callable[..., None], experts: Callable[..., None]
+) -> None:
+    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain
+    layout, so torch's own products replace the packed ones."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    utils.dispatch_cpu_unquantized_gemm = keep_plain
+    CPUUnquantizedExperts.process_weights_after_loading = lambda *_: None
+    CPUUnquantizedExperts.apply = experts
+
+
+def fork_the_engine(begin: Callable[[], None]) -> None:
+    """The API server forks its engine, which calls `begin` first. A fork is safe on the CPU (vLLM's
+    default as a library): one thread runs Python, and none has computed."""
+    from vllm.v1.engine import utils as engine_utils
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run_engine = EngineCoreProc.run_engine_core
+
+    def run_changed_engine(*args: Any, **kwargs: Any) -> None:
+        begin()
+        run_engine(*args, **kwargs)
+
+    EngineCoreProc.run_engine_core = staticmethod(run_changed_engine)
+    # vLLM sets the variable that chooses the method to "spawn".
+    engine_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
+
+
+def tell_failed_adapters() -> None:
+    """A worker that can't load an adapter answers with its error, and the engine raises it."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.gpu_worker import Worker
+
+    add = Worker.add_lora
+
+    def add_or_tell(worker: Any, adapter: Any) -> Any:
+        try:
+            return add(worker, adapter)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def add_to_all(executor: Any, adapter: Any) -> bool:
+        answers = executor.collective_rpc("add_lora", args=(adapter,))
+        if problem := next((answer for answer in answers if isinstance(answer, str)), ""):
+            raise RuntimeError(problem)
+        return all(answers)
+
+    Worker.add_lora = add_or_tell
+    Executor.add_lora = add_to_all
+
+
+def hide_flashinfer_without_nvcc() -> None:
+    """An import of FlashInfer raises ImportError, as if it were not installed, where it can't
+    compile its kernels."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return
+    from vllm.utils.flashinfer import has_flashinfer
+
+    if not has_flashinfer():
+        sys.modules["flashinfer"] = None  # type: ignore[assignment]
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it without a try
+
+
+def switch_expert_lora_off() -> None:
+    """Mixtures of experts take kernels without adapters, on the CPU and on Blackwell, unless
+    adapters are on experts."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() and not current_platform.is_device_capability_family(100):
+        return
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    original = FusedMoEConfig.__post_init__
+
+    def without_lora(config: FusedMoEConfig) -> None:
+        lora = get_current_vllm_config().lora_config
+        if (
+            lora is not None
+            and lora.target_modules is not None
+            and "experts" not in lora.target_modules
+        ):
+            config.is_lora_enabled = False
+        original(config)
+
+    FusedMoEConfig.__post_init__ = without_lora
+
+
+def leave_base_tokens_alone() -> None:
+    """On the CPU, tokens without an adapter (their slot is -1) get nothing from any adapter."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def shrink_adapted(x: Any, weights: Any, output: Any, slots: Any, scaling: float = 1.0) -> None:
+        shrink(x, weights, output, slots, scaling)
+        output[slots < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted

@@ -1,0 +1,32 @@
+"""Every name of torch that Tandem replaces in ranks.
+
+`tests/test_patches.py` lists these names, with the version of torch from which each patch can go.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def uncompiled(package: str) -> Iterator[None]:
+    """Meanwhile `torch.compile` returns the functions of this package as they are."""
+    compile_ = torch.compile
+
+    def compile_others(model: Any = None, **options: Any) -> Any:
+        if model is None:  # called with options alone, it returns a decorator
+            return lambda function: compile_others(function, **options)
+        return model if model.__module__.startswith(package) else compile_(model, **options)
+
+    torch.compile = compile_others
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def remember_gpu_count() -> None:
+    """torch 2.11 asks NVML eight times otherwise, while it starts CUDA."""
+    torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()
