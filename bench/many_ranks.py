@@ -69,7 +69,7 @@ def answers(url: str) -> bool:
 
 
 def alive(pid: int) -> bool:
-    process = processes.read(pid)
+    process = processes.read_process(pid)
     return process is not None and not process.zombie
 
 

@@ -248,7 +248,7 @@ def cycle(
     assert state == "succeeded", (
         f"{job} {state}: {record.result}\n{log.read_text()[-3000:]}\n{made.tail('runner')}"
     )
-    assert after == {"is_sleeping": False}, "the job had succeeded while vLLM slept (R15)"
+    assert after == {"is_sleeping": False}, "the job had succeeded while vLLM slept"
     events = spool.events.read(job)
     (made.logs / f"events.{number}.jsonl").write_text(
         "\n".join(event.model_dump_json() for event in events)

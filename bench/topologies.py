@@ -353,7 +353,7 @@ def _row(
         planned = next(
             one for one in plan.plan(job, case.ranks, total).candidates if one.sizes == sizes
         )
-    seconds, context = parts(events), memory.memory(job, sizes).context
+    seconds, context = parts(events), memory.rank_memory(job, sizes).context
     return {
         "case": name,
         "topology": plan.describe(sizes),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 from tandem.client import AsyncTandem
-from tandem.client.verifiers import Environment
+from tandem.client.verifiers import VerifiersEnvironment
 
 __all__ = ["YesNoMaybe"]  # so this module is a taskset by its name, for `tandem rl` too
 
@@ -36,7 +36,7 @@ class YesNoMaybe(vf.Taskset[YesNoMaybeTask]):
 
 
 async def main(run: str, tokenizer: str, *, epochs: int, steps: int, group_size: int) -> None:
-    environment = Environment(
+    environment = VerifiersEnvironment(
         YesNoMaybe(vf.TasksetConfig()), tokenizer=tokenizer, sampling={"max_tokens": 8}
     )
     async with AsyncTandem() as tandem:

@@ -130,7 +130,7 @@ def wait_for(ranks: Sequence[BaseProcess], seconds: float) -> None:
         if rank.pid is not None and rank.is_alive():
             for process in [
                 *processes.descendants(rank.pid),
-                *filter(None, [processes.read(rank.pid)]),
+                *filter(None, [processes.read_process(rank.pid)]),
             ]:
                 processes.send(process, signal.SIGABRT)
     time.sleep(2 if any(rank.is_alive() for rank in ranks) else 0)

@@ -206,6 +206,43 @@ def test_benches_and_tests_share_no_code():
             assert not re.search(r"\bbench\.\w", text), f"{name} names a module of bench"
 
 
+SAME_THING = {
+    # A program's function, in each program.
+    "main",
+    # A kernel on the GPU and its twin on the CPU.
+    *("expert_swiglu", "expert_swiglu_backward", "rms_norm", "rms_norm_backward", "split_heads"),
+    *("split_heads_backward", "sum_assignments", "swiglu", "swiglu_backward"),
+    # An action: its command, its route, and what does it.
+    *("delete_checkpoint", "delete_run", "list_checkpoints", "list_jobs", "list_runs", "plan"),
+    *("track", "up"),
+}
+COMMANDS = {"check", "job", "read", "write", "memory", "describe"}
+"""Functions of `cli/` that are commands or questions; a command's name is its user's word."""
+
+
+def test_a_name_stands_for_one_thing():
+    """No two classes and no two public functions of modules have one name."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        where = path.relative_to(SOURCE).as_posix()
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            is_command = where.startswith("cli/") and node.name in COMMANDS
+            if isinstance(node, ast.ClassDef) or not (node.name.startswith("_") or is_command):
+                places.setdefault(node.name.lstrip("_"), []).append(where)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: twice[name] for name in twice.keys() - SAME_THING} == {}
+    assert twice.keys() >= SAME_THING, "remove what no longer stands twice"
+
+
+def test_no_requirement_is_named_by_a_number():
+    """Numbers in parentheses, as R and 24, are defined nowhere in the repository."""
+    tag = re.compile(r"\(R\d+\)")
+    for path in [*SOURCE.rglob("*.py"), *(SOURCE.parents[1] / "tests").rglob("*.py")]:
+        assert not tag.search(path.read_text()), path
+
+
 def test_no_mirror_and_no_path_of_a_machine_is_named():
     root = SOURCE.parent.parent
     tracked = subprocess.run(

@@ -37,5 +37,5 @@ def answers(url: str) -> bool:
 
 def alive(pid: int) -> bool:
     """Whether there is such a process, and it has not ended."""
-    process = processes.read(pid)
+    process = processes.read_process(pid)
     return process is not None and not process.zombie

@@ -59,10 +59,13 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
     try:
         server.send_signal(signal.SIGKILL)
         server.wait(60)
-        until("the engine dies", lambda: (found := processes.read(engine)) is None or found.zombie)
+        until(
+            "the engine dies",
+            lambda: (found := processes.read_process(engine)) is None or found.zombie,
+        )
     finally:
         server.stdout.close()
-        if processes.read(engine) is not None:
+        if processes.read_process(engine) is not None:
             os.kill(engine, signal.SIGKILL)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.client.verifiers import Environment, outputs_to_groups, trace_to_trajectory
+from tandem.client.verifiers import VerifiersEnvironment, outputs_to_groups, trace_to_trajectory
 from tandem.data.inputs import Trajectory
 from tandem.errors import Conflict, InvalidInput, NotFound, TandemError
 from tandem.spool.schema import LoraShape
@@ -135,8 +135,8 @@ class Agent:
         return trace(branch([1, 2], [1]), has_error=self.fails, last_error=None)
 
 
-def environment(agent: Agent, *, bounded: bool = True) -> Environment:
-    made = object.__new__(Environment)
+def environment(agent: Agent, *, bounded: bool = True) -> VerifiersEnvironment:
+    made = object.__new__(VerifiersEnvironment)
     made._agent, made._taskset = lambda model: agent, SimpleNamespace(bounded=bounded)
     return made
 

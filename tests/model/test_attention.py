@@ -149,8 +149,7 @@ def test_computing_only_the_used_slots_changes_nothing(alone, tmp_path):
     sequences = [[3, 1, 4, 1, 5], [9, 2, 6]]
     with torch.no_grad():
         whole, few = (
-            policy(probe.row_tensors(sequences, 40, torch.device("cpu"), slots))
-            for slots in (40, 8)
+            policy(probe.probe_row(sequences, 40, torch.device("cpu"), slots)) for slots in (40, 8)
         )
     torch.testing.assert_close(few.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(few.entropy, whole.entropy, atol=1e-5, rtol=1e-5)

@@ -18,7 +18,15 @@ from tandem.model.layer import kernels
 from tandem.model.layer.sublayers import SaveLevel
 from tandem.planning import memory as formulas
 from tandem.planning.checks import refusal
-from tandem.planning.memory import CLAMPED_SWIGLU, GEGLU, GIB, Memory, SavedBytes, Workload, memory
+from tandem.planning.memory import (
+    CLAMPED_SWIGLU,
+    GEGLU,
+    GIB,
+    Memory,
+    SavedBytes,
+    Workload,
+    rank_memory,
+)
 from tandem.planning.plan import _share, _step_seconds, describe, plan
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
@@ -106,7 +114,7 @@ def measured() -> list[tuple[dict, Workload, tuple[int, int]]]:
 
 def test_memory_is_what_was_measured_on_one_gpu():
     for row, workload, levels in measured():
-        needs = memory(workload, Sizes(data=row["ranks"]))
+        needs = rank_memory(workload, Sizes(data=row["ranks"]))
         # torch's peak has neither CUDA's nor NCCL's memory.
         bytes_ = needs.total(levels) - needs.context
         if row["way"] == "auto":  # rows without Adam: gradients came after the peak
@@ -148,7 +156,10 @@ def test_speed_is_what_was_measured_for_all_weights():
         workload = Workload(ARCHS["qwen3-8b"], None, 8192, rows=1)
         seconds = 8192 / row["tokens/s"]
         assert (
-            abs(_step_seconds(workload, Sizes(), memory(workload, Sizes()), levels) / seconds - 1)
+            abs(
+                _step_seconds(workload, Sizes(), rank_memory(workload, Sizes()), levels) / seconds
+                - 1
+            )
             < 0.05
         ), row
 
@@ -222,7 +233,7 @@ def test_small_models_show_what_nccl_and_the_fullest_stage_of_a_pipeline_need():
 def test_a_tied_table_that_two_stages_train_was_measured_too():
     arch = arch_from_config(SMALL)
     for row, sizes in zip(TIED, (Sizes(), Sizes(pipeline=2)), strict=True):
-        needs = memory(Workload(arch, None, row["row"], rows=2), sizes)
+        needs = rank_memory(Workload(arch, None, row["row"], rows=2), sizes)
         assert abs(needs.total((needs.layers, 0)) / GIB / row["peak GiB"] - 1) < 0.05, row
 
 
@@ -261,7 +272,7 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
             held[level] = live()
             outputs.logprobs.sum().backward()
             gradients(policy)
-    saved = memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
+    saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
     # Here elements have four bytes instead of two, and the attention's kernel is another.
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (saved.all - saved.attention)
 
@@ -288,12 +299,14 @@ def test_ranks_that_cut_experts_have_the_rows_of_all_of_them():
         Sizes(expert_tensor=2, expert=2, data=4),
         Sizes(expert=4, data=4),
     ):
-        saved, alone = memory(workload, sizes).saved, memory(workload, Sizes()).saved
+        saved, alone = rank_memory(workload, sizes).saved, rank_memory(workload, Sizes()).saved
         assert saved.all - saved.attention == alone.all - alone.attention
 
 
 def test_the_fullest_stage_of_a_pipeline_counts():
-    whole, needs = (memory(workload_of("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3))
+    whole, needs = (
+        rank_memory(workload_of("qwen3-30b-a3b"), Sizes(pipeline=size)) for size in (1, 3)
+    )
     assert whole.weights / 3 < needs.weights < whole.weights / 3 * 1.05
     assert needs.layers == 16
     assert needs.layers * needs.in_flight in (48, 32, 16)
@@ -316,8 +329,8 @@ def test_the_slowest_stage_of_a_pipeline_bounds_its_speed():
 
 def test_all_weights_need_a_gradient_and_an_optimizer():
     workload = Workload(ARCHS["qwen3-8b"], None, 8192)
-    parameters = memory(workload, Sizes()).weights // 2
-    alone, two = memory(workload, Sizes()), memory(workload, Sizes(data=2))
+    parameters = rank_memory(workload, Sizes()).weights // 2
+    alone, two = rank_memory(workload, Sizes()), rank_memory(workload, Sizes(data=2))
     assert (alone.adapter, alone.gradients, alone.optimizer) == (0, 4 * parameters, 10 * parameters)
     assert (two.gradients, two.optimizer) == (4 * parameters, 5 * parameters)
 

@@ -18,7 +18,7 @@ from tandem.client import Trajectory
 from tandem.client.rl import environment
 from tandem.client.rl.config import Config
 from tandem.client.rl.loop import Loop
-from tandem.client.rl.record import Record
+from tandem.client.rl.record import RunRecord
 from tandem.errors import Conflict, JobFailed, NotFound, NothingToLearn
 from tandem.spool.schema import Event, LoraShape
 
@@ -233,7 +233,7 @@ def make_loop(
     settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0
 ) -> Loop:
     vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
-    record = Record(directory / "metrics.jsonl", lambda line: None)
+    record = RunRecord(directory / "metrics.jsonl", lambda line: None)
     return Loop(
         settings,
         stack,

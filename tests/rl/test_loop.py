@@ -29,7 +29,7 @@ from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
-from tandem.client.rl.record import State, load_state
+from tandem.client.rl.record import State, load_progress
 from tandem.client.rl.requests import job_names
 from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
 from tandem.spool.locks import file_lock
@@ -243,7 +243,7 @@ def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_
     check(stack, 2, 0)
     assert lines(tmp_path)[0]["left_out"]["uninformative"] >= 6
     other = State(run=RUN, environments=["fake:fake"], created=0, first=0, cursors=[0])
-    assert not load_state(tmp_path / "state.json", other).open
+    assert not load_progress(tmp_path / "state.json", other).open
 
 
 def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(

@@ -30,7 +30,7 @@ def living(gpu: Path) -> dict[int, int]:
     found = {}
     for path in gpu.glob("*.[0-9]*"):
         pid, (mib, started) = int(path.suffix[1:]), map(int, path.read_text().split())
-        if (process := processes.read(pid)) is not None and process.started == started:
+        if (process := processes.read_process(pid)) is not None and process.started == started:
             found[pid] = mib
     return found
 
@@ -46,7 +46,7 @@ def use(gpu: Path, who: str, mib: int) -> None:
     if (in_use := others(gpu)) + mib > TOTAL:
         tell(gpu, f"{who}: out of memory")
         raise MemoryError(f"CUDA Error: out of memory: {who} wants {mib} MiB, {in_use} are in use")
-    own = processes.read(os.getpid())
+    own = processes.read_process(os.getpid())
     assert own is not None
     staged = gpu / f".{who}"
     staged.write_text(f"{mib} {own.started}\n")

@@ -134,7 +134,7 @@ def succeeds(stack: LocalStack, job: str) -> int:
 
 def is_rank(pid: int) -> bool:
     """Whether `pid` is a living process of Tandem, not some later process with its number."""
-    process = processes.read(pid)
+    process = processes.read_process(pid)
     try:
         return (
             process is not None
@@ -231,7 +231,7 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
         lambda: noticed in (stack.root / "up.log").read_text(errors="replace"),
     )
     until("another vLLM", lambda: stack.pids("vllm") not in ([], [server]))
-    until("the engine ends with its server", lambda: processes.read(engine) is None)
+    until("the engine ends with its server", lambda: processes.read_process(engine) is None)
     stack.wait_ready()
     serves_all_steps(stack)
 
@@ -241,7 +241,7 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     job = submit(stack)
     seen(stack.client, job, "checkpoint")
     stack.kill("vllm")
-    until("the engine ends with its server", lambda: processes.read(engine) is None)
+    until("the engine ends with its server", lambda: processes.read_process(engine) is None)
     succeeds(stack, job)
     stack.wait_ready()
     serves_all_steps(stack)

@@ -101,8 +101,8 @@ def test_offloading_after_a_save_gives_back_what_it_gave_before(training, empty,
     training.step(0, LENGTH)
     training.optimizer.zero_grad()
     before = allocated()
-    contents = checkpoint.gather(training.policy, training.optimizer)
-    checkpoint.write(contents, b"{}", tmp_path / "staged")
+    contents = checkpoint.gather_contents(training.policy, training.optimizer)
+    checkpoint.write_adapter(contents, b"{}", tmp_path / "staged")
     assert allocated() == before
     del contents
     training.offload("both")

@@ -12,7 +12,7 @@ from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
 from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
-from tandem.training.schedule import Schedule, advantage_divisor, denominators, make_schedule
+from tandem.training.schedule import RowSchedule, advantage_divisor, denominators, make_schedule
 
 PACKING = PackingSettings(sequence_length=32)
 
@@ -32,7 +32,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> PackedBatch:
 
 def schedule_of(
     batch: PackedBatch, rows: int | None, *, epochs=1, seed=0, base_step=0, ranks=1
-) -> Schedule:
+) -> RowSchedule:
     optimizer = OptimizerSettings(
         learning_rate=1.0, epochs=epochs, grad_accumulation_sequences=rows
     )

@@ -55,7 +55,7 @@ Targets = Annotated[
 ]
 
 
-def connect() -> Tandem:
+def make_client() -> Tandem:
     """The client for one command; its connection ends with the process."""
     return Tandem(patience=PATIENCE)
 

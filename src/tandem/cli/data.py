@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.text import Text
 
-from tandem.cli.common import Json, connect, data_extra, details, err, out, show, table
+from tandem.cli.common import Json, data_extra, details, err, make_client, out, show, table
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
 from tandem.errors import InvalidInput, UnknownArchitecture
@@ -150,7 +150,7 @@ def _rendered(
 
 
 def _by_controller() -> _Render:
-    tandem = connect()
+    tandem = make_client()
     return lambda ones: tandem.render(*_by_kind(ones)) if ones else []
 
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from tandem.cli.common import (
     JobArgument,
     Json,
-    connect,
     details,
     err,
     fields,
+    make_client,
     show,
     show_line,
     size,
@@ -65,7 +65,7 @@ def list_jobs(
 ) -> None:
     """List jobs, oldest first."""
     show(
-        connect().list_jobs(run, cast(list[JobState], state or []), limit, before),
+        make_client().list_jobs(run, cast(list[JobState], state or []), limit, before),
         json,
         _jobs_table,
     )
@@ -74,14 +74,14 @@ def list_jobs(
 @app.command("show")
 def show_job(job: JobArgument, json: Json = False) -> None:
     """Show a job: its state, its data, and why it failed."""
-    show(connect().get_job(job), json, job_details)
+    show(make_client().get_job(job), json, job_details)
 
 
 @app.command()
 def cancel(job: JobArgument, json: Json = False) -> None:
     """Stop a job: a queued one at once, a running one within seconds. Its run keeps its newest
     step."""
-    show(connect().cancel(job), json, job_details)
+    show(make_client().cancel(job), json, job_details)
 
 
 def logs(
@@ -96,7 +96,7 @@ def logs(
 ) -> None:
     """Print the output of a job's ranks. With -f also its events, until it ends; the exit status is
     3 if it fails."""
-    tandem = connect()
+    tandem = make_client()
     if follow:
         _follow(tandem, job, json)
         return
@@ -219,7 +219,7 @@ def job_details(job: JobStatus) -> object:
 def memory(job: JobArgument, json: Json = False) -> None:
     """Show the memory of each rank of a job after each phase, and what was left on the GPUs after
     its end."""
-    show(connect().memory(job), json, lambda attempts: memory_report(job, attempts))
+    show(make_client().memory(job), json, lambda attempts: memory_report(job, attempts))
 
 
 def memory_report(job: str, attempts: list[AttemptMemory]) -> object:

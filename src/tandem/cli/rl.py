@@ -19,7 +19,7 @@ from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
 from tandem.client.rl.environment import PATIENCE, Environment
 from tandem.client.rl.loop import Loop
-from tandem.client.rl.record import LEFT_OUT, Record
+from tandem.client.rl.record import LEFT_OUT, RunRecord
 from tandem.client.vllm import open_vllm
 from tandem.system.open_files import allow_many_open_files
 
@@ -66,7 +66,7 @@ async def _run(config: Path, state: Path, json: bool) -> None:
             print(text_line(line), flush=True)
 
     async with AsyncTandem(patience=PATIENCE) as tandem, open_vllm() as vllm:
-        record = Record(config.with_suffix(".metrics.jsonl"), tell)
+        record = RunRecord(config.with_suffix(".metrics.jsonl"), tell)
         loop = Loop(settings, tandem, vllm, environments, state, record)
         with (
             Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2)

@@ -12,17 +12,17 @@ from tandem.cli.common import (
     Json,
     RunArgument,
     Targets,
-    connect,
     data_extra,
     details,
     err,
+    make_client,
     show,
     size,
     table,
     when,
 )
 from tandem.client import CheckpointInfo, RunStatus, Tandem
-from tandem.client.download import staging
+from tandem.client.download import partial_directory
 from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, misread_by_peft
 from tandem.families.model_config import model_directory
@@ -69,19 +69,23 @@ def create(
     lora = {"rank": 16 if rank is None else rank, "alpha": alpha, "targets": target or None}
     lora = {name: value for name, value in lora.items() if value is not None}
     trained: dict[str, Any] = {"trainable": "full"} if full else {"lora": lora}
-    show(connect().create_run(name, base_model=base_model, seed=seed, **trained), json, run_details)
+    show(
+        make_client().create_run(name, base_model=base_model, seed=seed, **trained),
+        json,
+        run_details,
+    )
 
 
 @app.command("list")
 def list_runs(json: Json = False) -> None:
     """List all runs."""
-    show(connect().list_runs(), json, _runs_table)
+    show(make_client().list_runs(), json, _runs_table)
 
 
 @app.command("show")
 def show_run(run: RunArgument, json: Json = False) -> None:
     """Show a run: its newest step, what vLLM serves, its queued and running jobs."""
-    show(connect().get_run(run), json, run_details)
+    show(make_client().get_run(run), json, run_details)
 
 
 @app.command()
@@ -96,7 +100,7 @@ def delete(
 
     Refused while the run has queued or running jobs. vLLM unloads what it serves of the run.
     """
-    connect().delete_run(run, cancel_jobs=cancel)
+    make_client().delete_run(run, cancel_jobs=cancel)
     show({"deleted": run}, json, lambda _: f"{run} is deleted")
 
 
@@ -160,7 +164,7 @@ def run_details(run: RunStatus) -> object:
 @checkpoints.command("list")
 def list_checkpoints(run: RunArgument, json: Json = False) -> None:
     """List a run's checkpoints, oldest first."""
-    show(connect().checkpoints(run), json, lambda infos: _checkpoints_table(run, infos))
+    show(make_client().checkpoints(run), json, lambda infos: _checkpoints_table(run, infos))
 
 
 @checkpoints.command()
@@ -172,7 +176,7 @@ def download(
 ) -> None:
     """Fetch a checkpoint: PEFT's adapter, the optimizer's state, the manifest. Checks each file's
     SHA-256."""
-    manifest = connect().download(run, step, dest)
+    manifest = make_client().download(run, step, dest)
     total = sum(entry.size for entry in manifest.files.values())
     done = {
         "run": run,
@@ -205,27 +209,27 @@ def fork(
     json: Json = False,
 ) -> None:
     """Create a run whose step 0 is this checkpoint, optimizer state included."""
-    show(connect().fork(run, step, name), json, run_details)
+    show(make_client().fork(run, step, name), json, run_details)
 
 
 @checkpoints.command("delete")
 def delete_checkpoint(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """Delete a checkpoint that is not step 0, the newest, pinned, served, or needed by a job."""
-    connect().delete_checkpoint(run, step)
+    make_client().delete_checkpoint(run, step)
     show({"deleted": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is deleted")
 
 
 @checkpoints.command()
 def pin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """Keep a checkpoint, whatever TANDEM_KEEP_CHECKPOINTS says."""
-    connect().pin(run, step)
+    make_client().pin(run, step)
     show({"pinned": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is pinned")
 
 
 @checkpoints.command()
 def unpin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """End the pin of a checkpoint."""
-    connect().unpin(run, step)
+    make_client().unpin(run, step)
     show({"unpinned": f"{run}@{step}"}, json, lambda _: f"{run}@{step} is not pinned")
 
 
@@ -233,7 +237,7 @@ def unpin(run: RunArgument, step: StepArgument, json: Json = False) -> None:
 def rollback(run: RunArgument, step: StepArgument, json: Json = False) -> None:
     """Make STEP the newest again: later steps leave the chain. Refused while the run has queued or
     running jobs."""
-    done = connect().rollback(run, step)
+    done = make_client().rollback(run, step)
     gone = ", ".join(map(str, done.discarded)) or "none"
     show(done, json, lambda _: f"{run} is at step {done.newest_step}; discarded: {gone}")
 
@@ -260,8 +264,8 @@ def export(
         # Late: NumPy is for this command only.
         from tandem.inference.merged_model import write_merged_model
 
-    with staging(dest) as directory:
-        tandem, staged = connect(), Path(directory)
+    with partial_directory(dest) as directory:
+        tandem, staged = make_client(), Path(directory)
         spec = tandem.get_run(run).spec
         base = base_model or spec.base_model
         if spec.lora is not None:
@@ -303,7 +307,7 @@ def track(
     # W&B writes what it holds when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A wrong address or name is told at once; later the controller may be away for long.
-    connect().get_run(run)
+    make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
         written = start(tandem, run, to, follow=follow)
     show(

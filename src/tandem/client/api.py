@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 
 import httpx
 
-from tandem.client.download import staging, unpack
+from tandem.client.download import partial_directory, unpack
 from tandem.client.http import (
     CONNECT_SECONDS,
     Backoff,
@@ -377,7 +377,7 @@ class Api(Requests):
             ("runs", run, "checkpoints", str(step), "download"),
             {"weights_only": weights_only},
         )
-        with staging(target) as directory:
+        with partial_directory(target) as directory:
             archive = Path(directory, "archive.tar")
             while True:
                 try:

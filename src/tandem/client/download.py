@@ -11,7 +11,7 @@ from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest
 
 
-def staging(target: Path) -> TemporaryDirectory[str]:
+def partial_directory(target: Path) -> TemporaryDirectory[str]:
     """A directory beside `target`, in which `target` is made before it is renamed.
 
     Raises InvalidInput if `target` exists and is not an empty directory, or one that nothing can be

@@ -1,8 +1,9 @@
 """verifiers: its rollouts become groups for `train_rl`.
 
-Version 0.4 (`verifiers.v1`): `Environment` runs an agent on a taskset, `trace_to_trajectory` takes
-any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample through the rollout door,
-then `outputs_to_groups`. Tokens and log-probs are the sampler's own in both.
+Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset,
+`trace_to_trajectory` takes any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample
+through the rollout door, then `outputs_to_groups`. Tokens and log-probs are the sampler's own in
+both.
 """
 
 import asyncio
@@ -84,7 +85,7 @@ def outputs_to_groups(
     return [{"trajectories": trajectories} for trajectories in groups.values()]
 
 
-class Environment:
+class VerifiersEnvironment:
     """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
     `use = "verifiers:<taskset>"`, with the rest under `arguments`.
 
@@ -111,7 +112,7 @@ class Environment:
             from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
         except ImportError as error:
             raise ImportError(
-                "Environment needs the package verifiers: pip install 'verifiers>=0.4'"
+                "VerifiersEnvironment needs the package verifiers: pip install 'verifiers>=0.4'"
             ) from error
         self._options = dict(sampling or {})
         if refused := distorting(self._options):

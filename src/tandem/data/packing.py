@@ -263,7 +263,7 @@ def _batches(
     return batches
 
 
-class _Rows:
+class _OpenRows:
     """Rows that are being filled. A prefix that several groups of a row share takes its slots
     once."""
 
@@ -305,7 +305,7 @@ def _place(
     """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no
     row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
-    rows = _Rows(sequence_length)
+    rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
         if tree.num_slots > sequence_length:
             _split(tree, tokens, rows)
@@ -316,7 +316,7 @@ def _place(
     return rows.trees
 
 
-def _split(tree: PrefixTree, tokens: list[Int32], rows: _Rows) -> None:
+def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
     Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots,

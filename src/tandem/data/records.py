@@ -15,7 +15,7 @@ _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
 # Records with their places (`data.jsonl line 3`; elements of arrays and rows count from 0).
-type Records = _Lines | _Rows | list[tuple[str, Any]]
+type Records = _Lines | _TableRows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
@@ -33,7 +33,7 @@ def open_records(path: Path) -> Records:
                 f"{path.name} is compressed ({packed}); unpack it first", field="FILE"
             )
         if head.startswith(b"PAR1"):
-            return _Rows(path.name, [path], parquet=True)
+            return _TableRows(path.name, [path], parquet=True)
         if path.suffix.lower() in (".csv", ".tsv"):
             raise InvalidInput(
                 f"{path.name} is a table; save it as JSON lines or Parquet", field="FILE"
@@ -124,7 +124,7 @@ def _elements(path: Path) -> list[tuple[str, Any]]:
     return [(f"{path.name} [{index}]", item) for index, item in enumerate(items)]
 
 
-class _Rows:
+class _TableRows:
     """The rows of Parquet or Arrow files, mapped; Parquet is unpacked to a temporary Arrow file
     first."""
 
@@ -181,12 +181,12 @@ def _of_directory(path: Path) -> Records:
             path / file["filename"]
             for file in json.loads((path / "state.json").read_bytes())["_data_files"]
         ]
-        return _Rows(path.name, files, parquet=False)
+        return _TableRows(path.name, files, parquet=False)
     found = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
     if not found:
         raise InvalidInput(
             f"{path} has neither a saved dataset nor Parquet files; name a file", field="FILE"
         )
-    return _Rows(
+    return _TableRows(
         path.name, [file for file in found if file.name.startswith("train")] or found, parquet=True
     )

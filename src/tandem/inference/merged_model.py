@@ -9,7 +9,7 @@ from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys
 from tandem.families.model_config import other_files, weight_files
 from tandem.families.registry import read_arch
-from tandem.inference.tensor_files import DTYPES, adapter_file, merge, model_files, widened
+from tandem.inference.tensor_files import DTYPES, adapter_file, merge_arrays, model_files, widened
 from tandem.spool.schema import LoraShape
 
 
@@ -47,7 +47,7 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
     for module in modules:
         name, (a, b) = f"{module}.weight", peft_keys(module)
         file, entry = files[name], files[name].entries[name]
-        merged = merge(widened(file[name]), factors[a], factors[b], lora, entry.dtype)
+        merged = merge_arrays(widened(file[name]), factors[a], factors[b], lora, entry.dtype)
         if not np.isfinite(widened(merged)).all():
             raise CheckpointDamaged(
                 f"{name} merged with {adapter / WEIGHTS_FILE} is not finite in {entry.dtype}"

@@ -22,7 +22,7 @@ from tandem.families.registry import read_arch, weight_rules
 from tandem.inference.tensor_files import (
     TensorFile,
     adapter_file,
-    merge,
+    merge_arrays,
     model_files,
     rounded,
     widened,
@@ -31,7 +31,7 @@ from tandem.spool.schema import LoraShape
 
 
 @dataclass
-class Rows:
+class ExpectedRows:
     """`rows`: which row of each tensor, by name; `expected`: what vLLM must have there, in the
     served dtype."""
 
@@ -67,7 +67,7 @@ class SpotCheck:
     def _base(self) -> dict[str, TensorFile]:
         return model_files(model_directory(self._model, cached=True))
 
-    def adapter_rows(self, adapter: Path, lora: LoraShape) -> Rows:
+    def adapter_rows(self, adapter: Path, lora: LoraShape) -> ExpectedRows:
         """Of each tensor that the adapter in this directory touches, merged into the base model.
         CheckpointDamaged where it is no adapter of this shape."""
         arch = read_arch(self._model)
@@ -77,11 +77,11 @@ class SpotCheck:
             base = self._served(self._base[name], name, row)
             rows[name], expected[name] = (
                 row,
-                merge(widened(base), factors[a], factors[b][row], lora, self._dtype),
+                merge_arrays(widened(base), factors[a], factors[b][row], lora, self._dtype),
             )
-        return Rows(rows, expected)
+        return ExpectedRows(rows, expected)
 
-    def model_rows(self, directory: Path) -> Rows:
+    def model_rows(self, directory: Path) -> ExpectedRows:
         """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be
         read. A model that ties its output layer may have one in its files all the same, which vLLM
         does not load."""
@@ -94,7 +94,7 @@ class SpotCheck:
                 for name, shape in shapes.items()
                 if len(shape) == 2
             }
-            return Rows(
+            return ExpectedRows(
                 rows, {name: self._served(files[name], name, row) for name, row in rows.items()}
             )
         except InvalidInput as error:

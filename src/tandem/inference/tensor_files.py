@@ -68,7 +68,7 @@ def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> Te
     return file
 
 
-def merge(
+def merge_arrays(
     base: NDArray[np.float32],
     a: NDArray[np.float32],
     b: NDArray[np.float32],

@@ -158,7 +158,7 @@ METRICS = (
 
 
 @dataclass
-class _Attempt:
+class _AttemptSeries:
     job: Job
     number: int
     seen_since: float = field(default_factory=time.time)
@@ -178,7 +178,7 @@ class RanksCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool, ranks: int) -> None:
         super().__init__(open_spool)
         self._expected = ranks
-        self._attempt: _Attempt | None = None
+        self._attempt: _AttemptSeries | None = None
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
@@ -207,7 +207,7 @@ class RanksCollector(SpoolCollector):
         progress = min(beats) if len(beats) >= self._expected else attempt.seen_since
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 
-    def _current_attempt(self, spool: Spool) -> _Attempt | None:
+    def _current_attempt(self, spool: Spool) -> _AttemptSeries | None:
         """The running attempt. A spool has one runner, which runs one job at a time."""
         for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
@@ -218,7 +218,7 @@ class RanksCollector(SpoolCollector):
                 return known
             state, job = spool.jobs.get(job_id)
             if state == "running":
-                return _Attempt(job, lease.attempt)
+                return _AttemptSeries(job, lease.attempt)
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 _PRODUCT_ELEMENTS = 2**26
 
 
-def attach(parameter: Tensor, buffer: Tensor) -> None:
+def attach_buffer(parameter: Tensor, buffer: Tensor) -> None:
     """From now on the parameter's gradients are added to `buffer`, fp32 and of its shape."""
     parameter.gradient_sum = buffer  # type: ignore[attr-defined]
 

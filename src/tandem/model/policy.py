@@ -115,7 +115,7 @@ class Policy(nn.Module):
         """From now on each backward pass adds the base weights' gradients to `buffers`, fp32, by
         `base`'s names."""
         for name, parameter in self.base().items():
-            gradients.attach(parameter, buffers[name])
+            gradients.attach_buffer(parameter, buffers[name])
         if not self.stage.last:
             return
         # Megatron computes the last norm, so autograd makes its gradient.

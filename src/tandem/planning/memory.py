@@ -142,7 +142,7 @@ def fullest(found: Iterable[Memory]) -> Memory:
     return max(found, key=lambda stage: stage.total((0, 0)))
 
 
-def memory(workload: Workload, sizes: Sizes) -> Memory:
+def rank_memory(workload: Workload, sizes: Sizes) -> Memory:
     """The memory of the `fullest` pipeline stage. Raises as `check_targets`."""
     return fullest(stages(workload, sizes))
 

@@ -125,13 +125,13 @@ class Watchdog(threading.Thread):
         while True:
             time.sleep(poll_seconds)
             status = statuses(self._settings).get("vllm")
-            vllm = processes.read(status.pid) if status is not None and status.pid else None
+            vllm = processes.read_process(status.pid) if status is not None and status.pid else None
             if vllm is None:
                 continue
             why = progress.observe(
                 time.monotonic(), vllm, self._sample(), self._paused, self._may_sleep
             )
-            now = processes.read(vllm.pid)
+            now = processes.read_process(vllm.pid)
             if why is not None and now is not None and now.started == vllm.started:
                 self._say(f"vllm (pid {vllm.pid}) has stalled: {why}; killing it")
                 with suppress(ProcessLookupError):

@@ -54,7 +54,7 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
 
-def read(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
@@ -74,7 +74,7 @@ def read(pid: int) -> Process | None:
 
 def all_processes() -> list[Process]:
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return [process for pid in pids if (process := read(pid)) is not None]
+    return [process for pid in pids if (process := read_process(pid)) is not None]
 
 
 def descendants(pid: int) -> list[Process]:
@@ -133,7 +133,7 @@ def kill_all(
 
 def alive(process: Process) -> bool:
     """Whether `process` has not ended, and its pid belongs to no other process by now."""
-    now = read(process.pid)
+    now = read_process(process.pid)
     return now is not None and now.started == process.started and not now.zombie
 
 

@@ -151,7 +151,7 @@ class Phases:
         return {str(rank): report for rank, report in enumerate(reports)}
 
 
-def all_reduce(
+def reduce_values(
     values: Mapping[str, Tensor | float],
     op: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup | None,

@@ -17,7 +17,7 @@ from tandem.training.losses import Floats, item_weights
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RowSchedule:
     # The rows of each optimizer step, in order; a row appears once per epoch.
     steps: tuple[tuple[int, ...], ...]
     data_parallel: int
@@ -53,7 +53,7 @@ class Schedule:
 
 def make_schedule(
     batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int
-) -> Schedule:
+) -> RowSchedule:
     """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
 
     Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
@@ -73,7 +73,7 @@ def make_schedule(
             for order in orders
             for number in order.permutation(len(batch_steps))
         )
-        return Schedule(tuple(chosen), data_parallel, held_out)
+        return RowSchedule(tuple(chosen), data_parallel, held_out)
     size = settings.grad_accumulation_sequences or data_parallel
     if size % data_parallel:
         raise InvalidInput(
@@ -86,7 +86,7 @@ def make_schedule(
     for order in orders:
         shuffled = order.permutation(rows).tolist()
         steps += [tuple(shuffled[start : start + size]) for start in range(0, len(shuffled), size)]
-    return Schedule(tuple(steps), data_parallel, held_out)
+    return RowSchedule(tuple(steps), data_parallel, held_out)
 
 
 def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats, Floats]:

@@ -26,7 +26,7 @@ from tandem.model.rows import RowTensors
 from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec, SFTLoss
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
-from tandem.training.phases import Phases, all_reduce, item_metrics, reward_metrics, staleness
+from tandem.training.phases import Phases, item_metrics, reduce_values, reward_metrics, staleness
 from tandem.training.schedule import advantage_divisor, denominators, make_schedule, row_weights
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -184,8 +184,8 @@ class Training:
         self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
         """Values of this rank's rows, reduced over all rows."""
-        totals = all_reduce(values, op, self.topology.data, self.device)
-        return all_reduce(totals, op, self.topology.pipeline, torch.device("cpu"))
+        totals = reduce_values(values, op, self.topology.data, self.device)
+        return reduce_values(totals, op, self.topology.pipeline, torch.device("cpu"))
 
     def _optimizer_step(self, step: int, denominator: float) -> dict[str, float]:
         phases, optimizer = self.phases, self.optimizer
@@ -203,7 +203,7 @@ class Training:
             self._check_sampler(step, means)
             optimizer.step(norm, rate := self.job.optimizer.rate(step))
         seconds, memory = phases.take()
-        slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
+        slowest = reduce_values({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
         rows = self.schedule.steps[step]
         tokens = float(self.batch.row_num_tokens[list(rows)].sum())
         return {

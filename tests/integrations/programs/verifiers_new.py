@@ -8,14 +8,14 @@ import pytest
 import verifiers_yes_no_maybe
 
 from tandem.client import Trajectory
-from tandem.client.verifiers import Environment
+from tandem.client.verifiers import VerifiersEnvironment
 from tandem.errors import InvalidInput
 
 run, tokenizer, step = sys.argv[1:]
 
 
 async def main() -> None:
-    environment = Environment(
+    environment = VerifiersEnvironment(
         "verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"max_tokens": 8}
     )
     task, *others = environment.tasks()
@@ -24,7 +24,7 @@ async def main() -> None:
     (turn,) = Trajectory.model_validate(sampled).turns
     assert turn.policy_step == int(step)
     with pytest.raises(InvalidInput) as refused:
-        Environment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"top_p": 0.5})
+        VerifiersEnvironment("verifiers_yes_no_maybe", tokenizer=tokenizer, sampling={"top_p": 0.5})
     assert refused.value.field == "sampling.top_p"
     await verifiers_yes_no_maybe.main(run, tokenizer, epochs=0, steps=1, group_size=3)
 

@@ -36,7 +36,7 @@ CHECKS = (
     Check("volume", "Does the volume do what is needed?", machine.volume, _DOCTOR | _PREFLIGHT),
     Check("spool", "Is there a spool, or can one be made?", machine.spool, _PREFLIGHT),
     Check("disk", "Is there space on the volume?", machine.disk, _DOCTOR | _PREFLIGHT),
-    Check("device", "Has this machine the device?", machine.device, _DOCTOR),
+    Check("device", "Has this machine the device?", machine.device_answers, _DOCTOR),
     Check("damage", "Is something on the volume damaged?", deployment.damage, _DOCTOR),
     Check("model", "Can the base model be trained?", deployment.base_model, _DOCTOR | _PREFLIGHT),
     Check("weights", "How does vLLM get a run's weights?", deployment.weights, _DOCTOR),

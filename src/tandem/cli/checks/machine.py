@@ -138,7 +138,7 @@ def disk(asked: Asked) -> Iterator[Answer]:
         )
 
 
-def device(asked: Asked) -> Iterator[Answer]:
+def device_answers(asked: Asked) -> Iterator[Answer]:
     """Whether this machine has the device that the settings want."""
     settings, gpus = asked.settings, _gpus()
     wanted = ("cuda" if gpus else "cpu") if settings.device == "auto" else settings.device

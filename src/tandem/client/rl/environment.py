@@ -189,7 +189,7 @@ class Environment:
         if module_name == "verifiers":
             module_name, name, arguments = (
                 "tandem.client.verifiers",
-                "Environment",
+                "VerifiersEnvironment",
                 {"name": name, **arguments},
             )
         try:

@@ -29,7 +29,7 @@ from tandem.client.rl.environment import (
     described,
 )
 from tandem.client.rl.limits import Limits
-from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
+from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
 from tandem.client.rl.requests import job_names, job_request
 from tandem.client.vllm import raise_unless_serving
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
@@ -49,7 +49,7 @@ class Loop:
         vllm: httpx.AsyncClient,
         environments: list[Environment],
         state_file: Path,
-        record: Record,
+        record: RunRecord,
         *,
         patience: float = PATIENCE,
         pauses: tuple[float, float] = PAUSES,
@@ -98,7 +98,7 @@ class Loop:
         run, uses = self.config.run, [section.use for section in self._rl.environment]
         # The file is written once the run exists, and with it `created`, `first` and `recorded`.
         new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
-        self.state = load_state(self._file, new)
+        self.state = load_progress(self._file, new)
         existing: RunStatus | None = None
         with suppress(NotFound):
             existing = await self._tandem.get_run(run.name)
@@ -340,7 +340,7 @@ class Loop:
         self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
-        """Record the reward of `step` on the tasks of [eval], where it is due."""
+        """RunRecord the reward of `step` on the tasks of [eval], where it is due."""
         settings, made = self.config.eval, step - self.state.first
         if (
             settings is None

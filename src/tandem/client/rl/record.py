@@ -58,7 +58,7 @@ class State(BaseModel):
         self.open += job.tasks
 
 
-def load_state(path: Path, new: State) -> State:
+def load_progress(path: Path, new: State) -> State:
     """The state in the file, or `new`; raises InvalidInput where it is another loop's or
     damaged."""
     try:
@@ -112,7 +112,7 @@ def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-class Record:
+class RunRecord:
     """Appends to `file`; `tell` gets each new line."""
 
     def __init__(self, file: Path, tell: Callable[[dict[str, Any]], object]) -> None:
@@ -135,7 +135,7 @@ class Record:
         return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
-        """Record a step; returns when its job ended. The trainer had nothing to do since
+        """RunRecord a step; returns when its job ended. The trainer had nothing to do since
         `idle_since`."""
         at = {event.type: event.time for event in events}
         numbers, ended = dict(job.numbers), at["succeeded"]
@@ -155,7 +155,7 @@ class Record:
         return ended
 
     def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:
-        """Record what the tasks of [eval] earned."""
+        """RunRecord what the tasks of [eval] earned."""
         rewards = [trajectory.reward for trajectory in trajectories]
         line = {
             "evaluated": step,

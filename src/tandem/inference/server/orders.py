@@ -28,7 +28,7 @@ class Revert(TypedDict):
     to_base: NotRequired[bool]
 
 
-class Rows(TypedDict):
+class RowsOrder(TypedDict):
     rows: dict[str, int]
 
 
@@ -36,7 +36,7 @@ _ORDERS: dict[str, TypeAdapter[Any]] = {
     "/swap": TypeAdapter(Swap),
     "/announce": TypeAdapter(Announce),
     "/revert": TypeAdapter(Revert),
-    "/rows": TypeAdapter(Rows),
+    "/rows": TypeAdapter(RowsOrder),
 }
 
 

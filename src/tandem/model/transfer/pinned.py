@@ -8,7 +8,7 @@ import torch
 
 
 def pinned_memory(size: int) -> torch.Tensor:
-    """uint8 [size]. Call `unpin` before it is freed.
+    """uint8 [size]. Call `release_pinned` before it is freed.
 
     It is in huge pages if the kernel has any, because small ones take longer to pin and to read.
     """
@@ -20,5 +20,5 @@ def pinned_memory(size: int) -> torch.Tensor:
     return buffer
 
 
-def unpin(buffer: torch.Tensor) -> None:
+def release_pinned(buffer: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

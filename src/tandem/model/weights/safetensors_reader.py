@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tandem.errors import InvalidInput
-from tandem.model.transfer.pinned import pinned_memory, unpin
+from tandem.model.transfer.pinned import pinned_memory, release_pinned
 from tandem.system.plain_files import descriptor
 from tandem.system.safetensors_header import DTYPES, read_header
 
@@ -223,4 +223,4 @@ def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
     try:
         yield buffer
     finally:
-        unpin(buffer)
+        release_pinned(buffer)

@@ -38,7 +38,9 @@ class Contents[T]:
     optimizer: dict[str, T] | None  # None if the checkpoint was never trained
 
 
-def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Contents[StoredTensor]:
+def check_checkpoint(
+    spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape
+) -> Contents[StoredTensor]:
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
     interpreter's lock.
 
@@ -104,7 +106,7 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 
 
 @torch.no_grad()
-def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
+def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A
     collective of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
@@ -113,7 +115,7 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     return Contents(policy.adapter_tensors(), tensors)
 
 
-def write(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
+def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
     """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
 
     Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that

@@ -34,7 +34,7 @@ class NewCheckpoint:
         """Write the files. An adapter's are still being written when this returns."""
         session, assignment, model = self._session, self._assignment, self._model
         if isinstance(model.optimizer, ShardedAdam):
-            model_checkpoint.write(
+            model_checkpoint.write_model(
                 session.attempt.staged,
                 Path(assignment.model),
                 model.policy,
@@ -44,12 +44,12 @@ class NewCheckpoint:
             if session.rank == 0:
                 self._written = self._thread.submit(dict)
             return
-        contents = checkpoint.gather(model.policy, model.optimizer)
+        contents = checkpoint.gather_contents(model.policy, model.optimizer)
         if session.rank == 0:
             spool, base_step = session.attempt.spool, assignment.job.base_step
             config = checkpoint.config_file(spool, assignment.run.name, base_step)
             self._written = self._thread.submit(
-                checkpoint.write, contents, config, session.attempt.staged
+                checkpoint.write_adapter, contents, config, session.attempt.staged
             )
 
     def commit(self, metrics: dict[str, float], probe: Probe) -> Manifest | None:

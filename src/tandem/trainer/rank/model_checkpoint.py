@@ -37,7 +37,7 @@ class Found:
     """Whether the directory has an optimizer state."""
 
 
-def check(spool: Spool, run: str, step: int) -> Path | None:
+def check_model(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
@@ -56,8 +56,8 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
 
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
-    """The checkpoint, checked, or for step 0 the base model. Raises what `check` raises."""
-    checkpoint = check(spool, run, step)
+    """The checkpoint, checked, or for step 0 the base model. Raises what `check_model` raises."""
+    checkpoint = check_model(spool, run, step)
     return Found(checkpoint or base_model, trained=checkpoint is not None)
 
 
@@ -88,7 +88,7 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
     optimizer.steps = int(json.loads(steps)["steps"])
 
 
-def write(
+def write_model(
     directory: Path,
     base_model: Path,
     policy: Policy,

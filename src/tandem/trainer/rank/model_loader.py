@@ -274,7 +274,9 @@ def reference_policy(
     directory = base_model
     try:
         if reference != "base" and full:
-            directory = beating(lambda: model_checkpoint.check(spool, run, reference)) or base_model
+            directory = (
+                beating(lambda: model_checkpoint.check_model(spool, run, reference)) or base_model
+            )
         elif reference != "base":
             beating(lambda: spool.checkpoints.verify(run, reference))
             directory = spool.checkpoints.path(run, reference)

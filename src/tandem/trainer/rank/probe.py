@@ -35,7 +35,7 @@ class JobProbe:
     @classmethod
     def choose(cls, batch: PackedBatch, vocab_size: int, device: torch.device) -> Self:
         long = choose_long(batch, vocab_size)
-        return cls(choose(batch), long, batch.sequence_length, device)
+        return cls(choose_sequences(batch), long, batch.sequence_length, device)
 
     def rehearse(self, policy: Policy) -> None:
         """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
@@ -55,7 +55,7 @@ class JobProbe:
         return Probe(tokens=self.sequences, logprobs=now, previous=previous, base=base, long=long)
 
 
-def choose(batch: PackedBatch) -> list[list[int]]:
+def choose_sequences(batch: PackedBatch) -> list[list[int]]:
     """Up to 4 distinct token sequences of 2 to 64 tokens (no more than a row holds) from the job's
     data.
 
@@ -109,7 +109,7 @@ def score_long(
     positions = [position for end in quarters for position in range(end - 16, end)]
     targets = torch.tensor(positions, device=device)
     row = replace(
-        row_tensors([tokens], row_length, device),
+        probe_row([tokens], row_length, device),
         item_source=targets - 1,
         item_token=torch.tensor([tokens[position] for position in positions], device=device),
     )
@@ -124,7 +124,7 @@ def logprobs(
     """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
-        values = _scores(policy, row_tensors(together, row_length, device))
+        values = _scores(policy, probe_row(together, row_length, device))
         out += [part.tolist() for part in values.split([len(tokens) - 1 for tokens in together])]
     return out
 
@@ -151,7 +151,7 @@ def rehearse(
     sequences: list[list[int]], row_length: int, device: torch.device, policy: Policy
 ) -> None:
     """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
-    policy.rehearse(row_tensors(_rows(sequences, row_length)[0], row_length, device))
+    policy.rehearse(probe_row(_rows(sequences, row_length)[0], row_length, device))
     memory.release_workspaces()
 
 
@@ -165,7 +165,7 @@ def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
     return rows
 
 
-def row_tensors(
+def probe_row(
     sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS
 ) -> RowTensors:
     """One row of sequences that don't see one another; every token but each sequence's first is an

@@ -53,7 +53,7 @@ class RankState:
                 return None
             if run.lora is None:
                 return model_checkpoint.find(spool, run.name, step, Path(assignment.model))
-            return checkpoint.check(spool, run.name, step, arch, run.lora)
+            return checkpoint.check_checkpoint(spool, run.name, step, arch, run.lora)
 
         thread = ThreadPoolExecutor(1)
         result = thread.submit(check)
