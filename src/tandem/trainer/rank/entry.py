@@ -28,24 +28,6 @@ if TYPE_CHECKING:
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
 
-# Modules that torch.compile imports at its first use, and functions of theirs whose results it
-# keeps. A version of torch that lacks one doesn't need it.
-_FIRST_USES_OF_COMPILE = (
-    # Hashes torch's sources, for the keys of compiled code.
-    ("torch._inductor.codecache", "torch_key"),
-    ("triton.runtime.cache", "triton_key"),  # hashes Triton's sources
-    ("torch._inductor.fx_passes.quantization", None),
-    ("torch._inductor.fx_passes.pre_grad", "lazy_init"),
-    ("torch._inductor.codegen.common", "init_backend_registration"),
-    ("triton.backends.nvidia.driver", "libcuda_dirs"),  # runs ldconfig
-    # This and the following load code that was compiled before.
-    ("torch._dynamo.aot_compile", None),
-    ("torch._functorch._aot_autograd.subclass_codegen", None),
-    ("torch._inductor.codegen.memory_planning", None),
-    ("torch._inductor.hooks", None),
-    ("torch.fx.experimental.validator", None),
-)
-
 
 @cache
 def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
@@ -69,12 +51,8 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # Importing the compiler must not start its worker processes: a rank forks its own if it
         # compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
+        # Importing it saves each forked rank a second. Using it would make calls to CUDA.
         import_module("torch._inductor.compile_fx")
-        for module, function in _FIRST_USES_OF_COMPILE:
-            with contextlib.suppress(Exception):
-                imported = import_module(module)
-                if function is not None:
-                    getattr(imported, function)()
     gc.freeze()
     gc.enable()
 
