@@ -15,8 +15,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
@@ -31,7 +29,7 @@ from tandem.client.rl.environment import (
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.client.rl.requests import job_names, job_request
-from tandem.client.vllm import raise_unless_serving
+from tandem.client.vllm import Vllm, raise_unless_serving
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
@@ -46,7 +44,7 @@ class Loop:
         self,
         config: Config,
         tandem: AsyncTandem,
-        vllm: httpx.AsyncClient,
+        vllm: Vllm,
         environments: list[Environment],
         state_file: Path,
         record: Record,
