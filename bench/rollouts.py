@@ -137,7 +137,8 @@ async def measure(play: Conversation, in_flight: int, conversations: int) -> dic
     async def worker(end: int) -> None:
         nonlocal total
         while (number := next(numbers)) < end:
-            total += await play(number)
+            new = await play(number)
+            total += new  # in one statement the sum would be read before the answer is there
 
     async def all_of(end: int) -> None:
         async with asyncio.TaskGroup() as workers:
