@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rl.mock_vllm import MockVllm
 from tandem.client import Trajectory
 from tandem.client.rl import environment
 from tandem.client.rl.config import Config
@@ -232,7 +233,7 @@ def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
 def make_loop(
     settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0
 ) -> Loop:
-    vllm = httpx.AsyncClient(transport=httpx.MockTransport(stack.answer), base_url="http://vllm/v1")
+    vllm = MockVllm(stack.answer)
     record = RunRecord(directory / "metrics.jsonl", lambda line: None)
     return Loop(
         settings,

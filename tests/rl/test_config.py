@@ -18,6 +18,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from rl.mock_vllm import MockVllm
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
 from tandem.client.rl.environment import Environment, Sampler, Tasks, described
@@ -388,13 +389,11 @@ class Vllm:
     async def play(self, pin: int | None, turns: int = 1, **options: Any) -> list[int | None]:
         """The steps that sampled the turns of a rollout."""
         steps = itertools.count(7)
-        async with httpx.AsyncClient(
-            transport=httpx.MockTransport(self.answer), base_url="http://vllm/v1"
-        ) as vllm:
-            sampler = Sampler(vllm, "r", lambda: next(steps), pin, {"temperature": 0.7})
-            for _ in range(turns):
-                await sampler.chat([{"role": "user", "content": "x"}], **options)
-            return [turn.policy_step for turn in sampler.finish(1).turns]
+        vllm = MockVllm(self.answer)
+        sampler = Sampler(vllm, "r", lambda: next(steps), pin, {"temperature": 0.7})
+        for _ in range(turns):
+            await sampler.chat([{"role": "user", "content": "x"}], **options)
+        return [turn.policy_step for turn in sampler.finish(1).turns]
 
 
 def test_a_turn_samples_from_the_newest_step_unless_it_is_pinned() -> None:

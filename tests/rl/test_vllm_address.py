@@ -5,8 +5,9 @@ import asyncio
 import httpx
 import pytest
 
+from rl.mock_vllm import MockVllm
 from tandem.client.vllm import open_vllm, raise_unless_serving, vllm_url
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput, TandemError, Unreachable
 
 
 def test_the_key_goes_to_tandems_vllm_and_to_no_other_provider(
@@ -15,7 +16,7 @@ def test_the_key_goes_to_tandems_vllm_and_to_no_other_provider(
     monkeypatch.setenv("OPENAI_BASE_URL", "https://openrouter.ai/api/v1")
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     monkeypatch.delenv("TANDEM_INFERENCE_URL", raising=False)
-    assert str(open_vllm().base_url) == "http://127.0.0.1:8000/v1/"
+    assert open_vllm().url == "http://127.0.0.1:8000/v1"
     for named in (
         "http://vllm:8000",
         "http://vllm:8000/",
@@ -24,7 +25,7 @@ def test_the_key_goes_to_tandems_vllm_and_to_no_other_provider(
     ):
         monkeypatch.setenv("TANDEM_INFERENCE_URL", named)
         assert vllm_url() == "http://vllm:8000"
-        assert str(open_vllm().base_url) == "http://vllm:8000/v1/"
+        assert open_vllm().url == "http://vllm:8000/v1"
     assert vllm_url("http://other/v1") == "http://other"
 
 
@@ -34,16 +35,23 @@ def test_an_address_that_is_none_is_refused_by_its_variable(
     monkeypatch.setenv("TANDEM_INFERENCE_URL", "here")
     with pytest.raises(InvalidInput, match="TANDEM_INFERENCE_URL: 'here/v1' is no URL"):
         open_vllm()
+    monkeypatch.setenv("TANDEM_INFERENCE_URL", "http://me:password@vllm:8000")
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    with pytest.raises(InvalidInput, match="it has credentials, and there is an API key"):
+        open_vllm()
 
 
 def away(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("refused", request=request)
+    raise Unreachable(f"{request.url} does not answer (ClientConnectorError: refused)")
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (away, "does not answer .ConnectError: refused.; start vLLM, or set TANDEM_INFERENCE_URL"),
+        (
+            away,
+            "does not answer .ClientConnectorError: refused.; start vLLM, or set TANDEM_INFER",
+        ),
         (lambda _: httpx.Response(404, text="<html>"), "answers 404; set TANDEM_INFERENCE_URL"),
         (lambda _: httpx.Response(401), "refuses the key; set TANDEM_API_KEY"),
         (
@@ -58,10 +66,7 @@ def away(request: httpx.Request) -> httpx.Response:
 )
 def test_a_wrong_address_is_told_with_its_url_and_variable(answer, problem) -> None:
     async def ask() -> None:
-        async with httpx.AsyncClient(
-            transport=httpx.MockTransport(answer), base_url="http://vllm/v1"
-        ) as vllm:
-            await raise_unless_serving(vllm, "r", patience=0)
+        await raise_unless_serving(MockVllm(answer), "r", patience=0)
 
     with pytest.raises(TandemError, match=f"http://vllm/v1/models {problem}"):
         asyncio.run(ask())
@@ -74,9 +79,7 @@ def test_a_vllm_that_has_just_started_is_asked_again() -> None:
     ]
 
     async def ask() -> None:
-        transport = httpx.MockTransport(lambda _: answers.pop(0))
-        async with httpx.AsyncClient(transport=transport, base_url="http://vllm/v1") as vllm:
-            await raise_unless_serving(vllm, "r")
+        await raise_unless_serving(MockVllm(lambda _: answers.pop(0)), "r")
 
     asyncio.run(ask())
     assert not answers

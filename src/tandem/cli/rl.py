@@ -3,6 +3,7 @@ a line per step."""
 
 import asyncio
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +14,17 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
-from tandem.cli.common import Json, err, out, read_toml, show_line
+from tandem.cli.common import Json, err, out, read_toml, show, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
 from tandem.client.rl.environment import PATIENCE, Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, RunRecord
+from tandem.client.rl.samples import find_samples, read_samples, said, sample, samples_file, shown
 from tandem.client.vllm import open_vllm
+from tandem.errors import InvalidInput
 from tandem.system.open_files import allow_many_open_files
 
 
@@ -46,6 +50,65 @@ def rl(
             soft_wrap=True,
         )
         raise
+
+
+def samples(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's name, or the TOML file of its training.")
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(help="The step that sampled.  \\[default: the newest that did]"),
+    ] = None,
+    last: Annotated[int, typer.Option(min=1, help="How many at most, the last ones.")] = 20,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="The state file of the training.  \\[default: found in this directory]"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List what a step sampled, with rewards: of the last 1,000 rollouts, which `tandem rl` keeps
+    beside its state file."""
+    if state is None and Path(run).suffix == ".toml":
+        state = Path(run).with_suffix(".state.json")
+    file = samples_file(state) if state else find_samples(run, Path())
+    found = read_samples(file) if file else []
+    if not found:
+        where = file or f"a file *.samples.jsonl of run {run!r} in this directory"
+        problem = f"{where} has no samples; name the training's TOML file, or its --state"
+        raise InvalidInput(problem, field="RUN")
+    wanted = found[-1]["step"] if step is None else step
+    chosen = [one for one in found if one["step"] == wanted]
+    if not chosen:
+        steps = sorted({one["step"] for one in found})
+        problem = f"no samples of step {wanted} are kept, only of {steps[0]} to {steps[-1]}"
+        raise InvalidInput(problem, field="--step")
+    rewards = Counter(f"{one['reward']:g}" for one in chosen)
+    counts = ", ".join(f"{reward} ({count} times)" for reward, count in rewards.most_common(10))
+    if json:
+        show(chosen[-last:], json, str)
+        return
+    print(f"{chosen[-1]['run']}@{wanted} sampled {len(chosen)} rollouts; the rewards: {counts}")
+    for one in chosen[-last:]:
+        print(f"\n--- task {one['task']}, reward {one['reward']:g}\n{said(one)}")
+
+
+class _Named(TyperGroup):
+    """`tandem rl CONFIG` is `tandem rl train CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if known or not args else ["train", *args])
+
+
+app = typer.Typer(
+    cls=_Named,
+    no_args_is_help=True,
+    help="Train a run by RL with an environment of your own ([bold]tandem rl CONFIG[/bold]); see"
+    " what it samples.",
+)
+app.command("train")(rl)
+app.command("samples")(samples)
 
 
 async def _run(config: Path, state: Path, json: bool) -> None:
@@ -91,12 +154,21 @@ def sparkline(values: list[float], width: int = 50) -> str:
 
 
 def text_line(line: dict[str, Any]) -> str:
-    """A line of the record for people."""
+    """A line of the record for people, or a notice."""
+    sampled = line.get("last") or [line["sample"]] if "sample" in line else []
+    if "notice" in line:
+        return f"{line['notice']}{shown(sampled)}"
     if "evaluated" in line:
         reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        alike = ""
+        if "rewards" in line:
+            counts = ", ".join(
+                f"{value} ({count} times)" for value, count in line["rewards"].items()
+            )
+            alike = f"; the rewards: {counts}; the answers are {line['texts']} texts"
         return (
             f"evaluated @{line['evaluated']}: reward {reward} of {line['samples']} samples,"
-            f" {line['failed']} failed"
+            f" {line['failed']} failed{alike}{shown(sampled)}"
         )
     behind = line["off_policy_steps"]
     parts = [
@@ -107,7 +179,8 @@ def text_line(line: dict[str, Any]) -> str:
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
     parts += [f"{line['too_long']} rollouts longer than a row"] if line.get("too_long") else []
     error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
-    return f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
+    numbers = f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"
+    return numbers + shown(sampled)
 
 
 def panel(loop: Loop) -> RenderableType:
@@ -146,11 +219,8 @@ def panel(loop: Loop) -> RenderableType:
     if loop.error:
         parts.append(Text(f"last error: {loop.error[:300]}", style="red"))
     if loop.sample:
-        messages = loop.sample.messages or []
-        said = "\n".join(
-            f"{m.get('role')}: {m.get('content') or m.get('tool_calls')}" for m in messages
-        )
-        parts.append(Panel(Text(said[-800:]), title=f"last sample, reward {loop.sample.reward:g}"))
+        text = said(sample(loop.sample))[-800:]
+        parts.append(Panel(Text(text), title=f"last sample, reward {loop.sample.reward:g}"))
     return Panel(
         Group(*parts),
         title=f"{loop.config.run.name}@{loop.base} of {loop.last}, served @{loop.served}",

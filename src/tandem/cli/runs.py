@@ -295,13 +295,21 @@ def track(
         typer.Option(help="tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI; repeatable"),
     ],
     follow: Annotated[bool, typer.Option(help="Go on with jobs to come, until Ctrl-C.")] = True,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file of samples of `tandem rl`.  \\[default: this run's in this directory]"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Write a run's metrics to experiment trackers, each optimizer step once.
+    """Write a run's metrics to experiment trackers, each optimizer step once, and with each
+    checkpoint a table of what was sampled.
 
     Started again, also after a kill, it goes on where it stopped. Keys come from the environment
     (WANDB_API_KEY, ...).
     """
+    from tandem.client.rl.samples import find_samples
     from tandem.client.track import track as start
 
     # W&B writes what it holds when it is closed.
@@ -309,7 +317,10 @@ def track(
     # A wrong address or name is told at once; later the controller may be away for long.
     make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
-        written = start(tandem, run, to, follow=follow)
+        # The file may appear later.
+        written = start(
+            tandem, run, to, lambda: samples or find_samples(run, Path()), follow=follow
+        )
     show(
         written,
         json,

@@ -1,15 +1,27 @@
 """vLLM as clients reach it: its address, the key, and whether it is the one that serves a run."""
 
 import asyncio
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
+from pydantic_core import from_json
 
 from tandem.client.http import Backoff, connection
-from tandem.errors import Unauthorized, Unreachable
+from tandem.errors import InvalidInput, Unauthorized, Unreachable
+
+if TYPE_CHECKING:
+    import aiohttp
 
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
+# An idle connection is closed before vLLM closes it, after 5 s: a request beside that would fail.
+_KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
 """Seconds within which vLLM must list the run: a vLLM that has just started does not have its
 adapters yet."""
@@ -24,30 +36,108 @@ def vllm_url(given: str | None = None) -> str:
     return (given or os.environ.get(VARIABLE) or DEFAULT).rstrip("/").removesuffix("/v1")
 
 
-def open_vllm() -> httpx.AsyncClient:
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM says. Its status may be any."""
+
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        """ValueError where the content is no JSON."""
+        return from_json(self.content)
+
+
+class Vllm:
+    """vLLM's /v1 at `url`; use it in one event loop, entered.
+
+    httpx is not used here: its pool walks all connections for each request, so N requests in
+    flight cost N² (docs/performance.md, Sampling beside training). The key in `headers` goes to
+    `url` alone: redirects are not followed, and neither cookies nor ~/.netrc are read.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self.url, self._headers = url, headers
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Self:
+        import aiohttp  # 0.4 s, which other commands do not need
+
+        parsed = httpx.URL(self.url)
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=_KEPT_SECONDS,
+            # The certificates that the controller's client trusts.
+            ssl=httpx.create_ssl_context() if parsed.scheme == "https" else True,
+        )
+        proxies = {} if proxy_bypass(parsed.host) else getproxies()
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            proxy=proxies.get(parsed.scheme) or proxies.get("all"),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> Answer:
+        """Send a request once. Unreachable where vLLM does not answer within `seconds`."""
+        import aiohttp
+
+        arguments: dict[str, Any] = {"allow_redirects": False}
+        if body is not None:
+            text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            arguments |= {"data": text.encode(), "headers": {"Content-Type": "application/json"}}
+        url = f"{self.url}/{path}"
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._session.request(method, url, **arguments) as response,
+            ):
+                return Answer(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unreachable(f"{url} does not answer ({type(error).__name__}: {error})") from error
+
+
+def open_vllm() -> Vllm:
     """vLLM's /v1, with the key of TANDEM_API_KEY or TANDEM_API_KEY_FILE."""
     arguments = connection(f"{vllm_url()}/v1", None, VARIABLE)
-    arguments |= {
-        "timeout": httpx.Timeout(3600.0, connect=5.0),
-        "limits": httpx.Limits(max_connections=None),
-    }
-    return httpx.AsyncClient(**arguments)
+    url, headers = arguments["base_url"], arguments["headers"]
+    if httpx.URL(url).userinfo and "Authorization" in headers:
+        problem = "it has credentials, and there is an API key; leave one of them out"
+        raise InvalidInput(problem, field=VARIABLE)
+    return Vllm(url, headers)
 
 
-async def raise_unless_serving(
-    vllm: httpx.AsyncClient, run: str, patience: float = START_PATIENCE
-) -> None:
+async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PATIENCE) -> None:
     """Raises what is wrong where this address does not list a step of the run within `patience`
     seconds."""
-    url, backoff = f"{vllm.base_url}models", Backoff(patience)
+    url, backoff = f"{vllm.url}/models", Backoff(patience)
     remedy = (
         f"set {VARIABLE} to the address of the vLLM that serves the run (OPENAI_BASE_URL is not"
         " read)"
     )
     while True:
         try:
-            answer = await vllm.get("models", timeout=10)
-            if answer.status_code in (401, 403):
+            answer = await vllm.request("GET", "models", seconds=10)
+            if answer.status in (401, 403):
                 raise Unauthorized(
                     f"{url} refuses the key; set TANDEM_API_KEY to vLLM's, or {remedy}"
                 )
@@ -56,16 +146,14 @@ async def raise_unless_serving(
                 return
             found = f"lists {names}, without a step of {run!r}"
             if not answer.is_success:
-                found = f"answers {answer.status_code}"
+                found = f"answers {answer.status}"
             problem = Unreachable(f"{url} {found}; {remedy}")
-        except httpx.TransportError as error:
-            problem = Unreachable(
-                f"{url} does not answer ({type(error).__name__}: {error}); start vLLM, or {remedy}"
-            )
+        except Unreachable as error:
+            problem = Unreachable(f"{error.message}; start vLLM, or {remedy}")
         await asyncio.sleep(backoff.next(problem))
 
 
-def listed_models(answer: httpx.Response) -> list[str]:
+def listed_models(answer: Answer | httpx.Response) -> list[str]:
     """The models of a list; none where the answer is something else."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]

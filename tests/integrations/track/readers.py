@@ -74,4 +74,33 @@ def _mlflow(directory: Path, run: str, metric: str) -> list[Curve]:
     return [[(point.step, point.value) for point in history] for history in histories]
 
 
+def tables(directory: Path, run: str) -> dict[str, list[tuple[int, Any]]]:
+    """What each tracker has of the tables of samples: the optimizer step, and the rows, or the last
+    line of the text."""
+    loaded = accumulator(directory, run)
+    texts = loaded.Tensors("samples") if "samples" in loaded.Tags()["tensors"] else []
+    found: dict[str, list[tuple[int, Any]]] = {"wandb": [], "mlflow": []}
+    found["tensorboard"] = [
+        (event.step, event.tensor_proto.string_val[0].decode().splitlines()[-1]) for event in texts
+    ]
+    for path in sorted((directory / "wandb").glob("offline-run-*/*.wandb")):
+        for data in records(path):
+            record = messages.Record.FromString(data)  # type: ignore[attr-defined]
+            row = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
+            if "samples/path" in row:
+                file = path.parent / "files" / json.loads(row["samples/path"])
+                table = json.loads(file.read_text())
+                found["wandb"].append((json.loads(row["optimizer_step"]), table["data"]))
+    client = _mlflow_client(directory)
+    experiment = client.get_experiment_by_name("tandem").experiment_id
+    for made in client.search_runs([experiment]):
+        for file in client.list_artifacts(made.info.run_id, "samples"):
+            text = Path(client.download_artifacts(made.info.run_id, file.path)).read_text()
+            found["mlflow"].append((int(Path(file.path).stem), text.splitlines()[-1]))
+    return found
+
+
 READERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

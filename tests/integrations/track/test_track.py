@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from api_server import KEY, commit, succeed
-from integrations.track.readers import READERS, accumulator, curves, place
+from integrations.track.readers import READERS, accumulator, curves, place, tables
 from tandem.client import Tandem
 from tandem.client.track import TrackerFailed, track
 from tandem.errors import Conflict, InvalidInput
@@ -57,6 +57,39 @@ def test_the_loaders_of_all_trackers_find_the_same_run(history):
         assert read("memory_optimizer_peak_bytes") == []  # null in the event
     table = accumulator(history.directory, history.run).Tensors("hyperparameters")
     assert b"| optimizer.learning_rate | 0.0001 |" in table[0].tensor_proto.string_val[0]
+
+
+def test_each_tracker_has_a_table_of_what_was_sampled_for_a_checkpoint(history, monkeypatch):
+    monkeypatch.chdir(history.directory)  # MLflow keeps artifacts there
+    file = history.directory / "game.samples.jsonl"
+    lines = [
+        {
+            "run": history.run if step < 2 else "other",
+            "step": step,
+            "task": f"0:{step}",
+            "reward": 0.25,
+            "tokens": 3,
+            "messages": [{"role": "user", "content": f"at {step}|\nx"}],
+        }
+        for step in (0, 1, 2)
+    ]
+    lines.append({**lines[0], "evaluated": True, "task": "eval:0"})
+    to = [place(kind, history.directory) for kind in KINDS]
+
+    def follow() -> None:
+        track(history.client, history.run, to, lambda: file, follow=False)
+
+    history.train(1, 0.9)  # before there is a file
+    follow()
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history.train(2, 0.8)
+    for _ in range(2):
+        follow()
+    assert tables(history.directory, history.run) == {
+        "tensorboard": [(2, "| 1 | 0:1 | 0.25 | user: at 1\\|<br>x |")],
+        "wandb": [(2, [[1, "0:1", 0.25, "user: at 1|\nx"]])],
+        "mlflow": [(2, "| 1 | 0:1 | 0.25 | user: at 1\\|<br>x |")],
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,6 @@ import os
 import random
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -16,14 +15,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
 from tandem.client.http import Backoff
 from tandem.client.rl.config import EnvironmentSection, RLSection
+from tandem.client.vllm import Vllm
 from tandem.data.inputs import PackingSettings
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput, TandemError, Unreachable
 from tandem.vllm_client.sampling import loop_options
 
 PATIENCE = 300.0
@@ -44,7 +42,7 @@ class Sampler:
 
     def __init__(
         self,
-        vllm: httpx.AsyncClient,
+        vllm: Vllm,
         run: str,
         newest: Callable[[], int],
         pin: int | None,
@@ -82,26 +80,29 @@ class Sampler:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         return self._builder.finish(float(reward), metrics=numbers)
 
-    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """vLLM's answer; the request is repeated while vLLM is away or does not have the step
         yet."""
         backoff = Backoff(PATIENCE)
         while True:
-            model, error = self.model, TandemError(f"vLLM at {self._vllm.base_url} does not answer")
-            with suppress(httpx.TransportError):
-                response = await self._vllm.post("chat/completions", json={**body, "model": model})
-                if response.is_success:
-                    answer: dict[str, Any] = response.json()
-                    return answer
+            model = self.model
+            error: TandemError
+            try:
+                answer = await self._vllm.request(
+                    "POST", "chat/completions", body | {"model": model}
+                )
+            except Unreachable as unreachable:
+                error = unreachable
+            else:
+                if answer.is_success:
+                    response: dict[str, Any] = answer.json()
+                    return response
                 error = InvalidInput(
-                    f"vLLM answered {response.status_code} for {model}: {response.text[:500]}"
+                    f"vLLM answered {answer.status} for {model}: {answer.text[:500]}"
                 )
-                gone = (
-                    response.status_code == 404
-                    and self._pin is not None
-                    and self._pin < self._newest()
-                )
-                if gone or (response.status_code < 500 and response.status_code not in (404, 429)):
+                pinned_to_an_older = self._pin is not None and self._pin < self._newest()
+                gone = answer.status == 404 and pinned_to_an_older
+                if gone or (answer.status < 500 and answer.status not in (404, 429)):
                     raise error
             await asyncio.sleep(backoff.next(error))
 

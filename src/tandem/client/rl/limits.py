@@ -8,6 +8,7 @@ from math import inf
 from tandem.client.http import Backoff
 from tandem.client.rl.config import RLSection
 from tandem.client.rl.environment import RolloutGroup
+from tandem.client.rl.samples import Alike
 from tandem.errors import NothingToLearn, TandemError
 
 # After so many times `groups_per_step` groups without a difference in their rewards there is
@@ -27,6 +28,7 @@ class Limits:
         self._size = rl.groups_per_step
         self.teaches = rl.advantage.baseline == "none" or rl.advantage.keep_zero_variance
         self._failing = self._equal = self._refused = 0
+        self._alike = Alike()
         self._patience, self._backoff = patience, Backoff(inf, *pauses)
         self._succeeded, self._paused_until = -inf, 0.0
 
@@ -56,13 +58,18 @@ class Limits:
         self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
         self._backoff.reset()
         self._equal = 0 if group.informative else self._equal + 1
+        if group.informative:
+            self._alike = Alike()
+        else:
+            self._alike.add(group.trajectories)
         if self._equal >= _UNINFORMATIVE * self._size and not self.teaches:
             last = group.trajectories[0].reward
             problem = (
                 f"in the last {self._equal} groups all rewards were equal (the last: {last:g})"
             )
             raise NothingToLearn(
-                f"{problem}; the run stays at step {base}: use other tasks, or end here"
+                f"{problem}; the run stays at step {base}: use other tasks, or end here."
+                f" {self._alike.told()}"
             )
 
     def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
@@ -72,8 +79,9 @@ class Limits:
             _REFUSED if any(group.informative for group in batch) else _UNINFORMATIVE
         ):
             problem = f"the controller trains nothing of the last {self._refused} batches"
+            alike = Alike(group.trajectories for group in batch)
             raise NothingToLearn(
-                f"{problem}, so the run stays at step {base}: {refusal}"
+                f"{problem}, so the run stays at step {base}: {refusal}. {alike.told()}"
             ) from refusal
 
     def accepted(self) -> None:

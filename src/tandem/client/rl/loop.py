@@ -9,13 +9,11 @@ With 0 the loop is synchronous.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
@@ -31,12 +29,14 @@ from tandem.client.rl.environment import (
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
 from tandem.client.rl.requests import job_names, job_request
-from tandem.client.vllm import raise_unless_serving
+from tandem.client.rl.samples import Samples, sample, samples_file
+from tandem.client.vllm import Vllm, raise_unless_serving
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 _POLL_SECONDS = 0.01
+_SAMPLE_EVERY = 10  # steps, whose lines have a sample
 
 
 class Loop:
@@ -46,7 +46,7 @@ class Loop:
         self,
         config: Config,
         tandem: AsyncTandem,
-        vllm: httpx.AsyncClient,
+        vllm: Vllm,
         environments: list[Environment],
         state_file: Path,
         record: RunRecord,
@@ -122,13 +122,29 @@ class Loop:
                 f"run {run.name!r} has queued or running jobs; wait until they end",
                 field="run.name",
             )
-        self._shared, dead = status.shared_gpus, False
+        self._shared = status.shared_gpus
         if self._shared and self.bound:
             problem = (
                 "trainer and vLLM take turns on the same GPUs, so nobody samples while a job"
                 " trains; set it to 0"
             )
             raise InvalidInput(problem, field="rl.max_off_policy_steps")
+        await self._settle_jobs()
+        jobs = self.state.jobs
+        self.base = (
+            jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
+        )
+        self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
+        self._write_down(None)
+        self._samples = Samples(samples_file(self._file))
+        first_task = self._environments[0].tasks.first(1)[0]
+        self.record.begins(self.config, self.base, self.last, first_task, self._followed)
+        await self._until_served(self._followed)
+        await raise_unless_serving(self._vllm, run.name)
+
+    async def _settle_jobs(self) -> None:
+        """Forget the submitted jobs that made no step, and those that start from such a job."""
+        dead = False
         for job in list(self.state.jobs):
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
@@ -137,20 +153,12 @@ class Loop:
                 continue  # it is forgotten
             known = await self._state_of(job.id)
             gone = known in ("", "succeeded") and discarded(
-                job.id, job.base, await self._tandem.checkpoints(run.name)
+                job.id, job.base, await self._tandem.checkpoints(self._run)
             )
             if dead := dead or gone or known in ("failed", "cancelled"):
                 self.state.forget(job)
             elif not known:  # it made its step, and was removed since
                 self.state.jobs.remove(job)
-        jobs = self.state.jobs
-        self.base = (
-            jobs[-1].base + 1 if jobs else (await self._tandem.get_run(run.name)).newest_step
-        )
-        self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
-        self._write_down(None)
-        await self._until_served(self._followed)
-        await raise_unless_serving(self._vllm, run.name)
 
     @property
     def _followed(self) -> int:
@@ -209,13 +217,20 @@ class Loop:
 
     def _keep(self, group: RolloutGroup) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
-        self.sample = group.trajectories[0]
+        self._show(group.trajectories, group.task)
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
             self.ready.append(group)
         else:
             self._leave_out(group.task, "uninformative")
         self._limits.sampled(group, self.base)
+
+    def _show(self, trajectories: Sequence[Trajectory], task: str, **more: Any) -> None:
+        """Keep what was sampled for people; say the first."""
+        if not self.sample:
+            self.record.notice("the first sample", sample(trajectories[0]))
+        self.sample, about = trajectories[0], {"run": self._run, "task": task, "time": time.time()}
+        self._samples.add([sample(one, **about, **more) for one in trajectories])
 
     def _leave_out(self, task: str, why: str) -> None:
         self.counts[why] += 1
@@ -277,6 +292,8 @@ class Loop:
             batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts
         )
         numbers["last_error"] = self.error if self.counts["errors"] else None
+        if (self.base + 1 - self.state.first) % _SAMPLE_EVERY == 0:
+            numbers["sample"] = sample(batch[-1].trajectories[0])
         rewards, counts, self._rewards, self.counts = self._rewards, self.counts, [], Counter()
         self.state.jobs.append(Submitted(id=name, base=self.base, tasks=tasks, numbers=numbers))
         self.state.open = [task for task in self.state.open if task not in tasks]
@@ -284,6 +301,9 @@ class Loop:
         refusal = await self._send()
         if refusal is None:
             self.base += 1
+            if self.base == self.state.first + 1:
+                waits = f"waits until it has trained, and vLLM serves {self._run}@{self.base}"
+                self.record.notice(f"job {name} is submitted; {waits}")
             self._limits.accepted()
             return
         counts["uninformative"] += len(batch)
@@ -354,12 +374,11 @@ class Loop:
             for task in of.tasks.first(settings.groups)
         ]
         results = await asyncio.gather(*sampled, return_exceptions=True)
-        trajectories = [
-            trajectory for result in results if isinstance(result, list) for trajectory in result
-        ]
-        self.record.evaluation(
-            step, trajectories, sum(not isinstance(result, list) for result in results)
-        )
+        groups = [result for result in results if isinstance(result, list)]
+        for number, result in enumerate(results):
+            if isinstance(result, list):
+                self._show(result, f"eval:{number}", evaluated=True)
+        self.record.evaluation(step, groups, len(results) - len(groups))
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tandem.client import Event, Trajectory
+from tandem.client.rl.config import Config
 from tandem.client.rl.environment import RolloutGroup
+from tandem.client.rl.samples import Alike, sample
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
+_NOTHING = 0.0005  # a mean that is printed as 0.000
 LEFT_OUT = ("uninformative", "stale", "failed")
 
 
@@ -154,15 +157,37 @@ class RunRecord:
             self._write(line | {"trained": shown})
         return ended
 
-    def evaluation(self, step: int, trajectories: Sequence[Trajectory], failed: int) -> None:
-        """RunRecord what the tasks of [eval] earned."""
+    def evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]], failed: int) -> None:
+        """Record what the tasks of [eval] earned, with a sample; where they earned nothing, with
+        what their answers have in common."""
+        trajectories = [trajectory for group in groups for trajectory in group]
         rewards = [trajectory.reward for trajectory in trajectories]
-        line = {
+        line: dict[str, Any] = {
             "evaluated": step,
             "reward": fmean(rewards) if rewards else None,
             "samples": len(rewards),
         }
-        self._write(line | {"failed": failed, "metrics": _means(trajectories)})
+        line |= {"failed": failed, "metrics": _means(trajectories)}
+        if rewards:
+            line["sample"] = sample(trajectories[-1])
+            if abs(fmean(rewards)) < _NOTHING:
+                alike = Alike([trajectories])
+                texts = "equal" if alike.same_text else "different"
+                line |= {"texts": texts, "rewards": alike.counts(), "last": list(alike.last)}
+        self._write(line)
+
+    def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:
+        """Tell people what is about to be done, and what is waited for."""
+        rl, run = config.rl, config.run.name
+        per_step = f"{rl.groups_per_step} groups of {rl.group_size} rollouts per step"
+        uses = ", ".join(section.use for section in rl.environment)
+        self.notice(f"run {run} at step {base}, to be trained to step {last}: {per_step}")
+        self.notice(f"tasks of {uses}, the first: {str(task)[:300]}")
+        self.notice(f"waits until vLLM serves {run}@{awaited}")
+
+    def notice(self, text: str, sampled: Mapping[str, Any] | None = None) -> None:
+        """Tell people, without a line in the file."""
+        self._tell({"notice": text} | ({"sample": sampled} if sampled else {}))
 
     def _write(self, line: dict[str, Any]) -> None:
         line["time"] = time.time()

@@ -1,8 +1,9 @@
 """`tandem track`: a client of the controller that writes a run's metrics to experiment trackers,
 each step once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 from tandem.client import RunSpec, Tandem
 from tandem.client.track.mlflow import Mlflow
@@ -21,9 +22,16 @@ TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, 
 class TrackerFailed(TandemError, code="tracker_failed"): ...
 
 
-def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> dict[str, int]:
+def track(
+    tandem: Tandem,
+    run: str,
+    places: Sequence[str],
+    samples: Callable[[], Path | None] = lambda: None,
+    *,
+    follow: bool,
+) -> dict[str, int]:
     """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns
-    their numbers.
+    their numbers. `samples` finds the file in which `tandem rl` keeps what it sampled.
 
     Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with
     what a tracker said; called again, it goes on where it stopped.
@@ -34,7 +42,7 @@ def track(tandem: Tandem, run: str, places: Sequence[str], *, follow: bool) -> d
         positions = [target.position for target in targets.values() if target.position]
         start = min(positions) if len(positions) == len(targets) else None
         written = dict.fromkeys(targets, 0)
-        for row in Follower(tandem, spec, start, follow=follow).rows():
+        for row in Follower(tandem, spec, start, samples, follow=follow).rows():
             for place, target in targets.items():
                 with _telling(place):
                     written[place] += _write(target, row)

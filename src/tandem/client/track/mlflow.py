@@ -49,6 +49,8 @@ class Mlflow:
         parameters = (
             [entities.Param(name, value) for name, value in row.parameters.items()] if new else []
         )
+        if row.samples:
+            self._client.log_text(self._id, row.markdown(), f"samples/{step:06d}.md")
         self._client.log_batch(
             self._id, metrics, parameters, [entities.RunTag(_POSITION, str(row.position))]
         )

@@ -7,7 +7,7 @@ import fcntl
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 from tandem.client import Event, JobStatus, RunSpec, Tandem
 from tandem.client.memory import by_attempt
+from tandem.client.rl.samples import read_samples, said
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool.schema import TERMINAL
 
@@ -23,6 +24,8 @@ KINDS = ("step", "evaluated", "succeeded", "served")
 """The types of events that become rows, in the order in which one optimizer step can have them."""
 _ALIASES = {"loss": "train/loss", "reward_mean": "train/reward", "held_out_loss": "eval/loss"}
 _POLL_SECONDS = 1.0
+SAMPLE_COLUMNS = ("step", "task", "reward", "text")
+_SAMPLES = 20  # of a checkpoint
 
 
 class Position(NamedTuple):
@@ -48,15 +51,44 @@ class Row:
     time: float  # Unix seconds
     values: dict[str, float]
     parameters: dict[str, str]  # of the run and the job
+    # Of a checkpoint: what the step before it sampled, where `tandem rl` keeps samples.
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    def table(self) -> list[tuple[int, str, float, str]]:
+        """The samples as rows of SAMPLE_COLUMNS."""
+        return [
+            (one["step"], str(one.get("task")), float(one["reward"]), said(one))
+            for one in self.samples
+        ]
+
+    def markdown(self) -> str:
+        """The table of the samples."""
+        return markdown(
+            SAMPLE_COLUMNS,
+            [(step, task, f"{reward:g}", text) for step, task, reward, text in self.table()],
+        )
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; a cell's own lines and bars stay inside it."""
+    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Follower:
     """Reads the run's events after `position` (None: all), and makes rows of them."""
 
     def __init__(
-        self, tandem: Tandem, run: RunSpec, position: Position | None, *, follow: bool
+        self,
+        tandem: Tandem,
+        run: RunSpec,
+        position: Position | None,
+        samples: Callable[[], Path | None] = lambda: None,
+        *,
+        follow: bool,
     ) -> None:
-        self._tandem, self._run, self._follow = tandem, run, follow
+        self._tandem, self._run, self._follow, self._find = tandem, run, follow, samples
         self._from = position[:2] if position else (0.0, "")
         self._seq = {position.job: position.seq} if position else {}  # job -> its last event read
         self._before: JobStatus | None = None
@@ -118,7 +150,18 @@ class Follower:
         position = Position(
             job.spec.created, job.id, event.seq, int(steps[-1].data["metrics"]["optimizer_step"])
         )
-        return Row(position, event.type, event.time, values, dict(_flat(settings)))
+        samples = self._samples(job.spec.base_step) if event.type == "succeeded" else ()
+        return Row(position, event.type, event.time, values, dict(_flat(settings)), samples)
+
+    def _samples(self, step: int) -> Sequence[Mapping[str, Any]]:
+        """The last that the step sampled in training."""
+        file = self._find()
+        kept = read_samples(file) if file else []
+        return [
+            one
+            for one in kept
+            if (one["run"], one["step"]) == (self._run.name, step) and not one.get("evaluated")
+        ][-_SAMPLES:]
 
 
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ctypes import c_float
 from pathlib import Path
 
 from tandem.client import RunSpec
-from tandem.client.track.rows import Position, Row, open_alone
+from tandem.client.track.rows import Position, Row, markdown, open_alone
 
 _MARK = b"tandem track "
 _FRAME = 16  # bytes around a record's data
@@ -50,6 +50,12 @@ def _value(name: str, *content: bytes) -> bytes:
     return _field(1, _field(1, name.encode()), *content)
 
 
+def _text(name: str, content: str) -> bytes:
+    """A value of the tab Text: a tensor [1] of strings."""
+    tensor = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, content.encode()))
+    return _value(name, tensor, _field(9, _field(1, _field(1, b"text"))))
+
+
 class TensorBoard:
     """DIR/<run>/events.out.tfevents.tandem. A row is one event, which names its position as its
     writer."""
@@ -76,25 +82,15 @@ class TensorBoard:
     def write(self, row: Row) -> None:
         head = b""
         if self.position is None:
-            table = "\n".join(
-                [
-                    "| name | value |",
-                    "|---|---|",
-                    *(f"| {k} | {v} |" for k, v in row.parameters.items()),
-                ]
-            )
-            # A tensor [1].
-            text = _field(
-                8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, table.encode())
-            )
-            plugin = _field(9, _field(1, _field(1, b"text")))
+            text = _text("hyperparameters", markdown(("name", "value"), row.parameters.items()))
             head = _record(row.time, 0, _field(3, b"brain.Event:2"))
-            head += _record(row.time, 0, _field(5, _value("hyperparameters", text, plugin)))
-        scalars = (
+            head += _record(row.time, 0, _field(5, text))
+        values = [
             _value(name, b"\x15" + bytes(c_float(value))) for name, value in row.values.items()
-        )
+        ]
+        values += [_text("samples", row.markdown())] if row.samples else []
         self._file.write(
-            head + _record(row.time, row.position.step, _field(5, *scalars), row.position)
+            head + _record(row.time, row.position.step, _field(5, *values), row.position)
         )
 
     def rewind(self, step: int) -> None:

@@ -11,9 +11,10 @@ import struct
 from collections.abc import Iterator
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from tandem.client import RunSpec
-from tandem.client.track.rows import KINDS, Position, Row, open_alone, optional
+from tandem.client.track.rows import KINDS, SAMPLE_COLUMNS, Position, Row, open_alone, optional
 from tandem.errors import InvalidInput
 
 _POSITION = "tandem/position"
@@ -69,11 +70,15 @@ class Wandb:
             self._run.config.update(row.parameters, allow_val_change=True)
             self._parameters = row.parameters
         step = row.position.step
-        values = {
+        values: dict[str, Any] = {
             "optimizer_step": step,
             _POSITION: str(row.position),
             "_timestamp": row.time,
         } | row.values
+        if row.samples:
+            values["samples"] = self._wandb.Table(
+                list(SAMPLE_COLUMNS), list(map(list, row.table()))
+            )
         self._run.log(values, step=step * len(KINDS) + KINDS.index(row.kind), commit=True)
 
     def rewind(self, step: int) -> None:  # noqa: ARG002

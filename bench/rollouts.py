@@ -1,0 +1,342 @@
+"""How fast `tandem rl` samples, beside the client of vLLM's own benchmark on the same server.
+
+    python -m bench.rollouts http://127.0.0.1:8000 [--model my-run@1] [--in-flight 256 1024]
+                             [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2]
+    python -m bench.rollouts --client [--in-flight 256 1024]
+
+URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
+that vLLM lists; one without Tandem needs `vllm serve MODEL --served-model-name bench@0`. One side
+is `Environment.play` with the `Sampler` of `tandem rl`, without training. The other is the function
+with which `vllm bench serve` sends chat completions. Both play the same conversations: the first
+message is a task of its own, each later one asks for more, and each answer has exactly `--tokens`
+tokens (`ignore_eos`). `--in-flight` conversations run at once, `--answers` times as many in all,
+each side in a process of its own, in turn. A round of `--in-flight` conversations before each opens
+the connections and is not counted. `of vLLM's` is the rate of answers as a share of that of vLLM's
+client.
+
+`--client` needs no vLLM: a server on loopback answers after 0.2 s, and rows say what the client's
+process computes for each answer: aiohttp as `tandem.client.vllm` uses it, alone and with all that a
+rollout does; httpx with one pool; httpx with a client for each request in flight.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import httpx
+from aiohttp import web
+
+from bench.report import report
+from tandem.client.http import connection
+from tandem.client.rl.config import RLSection
+from tandem.client.rl.environment import Environment, Sampler
+from tandem.client.vllm import VARIABLE, Vllm, open_vllm
+from tandem.data.inputs import policy_step_of
+from tandem.system.open_files import allow_many_open_files
+from tandem.system.ports import reserve
+
+WAYS = ("rollouts", "aiohttp", "httpx, a client each", "httpx, one pool")
+SERVER_SECONDS, SHORT = 0.2, 24
+Conversation = Callable[[int], Awaitable[int]]
+"""Plays the conversation of a number; returns its new tokens."""
+
+
+def task(number: int) -> list[dict[str, Any]]:
+    content = f"What is {number} + {7 * number + 3}? Explain each digit, and go on with the next."
+    return [{"role": "user", "content": content}]
+
+
+class Exact(Sampler):
+    """Samples from one model. Answers have as many tokens as they may: the loop itself lets the
+    model end them."""
+
+    def __init__(self, vllm: Vllm, model: str, options: dict[str, Any]) -> None:
+        super().__init__(vllm, model, lambda: 0, None, options)
+
+    @property
+    def model(self) -> str:
+        return self._run
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await super()._post({**body, "ignore_eos": True})
+
+
+def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation:
+    """A rollout as the loop makes it."""
+    rl = RLSection.model_validate(
+        {"steps": 1, "retries": 0, "environment": [{"use": "bench:task"}]}
+    )
+    options = {"max_tokens": tokens}
+    environment: Any = object.__new__(Environment)
+
+    async def rollout(number: int, sampler: Sampler) -> Any:
+        messages = task(number)
+        for turn in range(turns):
+            if turn:
+                messages.append({"role": "user", "content": "Go on."})
+            messages.append(await sampler.chat(messages))
+        return sampler.finish(float(number % 2))
+
+    environment.rollout = rollout
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    async def play(number: int) -> int:
+        made = await environment.play(number, lambda: Exact(vllm, model, options), rl, failed)
+        return sum(len(turn.token_ids) for turn in made.turns)
+
+    return play
+
+
+def vllm_side(
+    session: Any, url: str, key: str, model: str, tokens: int, turns: int
+) -> Conversation:
+    """The same with the function of `vllm bench serve`."""
+    from vllm.benchmarks.lib import endpoint_request_func as vllm_client
+
+    async def play(number: int) -> int:
+        messages, count = task(number), 0
+        for turn in range(turns):
+            if turn:
+                messages.append({"role": "user", "content": "Go on."})
+            request = vllm_client.RequestFuncInput(
+                prompt="",
+                api_url=f"{url}/chat/completions",
+                prompt_len=0,
+                output_len=tokens,
+                model=model,
+                ignore_eos=True,
+                extra_headers={"Authorization": key} if key else {},
+                extra_body={"messages": messages, "temperature": 1.0},
+            )
+            answer = await vllm_client.async_request_openai_chat_completions(request, session)
+            if not answer.success:
+                sys.exit(f"vLLM's client failed: {answer.error}")
+            messages.append({"role": "assistant", "content": answer.generated_text})
+            count += answer.output_tokens
+        return count
+
+    return play
+
+
+async def measure(play: Conversation, in_flight: int, conversations: int) -> dict[str, Any]:
+    """A round to open the connections, then so many conversations, `in_flight` at once."""
+    numbers, total = itertools.count(), 0
+
+    async def worker(end: int) -> None:
+        nonlocal total
+        while (number := next(numbers)) < end:
+            new = await play(number)
+            total += new  # in one statement the sum would be read before the answer is there
+
+    async def all_of(end: int) -> None:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(in_flight):
+                workers.create_task(worker(end))
+
+    await all_of(in_flight)
+    total, numbers = 0, itertools.count(in_flight)
+    began, computed = time.monotonic(), time.process_time()
+    await all_of(in_flight + conversations)
+    return {
+        "seconds": time.monotonic() - began,
+        "cpu": time.process_time() - computed,
+        "conversations": conversations,
+        "tokens": total,
+    }
+
+
+async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, count: int) -> Any:
+    """One measurement, in this process."""
+    async with AsyncExitStack() as stack:
+        vllm = await stack.enter_async_context(open_vllm())
+        if of == "tandem":
+            play = tandem_side(vllm, model, tokens, turns)
+        else:
+            # As `vllm bench serve` makes its session.
+            connector = aiohttp.TCPConnector(
+                limit=in_flight, limit_per_host=in_flight, keepalive_timeout=60, ttl_dns_cache=300
+            )
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=connector, timeout=aiohttp.ClientTimeout(total=21600)
+                )
+            )
+            key = connection(None, None)["headers"].get("Authorization", "")
+            play = vllm_side(session, vllm.url, key, model, tokens, turns)
+        return await measure(play, in_flight, count)
+
+
+def in_a_process(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.rollouts", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def beside_vllm(options: argparse.Namespace) -> None:
+    environment = {VARIABLE: options.url}
+    model = options.model or asyncio.run(first_model(options.url))
+    rows = []
+    for in_flight, tokens, turns in itertools.product(
+        options.in_flight, options.tokens, options.turns
+    ):
+        count = options.answers * in_flight
+        found: dict[str, list[dict[str, Any]]] = {"tandem": [], "vllm": []}
+        for _, of in itertools.product(range(options.repeat), found):
+            sizes = map(str, (in_flight, tokens, turns, count))
+            found[of].append(in_a_process(["--side", of, model, *sizes], environment))
+        speed = {
+            of: statistics.mean(turns * one["conversations"] / one["seconds"] for one in made)
+            for of, made in found.items()
+        }
+        for of, made in found.items():
+            new = statistics.mean(one["tokens"] / one["seconds"] for one in made)
+            cpu = statistics.mean(one["cpu"] / (turns * one["conversations"]) for one in made)
+            row = {"client": of, "in flight": in_flight, "tokens": tokens, "turns": turns}
+            row |= {"answers/s": speed[of], "new tokens/s": new, "CPU ms per answer": 1e3 * cpu}
+            rows.append(row | {"of vLLM's": speed[of] / speed["vllm"]})
+            print(row, flush=True)
+    report("rollouts", f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
+
+
+async def first_model(url: str) -> str:
+    os.environ[VARIABLE] = url
+    async with open_vllm() as vllm:
+        answer = await vllm.request("GET", "models", seconds=30)
+    names = [str(card["id"]) for card in answer.json()["data"]]
+    steps = [name for name in names if policy_step_of(name) is not None]
+    if not steps:
+        sys.exit(f"vLLM lists no step, only {names}; start it with --served-model-name bench@0")
+    return steps[0]
+
+
+# ---- the client alone
+
+
+def serve(port: int) -> None:
+    """A server that answers like vLLM after SERVER_SECONDS."""
+    entry = {"bytes": [49], "top_logprobs": []}
+    logprobs = [{"token": str(i), "logprob": -0.5 - i / 100, **entry} for i in range(SHORT)]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "The answer is 47. " * 3, "tool_calls": []},
+        "logprobs": {"content": logprobs},
+        "finish_reason": "length",
+        "token_ids": list(range(100, 100 + SHORT)),
+    }
+    usage = {"prompt_tokens": 40, "completion_tokens": SHORT}
+    body = {"id": "chatcmpl-1", "object": "chat.completion", "usage": usage, "choices": [choice]}
+
+    async def chat(request: web.Request) -> web.Response:
+        model = json.loads(await request.read())["model"]
+        await asyncio.sleep(SERVER_SECONDS)
+        return web.json_response({**body, "model": model, "prompt_token_ids": list(range(40))})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, backlog=4096)
+
+
+async def client_side(way: str, url: str, in_flight: int, count: int) -> dict[str, Any]:
+    os.environ[VARIABLE] = url
+    body = {"messages": task(1), "logprobs": True, "return_token_ids": True, "model": "r@1"}
+    async with AsyncExitStack() as stack:
+        vllm = await stack.enter_async_context(open_vllm())
+        arguments = connection(url, None) | {"timeout": 60, "trust_env": False}
+        arguments["limits"] = httpx.Limits(max_connections=None)
+        if way == "rollouts":
+            return await measure(tandem_side(vllm, "r@1", SHORT, 1), in_flight, count)
+        pool = 1 if way == "httpx, one pool" else in_flight if way.startswith("httpx") else 0
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(**arguments)) for _ in range(pool)
+        ]
+
+        async def ask() -> Any:
+            if way == "aiohttp":
+                return (await vllm.request("POST", "chat/completions", body)).json()
+            client = clients[0] if pool == 1 else clients.pop()
+            answer = await client.post("/v1/chat/completions", json=body)
+            if pool > 1:
+                clients.append(client)
+            return answer.json()
+
+        async def play(_number: int) -> int:
+            return len((await ask())["choices"][0]["token_ids"])
+
+        return await measure(play, in_flight, count)
+
+
+def client_alone(options: argparse.Namespace) -> None:
+    rows = []
+    held = reserve()
+    port = held.port
+    server = subprocess.Popen([sys.executable, "-m", "bench.rollouts", "--serve", str(port)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            try:
+                httpx.get(url, trust_env=False)
+                break
+            except httpx.TransportError:
+                if server.poll() is not None:
+                    sys.exit("the server ended")
+                time.sleep(0.1)
+        for in_flight, way in itertools.product(options.in_flight, WAYS):
+            count = 2 * in_flight if way == "httpx, one pool" else max(2048, 2 * in_flight)
+            made = in_a_process(["--side", way, url, str(in_flight), str(count)], {})
+            row = {"client": way, "in flight": in_flight, "answers": count}
+            row |= {"CPU ms per answer": 1e3 * made["cpu"] / count}
+            rows.append(row | {"answers/s": count / made["seconds"]})
+            print(rows[-1], flush=True)
+    finally:
+        server.terminate()
+        server.wait()
+        held.close()
+    report("rollouts-client", "What a short answer costs the client", rows)
+
+
+def main(arguments: list[str]) -> None:
+    allow_many_open_files()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url", nargs="?")
+    parser.add_argument("--model")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[SHORT, 512])
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--client", action="store_true")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--side", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        serve(options.serve)
+    elif options.side and options.side[0] in WAYS:
+        way, url, in_flight, count = options.side
+        print(json.dumps(asyncio.run(client_side(way, url, int(in_flight), int(count)))))
+    elif options.side:
+        of, model, *sizes = options.side
+        print(json.dumps(asyncio.run(side(of, model, *map(int, sizes)))))
+    elif options.client:
+        client_alone(options)
+    elif options.url:
+        beside_vllm(options)
+    else:
+        parser.error("name vLLM's URL, or --client")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,33 @@
+"""A vLLM in this process, for what asks one by `tandem.client.vllm.Vllm`."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from tandem.client.vllm import Answer, Vllm
+
+URL = "http://vllm/v1"
+
+
+class MockVllm(Vllm):
+    """`answer` gets each request, and returns or awaits the response, or raises."""
+
+    def __init__(self, answer: Callable[[httpx.Request], Any]) -> None:
+        super().__init__(URL, {})
+        self._answer = answer
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        seconds: float = 60.0,
+    ) -> Answer:
+        content = None if body is None else json.dumps(body)
+        response = self._answer(httpx.Request(method, f"{self.url}/{path}", content=content))
+        if inspect.isawaitable(response):
+            response = await response
+        return Answer(response.status_code, response.content)
