@@ -3,6 +3,9 @@
 # torch's wheels bring the CUDA libraries and the NVIDIA runtime brings the driver, so Debian is all that lies below.
 # Layers go from what changes least to what changes most: Debian, CUDA libraries, torch, the role's packages, Tandem.
 # The first three are the same layers in trainer and inference, stored and pulled once.
+#
+# The base is named by its tag, because a digest would freeze Debian's security fixes, and only a registry tells it. To pin it:
+# `docker buildx imagetools inspect debian:trixie-slim`, then `--build-arg BASE=debian:trixie-slim@sha256:...`.
 ARG BASE=debian:trixie-slim
 ARG DEVICE=cuda
 
@@ -30,17 +33,20 @@ STOPSIGNAL SIGTERM
 
 # ---------------------------------------------------------------- tools that stay behind
 FROM base AS uv
-ARG UV_VERSION=0.13.8
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+COPY images/build.txt /build.txt
 RUN python3 -m venv /uv \
- && for try in 1 2 3 4 5; do /uv/bin/pip install -q --no-cache-dir uv==${UV_VERSION} && exit 0; sleep 5; done; exit 1
+ && for try in 1 2 3 4 5; do /uv/bin/pip install -q --no-cache-dir --require-hashes -r /build.txt && exit 0; sleep 5; done; exit 1
 
 FROM uv AS wheel
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN --mount=type=cache,target=/root/.cache/uv \
-    for try in 1 2 3 4 5; do /uv/bin/uv build --cache-dir /root/.cache/uv --wheel --out-dir /wheel && exit 0; sleep 5; done; exit 1
+    for try in 1 2 3 4 5; do \
+        /uv/bin/uv build --cache-dir /root/.cache/uv --wheel --out-dir /wheel --build-constraints /build.txt --require-hashes && exit 0; \
+        sleep 5; \
+    done; exit 1
 
 # `sync EXTRA [uv options]`: the locked packages of one extra, into /opt/tandem. An index may refuse for a moment.
 FROM base AS locked

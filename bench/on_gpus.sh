@@ -137,7 +137,7 @@ run() {
     merged
     four
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
-    wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import worker; worker.preload()"; do
+    wants imports && into imports 120 bash -c 'for what in "import torch.distributed.run" "from tandem.trainer.rank import entry; entry.preload('cuda')"; do
         for _ in 1 2; do time python3 -c "$what"; done
     done' &
     for part in shared one tensor data; do wants "$part" && model "$part"; done

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tandem.families.registry import read_arch, weight_rules
-from tandem.trainer.rank.checkpoint import safetensors_header
+from tandem.system.safetensors_header import lay_out
 
 SHARD_BYTES = 4 * 2**30
 NOISE_ELEMENTS = 2**27
@@ -53,17 +53,12 @@ def _write_shards(directory: Path, device: str) -> None:
         writes = []
         for number, shard in enumerate(shards, 1):
             file = directory / f"model-{number:05}-of-{len(shards):05}.safetensors"
-            entries, end = {}, 0
-            for name, shape in shard.items():
-                begin, end = end, end + 2 * torch.Size(shape).numel()
-                entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-            header = safetensors_header(entries)
+            header, entries = lay_out({name: ("BF16", shape) for name, shape in shard.items()})
             fd = os.open(file, os.O_WRONLY | os.O_CREAT)
-            os.truncate(fd, len(header) + end)
+            os.truncate(fd, max(entry.end for entry in entries.values()))
             os.pwrite(fd, header, 0)
-            for name, shape in shard.items():
-                begin = len(header) + entries[name]["data_offsets"][0]  # type: ignore[index]
-                writes.append(pool.submit(noise.write, fd, begin, len(writes), shape))
+            for entry in entries.values():
+                writes.append(pool.submit(noise.write, fd, entry.begin, len(writes), entry.shape))
             index |= dict.fromkeys(shard, file.name)
         for write in writes:
             write.result()

@@ -251,7 +251,7 @@ def main() -> None:
         "TANDEM_MAX_MODEL_LEN": "512",
         "TANDEM_MAX_LORA_RANK": "16",
         "TANDEM_URL": controller,
-        "OPENAI_BASE_URL": f"{inference}/v1",
+        "TANDEM_INFERENCE_URL": inference,
     }
     os.environ.update(environment)
 

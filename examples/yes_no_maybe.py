@@ -4,7 +4,7 @@ The task is OpenPipe/ART's: answer a question with yes (reward 0.5), no (0.75) o
 first teaches the three answers at random, so that RL has something to choose from; RL then finds
 the best one.
 
-    TANDEM_URL=http://127.0.0.1:8080 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 python
+    TANDEM_URL=http://127.0.0.1:8080 TANDEM_INFERENCE_URL=http://127.0.0.1:8000 python
     examples/yes_no_maybe.py my-run
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Literal
 import openai
 
 from tandem.client import AsyncTandem, turn_from_openai
+from tandem.client.vllm import vllm_url
 from tandem.errors import NothingToLearn
 
 REWARDS = {"yes": 0.5, "no": 0.75, "maybe": 1.0}
@@ -119,9 +120,8 @@ async def train(
     """Create `run`, teach it by SFT, improve it by RL; returns the rewards and one row per RL
     step."""
     packing, unit = {"sequence_length": 256}, LEARNING_RATES[trainable]
-    url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
     sampler = openai.AsyncOpenAI(
-        base_url=url, api_key=api_key() or "none", timeout=120, max_retries=5
+        base_url=f"{vllm_url()}/v1", api_key=api_key() or "none", timeout=120, max_retries=5
     )
     async with sampler, AsyncTandem() as tandem:
         task = Task(sampler)

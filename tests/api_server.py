@@ -21,6 +21,7 @@ from tandem.controller.app import create_app
 from tandem.spool import Spool
 from tandem.spool.schema import Job, JobError, JobResult, Probe, Served
 from tandem.system import ports
+from tandem.system.http_limits import BoundedHttp
 from waiting import answers, until
 
 KEY = "key-one"
@@ -49,7 +50,13 @@ class Server:
         self.app = create_app(self.settings)
         self.spool: Spool = self.app.state.deployment.spool
         self._server = uvicorn.Server(
-            uvicorn.Config(self.app, port=0, log_level="error", timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                self.app,
+                port=0,
+                http=BoundedHttp,
+                log_level="error",
+                timeout_graceful_shutdown=2,
+            )
         )
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

@@ -56,7 +56,7 @@ def start_rank(environment: dict[str, str], log: Path, script: str, *arguments: 
 def _server() -> Any:
     """The fork server of this process. It starts with the first rank and ends with this process."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["policies", "tandem.trainer.rank.worker", "rank.jobs"])
+    server.set_forkserver_preload(["policies", "tandem.trainer.rank.entry", "rank.jobs"])
     # The NVML check keeps Megatron's import from calling CUDA, which no fork survives.
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     variables = {"PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

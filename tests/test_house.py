@@ -155,6 +155,13 @@ def test_every_package_has_a_rule():
     }
 
 
+def test_one_module_knows_the_header_of_safetensors():
+    """Others read it by `read_header` and write it by `lay_out`; no other library parses it."""
+    knows = re.compile(r"data_offsets|^\s*(?:from|import) safetensors\b", re.MULTILINE)
+    found = [path for path in SOURCE.rglob("*.py") if knows.search(path.read_text())]
+    assert [path.name for path in found] == ["safetensors_header.py"]
+
+
 def test_files_are_short():
     """ruff limits the statements of a function (`max-statements` in pyproject.toml)."""
     paths = SOURCE.rglob("*.py")

@@ -20,21 +20,34 @@ def test_settings_and_their_documentation_have_the_same_names():
     } | {"TANDEM_URL"}
 
 
-@pytest.mark.parametrize("variable", ["RL_DOCKER", "TANDEM_DOCKER"])
-def test_the_ancestors_name_is_understood(monkeypatch, variable):
-    monkeypatch.setenv(variable, "1")
-    assert Settings().docker
-
-
-@pytest.mark.parametrize("variable", ["TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"])
-def test_not_to_exit_after_a_job_is_a_way_to_start_ranks(monkeypatch, variable):
-    assert Settings().launch == "torchrun"
-    monkeypatch.setenv(variable, "1")
-    assert Settings().launch == "torchrun"
-    monkeypatch.setenv(variable, "0")
-    assert Settings().launch == "resident"
-    monkeypatch.setenv("TANDEM_LAUNCH", "resident")
-    assert Settings().launch == "resident"
+@pytest.mark.parametrize(
+    ("docker", "exit_after_job"),
+    [
+        ("RL_DOCKER", "MEGATRON_EXIT_AFTER_JOB"),
+        ("TANDEM_DOCKER", "TANDEM_EXIT_AFTER_JOB"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("values", "launch"),
+    [
+        ((None, None, None), "fork"),
+        (("1", None, None), "torchrun"),
+        (("0", None, None), "fork"),
+        ((None, "1", None), "fork"),
+        ((None, "0", None), "resident"),
+        (("1", "1", None), "torchrun"),
+        (("1", "0", None), "resident"),
+        (("1", None, "fork"), "fork"),
+        (("1", "1", "fork"), "fork"),
+        ((None, "0", "resident"), "resident"),
+        ((None, "1", "torchrun"), "torchrun"),
+    ],
+)
+def test_the_ancestors_names_choose_a_launch(monkeypatch, docker, exit_after_job, values, launch):
+    for variable, value in zip((docker, exit_after_job, "TANDEM_LAUNCH"), values, strict=True):
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    assert Settings().launch == launch
 
 
 def test_devices_are_a_comma_separated_list(monkeypatch):
@@ -73,10 +86,13 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (MERGED | {"TANDEM_SWAP_REQUESTS": "recompute"}, "should be 'keep' or 'wait'"),
         (MERGED | {"TANDEM_TRANSPORT": "ipc"}, "should be 'auto', 'merge', 'nccl' or 'volume'"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
-        ({"TANDEM_OPTIMIZER_STATE_EVERY": "2"}, "set TANDEM_LAUNCH=resident"),
         (
             {"TANDEM_EXIT_AFTER_JOB": "0", "TANDEM_LAUNCH": "fork"},
             "_JOB=0 contradicts TANDEM_LAUNCH=fork",
+        ),
+        (
+            {"TANDEM_EXIT_AFTER_JOB": "1", "TANDEM_LAUNCH": "resident"},
+            "_JOB=1 contradicts TANDEM_LAUNCH=resident",
         ),
     ],
 )

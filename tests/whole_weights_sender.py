@@ -19,6 +19,7 @@ from rank.jobs import submit_rl
 from ranks import start_rank
 from tandem.config import Settings
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import Job, JobResult, Manifest
 from waiting import until
@@ -152,13 +153,14 @@ def main(directory: Path, tp: int, pp: int) -> None:
     from policies import make_policy
     from tandem.model import device, parallel
     from tandem.topology.sizes import Sizes
+    from tandem.trainer.launch import RankSettings
     from tandem.trainer.rank import publication as module
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))
-    settings = Settings()
+    settings = RankSettings.of(Settings())
     device.activate(device.choose(settings.device), int(os.environ["LOCAL_RANK"]))
     top = parallel.init_parallel(Sizes(tensor=tp, pipeline=pp))
-    spool = Spool(settings.root)
+    spool = Spool(Settings().root)
     while not (directory / "run").exists():
         time.sleep(0.01)
     run = spool.runs.get((directory / "run").read_text())
@@ -181,11 +183,11 @@ def main(directory: Path, tp: int, pp: int) -> None:
         order = _read(directory / f"order.{number}")
         job = order["job"]
         policy.load_adapter(Path(order["adapter"]))
-        work = spool.root / f"jobs/work/{job}"
+        attempt = Attempt(spool, job, 1)
         if top.rank == 0:
-            work.mkdir(parents=True, exist_ok=True)
+            attempt.work.mkdir(parents=True, exist_ok=True)
         publication = module.Publication(
-            settings, spool, model, policy, work, f"{job}/1", beat=lambda: None, event=event
+            settings, model, policy, attempt, beat=lambda: None, event=event
         )
         publication.offer()
         if top.rank == 0:

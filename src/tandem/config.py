@@ -1,7 +1,6 @@
 """Settings of one deployment, from the environment (`TANDEM_*`). Secrets come from variables or
 from files."""
 
-import ipaddress
 import math
 import re
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
+from tandem.system.loopback import is_loopback as is_loopback
 
 
 class Settings(BaseSettings):
@@ -65,15 +65,12 @@ class Settings(BaseSettings):
     """None: for ever."""
 
     # ---- trainer
-    launch: Literal["torchrun", "fork", "resident"] = "torchrun"
+    launch: Literal["fork", "torchrun", "resident"] = "fork"
     exit_after_job: bool | None = Field(
         default=None,
         validation_alias=AliasChoices("TANDEM_EXIT_AFTER_JOB", "MEGATRON_EXIT_AFTER_JOB"),
     )
-    """The ancestor's setting for the same choice as `launch`: false means `launch=resident`."""
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
-    """The ancestor's setting, accepted without an effect: ranks always start with bare
-    `torchrun`."""
     trainer_ranks: int = Field(default=1, ge=1)
     topology: Literal["given", "auto"] = "given"
     tensor_parallel: int = Field(default=1, ge=1)
@@ -85,7 +82,6 @@ class Settings(BaseSettings):
     trainer_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     recompute: Literal["auto", "none", "full"] = "auto"
     base_precision: Literal["same", "fp8"] = "same"
-    optimizer_state_every: int = Field(default=1, ge=1)
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
 
@@ -136,14 +132,22 @@ class Settings(BaseSettings):
         raise ValueError(f"{value!r} is no URL such as http://127.0.0.1:8000")
 
     @model_validator(mode="after")
-    def _exit_after_job_is_a_launch(self) -> Self:
-        if self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
-            if "launch" in self.model_fields_set:
-                given = f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)}"
-                raise ValueError(
-                    f"{given} contradicts TANDEM_LAUNCH={self.launch}; unset one of them"
-                )
-            object.__setattr__(self, "launch", "resident")
+    def _launch_by_the_ancestors_names(self) -> Self:
+        """Nothing else reads `exit_after_job` and `docker`, the ancestor's names for a launch.
+
+        `exit_after_job`: false means resident ranks; true means ranks that exit.
+        `docker`: true means bare torchrun. Resident ranks are torchrun's, too.
+        A `launch` that is given goes before `docker`. It must not contradict `exit_after_job`.
+        """
+        if "launch" not in self.model_fields_set:
+            launch = "torchrun" if self.docker else self.launch
+            launch = "resident" if self.exit_after_job is False else launch
+            object.__setattr__(self, "launch", launch)
+        elif self.exit_after_job is not None and self.exit_after_job == (self.launch == "resident"):
+            raise ValueError(
+                f"TANDEM_EXIT_AFTER_JOB={int(self.exit_after_job)} contradicts"
+                f" TANDEM_LAUNCH={self.launch}; unset one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -152,12 +156,6 @@ class Settings(BaseSettings):
             raise ValueError(
                 "TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none"
             )
-        if self.optimizer_state_every > 1 and self.launch != "resident":
-            problem = (
-                f"TANDEM_OPTIMIZER_STATE_EVERY={self.optimizer_state_every} needs ranks that keep"
-                " the state"
-            )
-            raise ValueError(f"{problem} between jobs; set TANDEM_LAUNCH=resident")
         self._check_ranks()
         self._check_transport()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
@@ -240,14 +238,13 @@ class Settings(BaseSettings):
             )
         return resolve_model(self.root, self.base_model)
 
-    def check_bind(self) -> None:
-        """Raises InvalidInput where other machines may reach the controller and no key is set."""
-        if not self.api_keys and not is_loopback(self.controller_host):
-            problem = (
-                f"no API key is set, and {self.controller_host} can be reached from other machines"
-            )
+    def check_bind(self, server: Literal["controller", "inference"] = "controller") -> None:
+        """Raises InvalidInput where other machines may reach the server and no key is set."""
+        host = self.controller_host if server == "controller" else self.inference_host
+        if not self.api_keys and not is_loopback(host):
+            problem = f"no API key is set, and {host} can be reached from other machines"
             remedy = "set TANDEM_API_KEY (or TANDEM_API_KEY_FILE), or bind to 127.0.0.1"
-            raise InvalidInput(f"{problem}; {remedy}", field="TANDEM_CONTROLLER_HOST")
+            raise InvalidInput(f"{problem}; {remedy}", field=f"TANDEM_{server.upper()}_HOST")
 
     @property
     def api_keys(self) -> list[str]:
@@ -315,11 +312,3 @@ def resolve_model(root: Path, base_model: str) -> str:
         if not Path(base_model).is_absolute() and inside.is_dir():
             return str(inside)
     return base_model
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this name or address."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -155,7 +155,7 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
             *reach, "--closed", f"{vllm.url}/sleep", "--metrics", f"{server.url}/metrics"
         )
         assert status == 0, err
-        assert "inference" in out
+        assert f"vLLM {vllm.url}: serves base" in out
         status, _, err = tandem(*reach, "--closed", f"{vllm.url}/version")
         assert (status, "answers 200 to an API key" in err) == (1, True)
         for option in ("--closed", "--metrics"):
@@ -163,6 +163,32 @@ def test_the_reach_of_a_stack(tandem, monkeypatch, server):
             assert (status, "does not answer" in err) == (5, True)
     finally:
         vllm.stop()
+
+
+def test_the_reach_of_a_stack_asks_tandems_vllm_and_no_other_provider(tandem, monkeypatch, server):
+    """And sends the key nowhere else."""
+    vllm, provider = FakeVllm(), FakeVllm()
+    vllm.start()
+    provider.start()
+    monkeypatch.setattr("fake_vllm.API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{provider.url}/v1")
+    try:
+        for address in (vllm.url, f"{vllm.url}/v1"):
+            monkeypatch.setenv("TANDEM_INFERENCE_URL", address)
+            status, out, err = tandem("smoke", "reach", "--patience", "0.1")
+            assert (status, f"vLLM {vllm.url}: serves base" in out) == (0, True), err
+        assert provider.calls == []
+        provider.stop()
+        monkeypatch.delenv("TANDEM_INFERENCE_URL")
+        monkeypatch.setenv("TANDEM_INFERENCE_PORT", "9")
+        status, _, err = tandem("smoke", "reach", "--patience", "0.1")
+        assert (status, "TANDEM_INFERENCE_URL" in err, provider.url in err) == (5, True, False)
+        monkeypatch.setenv("TANDEM_API_KEY", "wrong")
+        status, _, err = tandem("smoke", "reach", "--patience", "0.1")
+        assert (status, "refuses our key" in err) == (1, True)
+    finally:
+        vllm.stop()
+        provider.stop()
 
 
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):
@@ -240,6 +266,16 @@ def test_queue_and_cancel(tandem, as_json, run):
     ):
         status, _, err = tandem("train", "job", run, *arguments, "--wait", "no")
         assert (status, problem in err) == (1, True)
+
+
+def test_a_download_that_peft_would_misread_says_so(tandem, run, monkeypatch):
+    """`test_same_as_peft.py` has PEFT read such adapters."""
+    assert "PEFT" not in tandem("checkpoints", "download", run, "0", "good")[2]
+    names = []
+    monkeypatch.setattr("tandem.cli.runs.misread_by_peft", lambda keys: names.extend(keys) or True)
+    status, _, err = tandem("checkpoints", "download", run, "0", "adapter")
+    assert (status, f"tandem export {run} 0 DIR" in err) == (0, True)
+    assert any(name.endswith("lora_A.weight") for name in names)
 
 
 def test_checkpoints(tandem, as_json, run, server, tmp_path):

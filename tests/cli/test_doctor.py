@@ -10,9 +10,11 @@ import pytest
 import tiny_model
 
 import fake_nvml
-from api_server import tree
+from api_server import KEY, tree
+from fake_vllm import FakeVllm
 from spool.spool_tools import run_spec, write_adapter
 from spool.volume_tools import mounted
+from tandem.cli.checks import CHECKS, Command, selected
 from tandem.spool import Spool
 
 
@@ -151,6 +153,59 @@ def test_what_cannot_be_served_is_named(doctor, tmp_path, monkeypatch):
     assert "run-1, run-2" in checks["weights: runs"]["found"]
     assert checks["weights: vLLM's arguments"]["status"] == "fail"
     assert "--api-server-count" in checks["weights: vLLM's arguments"]["found"]
+
+
+def test_secrets_that_are_set_and_wrong(doctor, preflight_settings, monkeypatch):
+    """The same answers before a start and after it."""
+    monkeypatch.setenv("TANDEM_CONTROLLER_HOST", "0.0.0.0")
+    for key, expected in (
+        (KEY, ("fail", "is one of the API keys")),
+        ("short", ("warn", "shorter")),
+    ):
+        monkeypatch.setenv("TANDEM_API_KEY", key)
+        monkeypatch.setenv("TANDEM_ADMIN_TOKEN", key if key == KEY else "t" * 32)
+        name = "TANDEM_ADMIN_TOKEN" if key == KEY else "TANDEM_API_KEY"
+        for found in (doctor()[1][name], preflight_settings()[name]):
+            assert (found["status"], expected[1] in found["found"]) == (expected[0], True), found
+
+
+@pytest.fixture
+def preflight_settings(command):
+    """Runs `tandem preflight` with the settings as they are; returns its checks by name."""
+    return lambda: {check["name"]: check for check in json.loads(command("preflight", "--json")[1])}
+
+
+def test_what_answers_for_vllm(doctor, monkeypatch):
+    vllm = FakeVllm()
+    vllm.start()
+    monkeypatch.setattr("fake_vllm.API_KEY", KEY)
+    try:
+        monkeypatch.setenv("TANDEM_INFERENCE_URL", f"{vllm.url}/v1")
+        assert doctor()[1]["vLLM"]["found"] == f"{vllm.url}: serves base"
+        vllm.dead = True
+        checks = doctor()[1]
+        assert (checks["vLLM"]["status"], "/health answers 503" in checks["vLLM"]["found"]) == (
+            "fail",
+            True,
+        )
+        vllm.dead = False
+        monkeypatch.setattr(vllm, "_route", lambda *_: (200, {"data": [{"id": "gpt"}]}))
+        checks = doctor()[1]
+        assert checks["vLLM"]["status"] == "fail"
+        assert "serves ['gpt'], without the model 'base'" in checks["vLLM"]["found"]
+    finally:
+        vllm.stop()
+    assert doctor()[1]["vLLM"]["status"] == "warn"
+
+
+def test_no_question_is_asked_in_two_places(command, monkeypatch):
+    assert len({check.name for check in CHECKS}) == len({check.answer for check in CHECKS})
+    assert len({check.asks for check in CHECKS}) == len(CHECKS)
+    monkeypatch.setenv("COLUMNS", "2000")
+    for words in (["doctor"], ["preflight"], ["smoke", "reach"]):
+        _, text, _ = command(*words, "--help")
+        asked = [check.name for check in CHECKS if check.asks in text]
+        assert asked == [check.name for check in selected(Command[words[-1].upper()])]
 
 
 @pytest.fixture(scope="module")

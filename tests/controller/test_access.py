@@ -93,6 +93,9 @@ def test_a_bind_beyond_loopback_needs_a_key():
     for host, key in [("0.0.0.0", None), ("::", None), ("10.0.0.1", " , ")]:
         with pytest.raises(InvalidInput, match="TANDEM_API_KEY"):
             Settings(controller_host=host, api_key=key, base_model="m").check_bind()
+        with pytest.raises(InvalidInput, match="TANDEM_API_KEY") as caught:
+            Settings(inference_host=host, api_key=key, base_model="m").check_bind("inference")
+        assert caught.value.field == "TANDEM_INFERENCE_HOST"
 
 
 def test_successes_of_probes_and_scrapes_are_not_logged():

@@ -270,7 +270,6 @@ def test_what_passes_by_itself_is_503_with_retry_after(http, monkeypatch, number
 
     for path in (f"/v1/runs/{run}", "/v1/jobs", "/v1/jobs/some"):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_bytes", fail)
             patch.setattr(os, "open", fail)
             patch.setattr(Path, "stat", fail)
             answer = http.get(path)

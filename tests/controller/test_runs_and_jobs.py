@@ -143,6 +143,21 @@ def test_a_log_ends_where_it_ends_however_far_one_reads(client, http, server, ru
         assert (answer.status_code, answer.text) == (200, text)
 
 
+def test_a_log_and_events_that_are_links_or_fifos_show_nothing(client, http, server, run, tmp_path):
+    """The trainer's side writes them, and the controller has files that it has not."""
+    job = client.train(run, rl_request())
+    (tmp_path / "secret").write_text("secret")
+    log, events = server.spool.paths.log_file(job.id), server.spool.paths.events_file(job.id)
+    events.unlink(missing_ok=True)
+    for make in (lambda path: path.symlink_to(tmp_path / "secret"), os.mkfifo):
+        make(log)
+        make(events)
+        assert http.get(f"/v1/jobs/{job.id}/log").text == ""
+        assert client.job_events(job.id) == []
+        log.unlink()
+        events.unlink()
+
+
 def test_a_retried_job_shows_the_previous_attempt(client, server, run):
     job = client.train(run, rl_request())
     server.spool.queue.requeue(

@@ -36,7 +36,7 @@ def test_every_container_is_healthy(stack):
 
 def test_the_example_learns_through_the_published_ports(stack, monkeypatch):
     monkeypatch.setenv("TANDEM_URL", stack.controller_url)
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{stack.inference_url}/v1")
+    monkeypatch.setenv("TANDEM_INFERENCE_URL", stack.inference_url)
     monkeypatch.setenv("TANDEM_API_KEY_FILE", str(stack.secrets_dir / "api_key"))
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
     # tests/stack has all of them.

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 import fake_vllm
 from fuzz.stage import WITNESS, Stage
-from tandem.cli import checks_deployment
+from tandem.cli.checks import Asked, Command, selected
 from tandem.controller import app
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.families.adapter import WEIGHTS_FILE
@@ -33,8 +33,10 @@ from tandem.metrics.exporter import make_collectors
 from tandem.metrics.metric import BOTH
 from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
-from tandem.trainer.rank import worker
+from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank import entry
 from tandem.trainer.runner import loop
 from tandem.trainer.runner.stop import Stop
 
@@ -165,17 +167,15 @@ def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...])
 
 
 def doctor(stage: Stage, root: Path) -> Problems:
-    settings = stage.settings(root)
-    for part in (
-        checks_deployment.damage_checks,
-        checks_deployment.weights_checks,
-        checks_deployment.model_checks,
-    ):
-        yield from guarded(
-            f"doctor's {part.__name__}",
-            lambda part=part: list(part(settings)),  # type: ignore[misc]
-            (OSError, TandemError, ValueError),
-        )
+    asked = Asked(Command.DOCTOR)
+    asked.settings = stage.settings(root)
+    for check in selected(asked.command):
+        if check.name in ("damage", "weights", "model"):
+            yield from guarded(
+                f"doctor's {check.name}",
+                lambda check=check: list(check.answer(asked)),  # type: ignore[misc]
+                (OSError, TandemError, ValueError),
+            )
 
 
 def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:
@@ -222,12 +222,12 @@ class _Here:
     holds_devices = False
 
     def __init__(self, settings: Any, *_: object) -> None:
-        self._root = settings.root
+        self._settings = RankSettings.of(settings)
 
     def prepare(self) -> None: ...
 
-    def launch(self, job: str, attempt: int, _: Path) -> "_Here":
-        self._status = worker.main(self._root, job, attempt)
+    def launch(self, attempt: Attempt) -> "_Here":
+        self._status = entry.main(attempt, self._settings)
         if self._status:
             parallel.destroy()
         return self

@@ -16,7 +16,7 @@ from rank import jobs
 from tandem.config import Settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool import Spool, fs
-from tandem.spool.paths import beat_file, error_file
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, Hold, Job, JobError, JobResult
 from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
@@ -127,7 +127,7 @@ def _end(spool: Spool, job_id: str) -> None:
 def _lose(spool: Spool, job_id: str) -> Job:
     """The job runs, and its runner and rank die."""
     job = jobs.claim(spool, job_id)
-    work = spool.paths.work_dir(job_id, job.attempt)
+    attempt = Attempt(spool, job_id, job.attempt)
     memory = {"allocated": 10, "reserved": 10}
     beat = Beat(
         time=time.time(),
@@ -138,9 +138,9 @@ def _lose(spool: Spool, job_id: str) -> Job:
         memory=memory,
         phases={"data": memory},
     )
-    beat_file(work, 0).write_text(beat.model_dump_json())
+    attempt.beat(0).write_text(beat.model_dump_json())
     fs.write_json_atomic(
-        error_file(work, 0), JobError(type="rank_error", message="it raised", retriable=True)
+        attempt.error(0), JobError(type="rank_error", message="it raised", retriable=True)
     )
     spool.events.append(
         job_id, "step", attempt=1, step=1, steps=2, metrics={"loss": 1.0, "tokens": 10}

@@ -141,7 +141,8 @@ STRANGERS = {
         ("trainer elsewhere", "elsewhere", {NAME: "tandem", INSTANCE: "a", COMPONENT: "trainer"}),
     )
 } | {"outside": INTERNET}
-SCRAPERS = {"prometheus", "prometheus here"}
+SCRAPERS = {"prometheus here"}
+"""Any pod of any namespace may take the label of a Prometheus."""
 SMOKE = {"test-reach", "test-job"}
 TESTS = {*SMOKE, "test-volume-write", "test-volume-read"}
 
@@ -262,11 +263,24 @@ def test_the_notes_warn_of_a_service_for_the_outside_that_the_policies_close(rol
         assert warning not in with_values(**service, networkPolicy=policy).notes
 
 
+@pytest.mark.parametrize("kind", ["pod", "none"])
+def test_the_notes_say_that_a_prometheus_of_another_namespace_is_kept_out(kind):
+    warning = "networkPolicy.prometheus names no other namespace"
+    monitors = {"monitoring": {"monitors": {"kind": kind, "labels": {"release": "x"}}}}
+    assert (warning in with_values(**monitors).notes) == (kind == "pod")
+    for policy in ({"prometheus": [{"namespaceSelector": {}}]}, {"enabled": False}):
+        assert warning not in with_values(**monitors, networkPolicy=policy).notes
+
+
 def test_the_scrapers_are_a_value():
     found = changed(
         networkPolicy={"prometheus": [{"podSelector": {"matchLabels": {"app": "web"}}}]}
     )
     assert found.reaching("trainer", TRAINER_METRICS) == {"pod", "inference", *SMOKE}
+    elsewhere = {"namespaceSelector": {"matchLabels": NAMESPACES["monitoring"]}}
+    elsewhere |= {"podSelector": {"matchLabels": _PROMETHEUS}}
+    found = changed(networkPolicy={"prometheus": [elsewhere]})
+    assert found.reaching("trainer", TRAINER_METRICS) == {"prometheus", "inference", *SMOKE}
     nobody = changed(networkPolicy={"prometheus": []})
     assert nobody.reaching("trainer", TRAINER_METRICS) == {"inference", *SMOKE}
     assert nobody.reaching("controller", 8080) == {"client", *SMOKE}
@@ -329,7 +343,7 @@ def test_the_example_client_is_restricted_and_reaches_only_the_two_apis():
     (container,) = pod["spec"]["containers"]
     variables = environment(container)
     reached = set()
-    for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "OPENAI_BASE_URL")):
+    for url in (urlsplit(variables[name]) for name in ("TANDEM_URL", "TANDEM_INFERENCE_URL")):
         service = services[url.hostname]
         (port,) = (p for p in service["ports"] if p["port"] == url.port)
         name = service["selector"][COMPONENT]

@@ -148,6 +148,13 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
         ({"vllm_args": "--api-key=x"}, "vllm_args"),
         ({"vllm_args": "--api_key x"}, "vllm_args"),
         ({"vllm_args": "--api-k=x"}, "vllm_args"),
+        ({"vllm_args": "--hf-token hf_x"}, "vllm_args"),
+        ({"vllm_args": "--seed 1 --hf_token=hf_x"}, "vllm_args"),
+        ({"vllm_args": "--hf-t hf_x"}, "vllm_args"),
+        ({"vllm_args": "--model-loader-extra-config.aws_secret_access_key hf_x"}, "vllm_args"),
+        ({"vllm_args": "--ssl-keyfile-password hf_x"}, "vllm_args"),
+        ({"vllm_args": "--hf-token 'hf_x"}, "vllm_args"),
+        ({"vllm_args": "--host 0.0.0.0"}, "vllm_args"),
         ({"base_model": None}, "TANDEM_BASE_MODEL"),
         ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
         ({"weights": "merged", "vllm_args": "--seed 1 --enable-expert-parallel"}, "vllm_args"),
@@ -164,6 +171,19 @@ def test_settings_that_cannot_work_are_named(values: dict[str, object], field: s
     with pytest.raises(InvalidInput) as caught:
         command(**values)
     assert caught.value.field == field
+    assert "hf_x" not in str(caught.value)
+
+
+def test_no_value_of_the_operators_arguments_is_logged() -> None:
+    """vLLM has options for URLs and JSON, in which people put passwords."""
+    extra = "--tokenizer t --max-num-batched-tokens 9 --otlp-traces-endpoint=https://u:hf_x@host"
+    made = command(
+        vllm_args=extra + " --dbo-decode-token-threshold 3 --model-loader-extra-config"
+        ' \'{"password": "hf_x"}\''
+    )
+    assert sum("hf_x" in argument for argument in made.argv) == 2
+    assert "hf_x" not in " ".join(made.shown)
+    assert "--otlp-traces-endpoint" in made.shown
 
 
 def test_vllm_cpu_is_refused_where_the_trainer_would_use_a_gpu(

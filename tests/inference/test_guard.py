@@ -77,6 +77,32 @@ def _asgi(path: str, root_path: str = "", scheme: str = "http") -> int:
     return statuses[0] if statuses else 0
 
 
+def test_without_a_key_only_programs_on_this_machine_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page can rebind its name to 127.0.0.1, and send requests without reading the answers."""
+    for key, status in (("the-key", 200), ("", 422)):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        guarded = client()
+        for headers in (
+            {"Host": "evil.example"},
+            {"Host": "127.0.0.1.evil.example:8000"},
+            {"Host": ""},
+            {"Host": "127.0.0.1:8000", "Origin": "http://evil.example"},
+            {"Host": "127.0.0.1:8000", "Origin": "null"},
+        ):
+            for path in ("/v1/models", "/v1/chat/completions", *API_KEY_PATHS):
+                answer = guarded.post(path, headers=API | headers)
+                assert answer.status_code == status, (path, headers)
+                if status == 422:
+                    assert answer.json()["error"]["field"] == list(headers)[-1]
+            assert guarded.get("/health", headers=headers).status_code == 200
+            assert guarded.post("/pause", headers=ADMIN | headers).status_code == 200
+        for host in ("127.0.0.1:8000", "localhost", "[::1]:8000"):
+            answer = guarded.get("/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
+            assert answer.status_code == 200
+
+
 def test_public_routes_need_no_secret() -> None:
     for path in PUBLIC_PATHS:
         assert client().get(path).status_code == 200, path
@@ -184,7 +210,7 @@ def test_tokenize_needs_the_api_key_if_one_is_set(monkeypatch: pytest.MonkeyPatc
         ]:
             assert client().post(path, headers=headers).status_code == status, headers
     monkeypatch.delenv("VLLM_API_KEY")
-    assert client().post("/tokenize").status_code == 200
+    assert client().post("/tokenize", headers={"Host": "localhost"}).status_code == 200
 
 
 @pytest.mark.parametrize("token", ["", "  "])

@@ -10,9 +10,9 @@ import pytest
 
 from tandem.config import Settings
 from tandem.errors import CheckpointDamaged
-from tandem.inference.merged_model import TensorFile
 from tandem.inference.publisher import transports
 from tandem.inference.publisher.transports import MergedTransport
+from tandem.inference.tensor_files import TensorFile
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files, write_manifest
 from tandem.spool.schema import LoraShape, Manifest, RunSpec

@@ -21,8 +21,8 @@ from inference.stage import commit, make_run
 from inference.test_real_vllm import SEQUENCES, Trainer, distance
 from tandem.config import Settings
 from tandem.data.inputs import turn_from_openai
-from tandem.inference.merged_model import SpotCheck
 from tandem.inference.publisher.publisher import Publisher
+from tandem.inference.spot_check import SpotCheck
 from tandem.metrics.policy import PARTS
 from tandem.spool.removal import delete_run
 from tandem.spool.schema import LoraShape

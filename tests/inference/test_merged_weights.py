@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from inference.worker_models import LORA, Core, Model, Worker, Workers
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, peft_keys
-from tandem.inference.merged_model import SpotCheck
 from tandem.inference.server.worker import extension, model_weights
 from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.inference.server.worker.model_weights import BASE
 from tandem.inference.server.worker.weight_layout import CannotWrite, weight_layout
+from tandem.inference.spot_check import SpotCheck
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 from waiting import until

@@ -507,6 +507,42 @@ def test_the_program_ends_at_once_when_it_is_told_to(stage: Stage, tmp_path: Pat
         assert process.wait(60) == 0
 
 
+def test_a_second_publisher_is_refused_in_words_until_the_first_is_gone(
+    stage: Stage, tmp_path: Path
+) -> None:
+    settings = stage.settings()
+    values = {
+        "ROOT": settings.root,
+        "INFERENCE_URL": stage.vllm.url,
+        "API_KEY": fake_vllm.API_KEY,
+        "ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+    }
+    environment = os.environ | {f"TANDEM_{name}": str(value) for name, value in values.items()}
+    environment["TMPDIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tandem.inference.publisher"]
+
+    def start(log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as out:
+            return subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+
+    first, log = start(tmp_path / "first.log"), tmp_path / "second.log"
+    processes = [first]
+    try:
+        until("step 0 is served", lambda: stage.spool.served.get("run"))
+        processes.append(start(log))
+        refusal = f"has a publisher already: publisher, pid {first.pid} on host"
+        until("the second one says so", lambda: refusal in log.read_text())
+        first.kill()
+        first.wait(60)
+        stage.step(0.3)
+        until("the second one goes on", lambda: stage.served() == (1, None))
+        assert log.read_text().count(refusal) == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(60)
+
+
 def test_a_long_call_waits_no_longer_for_a_connection_than_a_short_one(stage: Stage) -> None:
     asked: list[dict[str, float]] = []
 

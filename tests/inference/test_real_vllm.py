@@ -6,12 +6,14 @@ All tests share one server and name their runs apart. Dense models are served in
 
 import itertools
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -122,6 +124,30 @@ def test_the_guard_closes_every_route_of_the_app(vllm: VllmServer) -> None:
         body = {"model": "base", "prompt": "yes"}
         assert http.post("/tokenize", json=body).status_code == 401
         assert http.post("/tokenize", json=body, headers=API).json()["tokens"] == [88, 68, 82]
+
+
+@pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 2**13, b"a" * 2**16])
+def test_headers_that_never_end_take_no_memory(vllm: VllmServer, piece: bytes) -> None:
+    """Nobody needs a key for that: headers come before the guard."""
+    server, sent = psutil.Process(vllm.pid), 0
+    before = server.memory_info().rss
+    address = urlsplit(vllm.url)
+    for _ in range(3):
+        with socket.create_connection((address.hostname, address.port), timeout=10) as peer:
+            peer.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+            with suppress(ConnectionError, TimeoutError):
+                while sent < 300 * 2**20:
+                    peer.sendall(piece)
+                    sent += len(piece)
+    assert sent < 60 * 2**20
+    assert server.memory_info().rss - before < 16 * 2**20
+
+
+def test_a_half_sent_request_is_closed(vllm: VllmServer) -> None:
+    address = urlsplit(vllm.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as peer:
+        peer.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: b")
+        assert b" 408 " in peer.recv(2**16)
 
 
 def test_what_the_processes_of_vllm_show(vllm: VllmServer) -> None:

@@ -61,6 +61,20 @@ def test_what_the_vllm_before_served_and_left_in_its_tmpdir_is_removed(
     assert list(directory.iterdir()) == []
 
 
+def test_a_vllm_that_other_machines_reach_needs_a_key(
+    environments: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TANDEM_INFERENCE_HOST", "0.0.0.0")
+    start(ends=2)
+    assert "TANDEM_API_KEY" in capfd.readouterr().err
+    assert environments == []
+    monkeypatch.setenv("TANDEM_API_KEY", "key")
+    start()
+    assert environments[0]["VLLM_API_KEY"] == "key"
+
+
 def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
     environments: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -17,8 +17,8 @@ from tandem.metrics.exporter import make_collectors
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool, fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.jobs import Jobs
-from tandem.spool.paths import beat_file
 from tandem.spool.removal import prune
 from tandem.spool.schema import Beat, Job, JobError
 
@@ -79,7 +79,7 @@ def beat(
     fields["memory"] = memory | more.get("memory", {})
     written = Beat(time=time.time(), phase=phase, step=step, **fields)
     fs.write_atomic(
-        beat_file(spool.paths.work_dir(job.spec.id, job.attempt), rank),
+        Attempt(spool, job.spec.id, job.attempt).beat(rank),
         written.model_dump_json().encode(),
     )
 
@@ -144,7 +144,7 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     step(volume, job, 1)
     seen = exported.collect()
     check_running(seen)
-    beats = volume.jobs.beats("j1", 1)
+    beats = Attempt(volume, "j1", 1).beats()
     assert seen.get("tandem_job_last_progress_timestamp_seconds") == beats[0].time < beats[1].time
 
     step(volume, job, 2)

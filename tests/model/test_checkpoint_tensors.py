@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 from safetensors.torch import save_file as save_torch_file
 
 from tandem.errors import CheckpointDamaged
@@ -102,6 +102,7 @@ def test_the_identity_adapter_is_pefts_initialisation(adapter, tmp_path_factory)
         of_seed.append((another / WEIGHTS_FILE).read_bytes())
     assert (adapter / WEIGHTS_FILE).read_bytes() == of_seed[0] != of_seed[1]
     tensors = {name: tensor.numpy() for name, tensor in read(adapter).items()}
+    assert of_seed[0] == save(tensors, metadata={"format": "pt"})  # the library's own file
     assert len(tensors) == 2 * 2 * 7
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())
     assert all((tensor == 0).all() for name, tensor in tensors.items() if "lora_B" in name)

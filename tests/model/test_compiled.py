@@ -1,7 +1,9 @@
 """A compiled function is written to a file, later processes load it, and a file that can't be used
 is made again."""
 
+import errno
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tandem.errors import SpoolUnusable
 from tandem.model import compiled
 from tandem.model.compiled import Compiled
 
@@ -166,13 +169,46 @@ def test_a_damaged_file_is_written_again(compiles, files):
     assert len(compiles) == 2
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(files):
-    files.parent.mkdir(exist_ok=True)
-    files.write_text("in the way")
+def test_a_directory_that_cannot_be_written_is_no_error(files, monkeypatch):
+    def fail(path, _content):
+        raise PermissionError(errno.EACCES, "read-only", str(path))
+
+    monkeypatch.setattr(compiled.fs, "write_atomic", fail)
     with pytest.warns(UserWarning, match="can't be written"):
         made = Compiled(function)(*arguments())
-    files.unlink()
     torch.testing.assert_close(made, function(*arguments()))
+
+
+@pytest.mark.parametrize("which", ["cache", "tandem"])
+@pytest.mark.parametrize("change", ["writable", "foreign", "link"])
+def test_nothing_is_loaded_from_a_directory_of_others(
+    compiles, files, monkeypatch, tmp_path, which, change
+):
+    """A pickle there is code of whoever wrote it."""
+    Compiled(function)(*arguments())
+    directory = files if which == "tandem" else files.parent
+    loads = []
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", lambda *_, **__: loads.append(1))
+    if change == "writable":
+        directory.chmod(0o777)
+    elif change == "foreign":
+        real = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    elif which == "cache":
+        (tmp_path / "link").symlink_to(directory)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "link"))
+    else:
+        directory.rename(tmp_path / "moved")
+        directory.symlink_to(tmp_path / "moved")
+    try:
+        with pytest.raises(SpoolUnusable, match="remove it"):
+            Compiled(function)(*arguments())
+    finally:
+        if directory.is_symlink():
+            directory.unlink()
+        else:
+            directory.chmod(0o755)
+    assert loads == []
 
 
 def test_everything_that_changes_the_compilers_output_changes_the_file(monkeypatch):

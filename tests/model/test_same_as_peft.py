@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from policies import all_logits, make_policy, write_random_adapter
 from tandem.errors import CheckpointDamaged
-from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, misread_by_peft
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool.schema import LoraShape
@@ -66,6 +66,36 @@ def test_a_layers_experts_are_few_parameters_and_many_of_pefts_tensors(alone, tm
         policy.arch, LORA
     )
     assert "base_model.model.model.layers.0.mlp.experts.7.gate_proj.lora_A.weight" in whole
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "right"),
+    [
+        ("qwen3", ("gate_proj", "up_proj"), True),
+        ("qwen3_moe", LORA.targets, True),
+        ("qwen3_moe", ("q_proj", "o_proj"), True),
+        ("qwen3_moe", ("gate_proj", "up_proj"), False),
+        ("qwen3_moe", ("down_proj",), True),
+        ("qwen3_moe", ("gate_proj",), False),
+        ("glm4_moe", ("down_proj",), False),
+        ("glm4_moe", ("q_proj", "o_proj"), True),
+        ("glm4_moe", LORA.targets, False),
+        ("glm4_moe", ("gate_proj", "up_proj"), False),
+    ],
+)
+def test_what_peft_misreads_is_known(alone, tmp_path, family, targets, right):
+    model = write_random_model(tmp_path / "model", family=family)
+    lora = LoraShape(rank=4, alpha=10.0, targets=targets)
+    adapter = write_random_adapter(tmp_path / "adapter", model, lora)
+    assert misread_by_peft(adapter_shapes(read_arch(str(model)), lora)) == (not right)
+    ours = make_policy(model, lora, adapter)
+    with torch.no_grad():
+        try:
+            theirs = peft.PeftModel.from_pretrained(base(model), adapter)(TOKENS[None]).logits[0]
+            same = float((all_logits(ours, TOKENS) - theirs).abs().max()) <= 1e-4
+        except (ValueError, RuntimeError):
+            same = False
+    assert same == right
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

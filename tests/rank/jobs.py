@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ranks import run_ranks
+from tandem.config import Settings
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl, prepare_sft
@@ -20,20 +21,23 @@ from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
 from tandem.spool import Spool, schema
-from tandem.spool.paths import error_file
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
 from tandem.topology.sizes import Sizes
-from tandem.trainer.rank import worker
+from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank import entry
 from tiny import MOE, SHAPE, write_random_model
 
 VOCAB = SHAPE["vocab_size"]
 LORA = LoraShape(rank=4, alpha=8)
 ROW = 48
+Main = Callable[[Attempt, RankSettings], int]
+"""Runs a rank; see `entry.main`."""
 STALL_SECONDS = 180.0  # on a GPU the first job compiles for a minute
 
 
 def gpu_like() -> SimpleNamespace:
-    """The module `device` as `session` must see it to rehearse on the CPU, as it does on a GPU."""
+    """The module `device` as `train` must see it to rehearse on the CPU, as it does on a GPU."""
     return SimpleNamespace(**vars(device) | {"is_cuda": lambda: True})
 
 
@@ -125,12 +129,12 @@ def submit_rl(
 ) -> str:
     data = random_groups(0) if groups is None else groups
     mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
-    settings = {
+    preparation = {
         "advantage": AdvantageSettings(),
         "packing": PackingSettings(sequence_length=ROW),
         "mixture": mixture,
     }
-    pack = partial(prepare_rl, data, vocab_size=VOCAB, **settings)
+    pack = partial(prepare_rl, data, vocab_size=VOCAB, **preparation)
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
 
 
@@ -166,7 +170,7 @@ def _submit(
     loss: RLLoss | SFTLoss,
     optimizer: dict[str, Any],
 ) -> str:
-    settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
+    optimizer_settings = OptimizerSettings(**{"learning_rate": 1e-2, **optimizer})
 
     def make(name: str, base: int, staged: Path) -> Any:
         return kind(
@@ -178,7 +182,7 @@ def _submit(
             stall_seconds=STALL_SECONDS,
             data=pack(out=staged),
             loss=loss,
-            optimizer=settings,
+            optimizer=optimizer_settings,
         )
 
     spool.queue.submit(make, run=run, job_id=job_id, fingerprint=job_id, base_step=None)
@@ -199,28 +203,29 @@ def finish(spool: Spool, job: schema.Job) -> Path:
     return spool.checkpoints.path(job.spec.run, step)
 
 
-def run_here(
-    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
-) -> Path:
+def settings() -> RankSettings:
+    """The ranks' settings that the environment gives."""
+    return RankSettings.of(Settings())
+
+
+def run_here(spool: Spool, job_id: str, main: Main = entry.main) -> Path:
     """Run the job's only rank in this process; the directory of the checkpoint it made."""
     job = claim(spool, job_id)
-    assert main(spool.root, job_id, job.attempt) == 0, error_of(spool, job)
+    assert main(Attempt(spool, job_id, job.attempt), settings()) == 0, error_of(spool, job)
     return finish(spool, job)
 
 
-def fail_here(
-    spool: Spool, job_id: str, main: Callable[[Path, str, int], int] = worker.main
-) -> schema.JobError:
+def fail_here(spool: Spool, job_id: str, main: Main = entry.main) -> schema.JobError:
     """Run a job that must fail; the error it left. The job stays running."""
     job = claim(spool, job_id)
-    assert main(spool.root, job_id, job.attempt) == 1
+    assert main(Attempt(spool, job_id, job.attempt), settings()) == 1
     parallel.destroy()  # a rank that fails just exits
     return error_of(spool, job)
 
 
 def error_of(spool: Spool, job: schema.Job) -> schema.JobError:
-    work = spool.paths.work_dir(job.spec.id, job.attempt)
-    return schema.JobError.model_validate_json(error_file(work, 0).read_text())
+    error = Attempt(spool, job.spec.id, job.attempt).error(0)
+    return schema.JobError.model_validate_json(error.read_text())
 
 
 def run_two_ranks(
@@ -236,7 +241,7 @@ def run_two_ranks(
     run_ranks(
         2, script, str(spool.root), *(f"{job_id}={one}" for job_id, one in topologies.items())
     )
-    beats = [spool.jobs.beats(job.spec.id, 1) for job in jobs]
+    beats = [Attempt(spool, job.spec.id, 1).beats() for job in jobs]
     return {job.spec.id: (finish(spool, job), last) for job, last in zip(jobs, beats, strict=True)}
 
 

@@ -25,8 +25,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from free_ports import free_ports
 from rank import jobs
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Job, JobError, JobResult
-from tandem.trainer.rank import worker
+from tandem.trainer.rank import entry
 from tandem.trainer.rank.heartbeat import Heartbeat
 
 RANKS, JOBS, KILLS = 2, 2, 2
@@ -66,7 +67,7 @@ def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments:
 
     Heartbeat.__call__ = call  # type: ignore[method-assign]
     sys.addaudithook(audit)
-    os._exit(worker.main(root, job.spec.id, job.attempt))
+    os._exit(entry.main(Attempt(Spool(root), job.spec.id, job.attempt), jobs.settings()))
 
 
 def attempt(spool: Spool, job: Job, killed: int, kill_at: int) -> list[int]:
@@ -114,7 +115,7 @@ def train(
                 )
                 found["killed"] += [f"rank {rank} at {at}, after the commit"] if reached else []
                 break
-            beats = spool.jobs.beats(job_id, job.attempt)
+            beats = Attempt(spool, job_id, job.attempt).beats()
             found["killed"].append(
                 f"rank {rank} at {at}, {beats[rank].phase if rank in beats else 'start'}"
             )
@@ -131,7 +132,7 @@ def train(
 
 
 def main(directory: Path, cases: list[tuple[str, str]]) -> None:
-    worker.preload()
+    entry.preload(jobs.settings().device)
     spool = Spool.create(directory / "spool")
     for kind, topology in cases:
         rng = random.Random(f"{os.environ['SAMPLE_SEED']} {kind} {topology}")

@@ -20,9 +20,13 @@ from typing import Any
 
 import torch
 
+from tandem.config import Settings
 from tandem.model import device
 from tandem.model.device import memory
-from tandem.trainer.rank import model_loader, worker
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank import entry, model_loader
 from tandem.training import phases
 from tandem.training.optimizer import AdapterOptimizer
 
@@ -120,6 +124,6 @@ if __name__ == "__main__":
 
     model_loader.ThreadPoolExecutor, model_loader.AdapterOptimizer = FollowedPool, NotedOptimizer
     session.MemoryWatch = MeasuredWatch
-    status = worker.main(Path(sys.argv[1]), sys.argv[2], 1)
+    status = entry.main(Attempt(Spool(sys.argv[1]), sys.argv[2], 1), RankSettings.of(Settings()))
     Path(sys.argv[3]).write_text(json.dumps(rows))
     sys.exit(status)

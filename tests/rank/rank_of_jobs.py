@@ -10,7 +10,9 @@ from torch.distributed import TCPStore
 sys.path.append(str(Path(__file__).parents[1]))
 from rank import jobs
 from tandem.model import parallel
-from tandem.trainer.rank import session, worker
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.trainer.rank import entry, train
 
 # The ranks of all jobs meet in one store, as with torchrun's agent.
 store = TCPStore(
@@ -20,11 +22,11 @@ os.environ |= {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TANDEM_TRAINER_RANKS": os.environ["WORLD_SIZE"],
 }
-session.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
+train.device = jobs.gpu_like()  # type: ignore[assignment]  # so that they rehearse
 # And share the reading.
 parallel.reading_groups = lambda: (parallel.current().data, parallel.current().expert_data)
 for argument in sys.argv[2:]:
     job_id, topology = argument.split("=")
     os.environ |= jobs.TOPOLOGIES[topology].variables()
-    if status := worker.main(sys.argv[1], job_id, 1):
+    if status := entry.main(Attempt(Spool(sys.argv[1]), job_id, 1), jobs.settings()):
         sys.exit(status)

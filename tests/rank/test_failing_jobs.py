@@ -17,9 +17,10 @@ from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.policy import Policy
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.events import Events
 from tandem.spool.schema import Event, EventType, RLLoss
-from tandem.trainer.rank import checkpoint, full_volume, model_loader, session, worker
+from tandem.trainer.rank import checkpoint, entry, full_volume, model_loader, train
 from tandem.training.steps import Training
 
 
@@ -48,21 +49,21 @@ def test_base_weights_that_can_t_be_read_are_reported_although_other_threads_wai
     def fails(*arguments: Any, **cut: int) -> None:
         raise InvalidInput("model.safetensors can't be read: it ends at byte 7", field="base_model")
 
-    monkeypatch.setattr(session, "device", jobs.gpu_like())
+    monkeypatch.setattr(train, "device", jobs.gpu_like())
     monkeypatch.setattr(model_loader, "load_weights", fails)
     refused(spool, jobs.submit_sft(spool), "invalid_input", "ends at byte 7")
 
 
 def test_a_checkpoint_that_exists_is_kept_and_is_a_conflict(spool: Spool) -> None:
     job = jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(spool.root, "sft", 1) == 0
+    assert entry.main(Attempt(spool, "sft", 1), jobs.settings()) == 0
     before = spool.checkpoints.manifest("r", 1)
-    assert worker.main(spool.root, "sft", 1) == 1
+    assert entry.main(Attempt(spool, "sft", 1), jobs.settings()) == 1
     assert jobs.error_of(spool, job).type == "conflict"
     assert spool.checkpoints.manifest("r", 1) == before
     manifest = spool.checkpoints.path("r", 1) / "manifest.json"
     manifest.write_text(before.model_copy(update={"job": "somebody"}).model_dump_json())
-    assert worker.main(spool.root, "sft", 1) == 1
+    assert entry.main(Attempt(spool, "sft", 1), jobs.settings()) == 1
     error = jobs.error_of(spool, job)
     assert error.type == "conflict"
     assert "somebody" in error.message
@@ -122,6 +123,19 @@ def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> 
     )
 
 
+def test_an_adapter_config_that_was_altered_during_a_job_is_not_copied(spool: Spool) -> None:
+    """The job has compared it at its start, and copies it at its end."""
+    directory = jobs.run_here(spool, jobs.submit_sft(spool))
+    config = directory / checkpoint.CONFIG_FILE
+    assert checkpoint.config_file(spool, "r", 1) == config.read_bytes()
+    config.write_bytes(config.read_bytes() + b" ")
+    with pytest.raises(CheckpointDamaged, match="adapter_config"):
+        checkpoint.config_file(spool, "r", 1)
+    config.unlink()
+    with pytest.raises(CheckpointDamaged, match="adapter_config"):
+        checkpoint.config_file(spool, "r", 1)
+
+
 def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
     """The arrays still fit together: only the hash tells."""
     job = jobs.submit_sft(spool)
@@ -145,6 +159,12 @@ def test_values_that_are_not_finite_are_named_and_no_checkpoint_is_made(spool: S
     refused(
         spool, job, "non_finite", "step 1 of 1: not finite: loss; the gradient of ", "lora_B.weight"
     )
+
+
+def test_a_last_step_that_makes_log_probs_nan_ends_the_job_once(spool: Spool) -> None:
+    """No loss sees the weights of the last step; the probe is the first that does."""
+    job = jobs.submit_sft(spool, learning_rate=1e30, grad_accumulation_sequences=64)
+    refused(spool, job, "non_finite", "log-probs are not finite", "lower the learning rate")
 
 
 def one_token_each(advantages: list[float], logprob: float) -> list[Group]:
@@ -233,7 +253,7 @@ def test_running_out_of_memory_has_an_error_type_and_a_last_beat(spool: Spool, m
     error = jobs.fail_here(spool, jobs.submit_sft(spool, epochs=4))
     assert (error.type, error.retriable) == ("oom", True)
     assert "Tried to allocate" in error.message
-    beat = spool.jobs.beats("sft", 1)[0]
+    beat = Attempt(spool, "sft", 1).beats()[0]
     assert (beat.phase, beat.step) == ("out of memory", 1)
 
 
@@ -278,6 +298,6 @@ def test_what_the_volume_alters_while_it_is_written_is_noticed_by_whoever_reads_
 
     monkeypatch.setattr(checkpoint, "_write_and_sync", flip)
     jobs.claim(spool, jobs.submit_sft(spool))
-    assert worker.main(spool.root, "sft", 1) == 0
+    assert entry.main(Attempt(spool, "sft", 1), jobs.settings()) == 0
     with pytest.raises(CheckpointDamaged, match=f"{name} is altered"):
         spool.checkpoints.verify("r", 1)

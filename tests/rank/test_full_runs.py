@@ -2,7 +2,6 @@
 do so on several ranks."""
 
 from pathlib import Path
-from shutil import rmtree
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from rank import jobs
 from rank.jobs import files
-from tandem.errors import Conflict, InvalidInput
 from tandem.model import parallel
 from tandem.spool import Spool
-from tandem.spool.removal import delete_checkpoint
 from tandem.spool.schema import RLLoss, SFTLoss
-from tandem.trainer.rank import model_checkpoint, worker
+from tandem.trainer.rank import entry, model_checkpoint
 from tandem.trainer.rank.model_checkpoint import STEPS_FILE
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -95,44 +92,15 @@ def test_in_bf16_jobs_continue_from_master_values(
     assert files(apart) == files(whole)
 
 
-@pytest.fixture
-def every_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_LAUNCH", "resident")
-    monkeypatch.setenv("TANDEM_OPTIMIZER_STATE_EVERY", "3")
-
-
-def loaded(spool: Spool, job: str) -> dict[str, object]:
-    [event] = [event for event in spool.events.read(job) if event.type == "loaded"]
-    return event.data
-
-
-@pytest.mark.usefixtures("every_third")
-def test_ranks_that_stay_need_the_state_of_few_checkpoints(
-    spool: Spool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They make the weights that they make with all of them."""
-    jobs.make_run(spool, model, "all", full=True)
-    stays, made = worker.resident(), []
-    for number in range(4):
-        made.append(
-            files(jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"some-{number}"), stays))
-        )
-        assert "optimizer_state" not in loaded(spool, f"some-{number}")
+def test_ranks_that_stay_make_what_new_ranks_make(spool: Spool, model: Path) -> None:
+    jobs.make_run(spool, model, "new", full=True)
+    stays, made = entry.resident(), []
+    for number in range(3):
+        job = jobs.submit_sft(spool, job_id=f"stays-{number}")
+        made.append(files(jobs.run_here(spool, job, stays)))
     parallel.destroy()
-    monkeypatch.setenv("TANDEM_OPTIMIZER_STATE_EVERY", "1")
-    for number, few in enumerate(made):
-        every = files(jobs.run_here(spool, jobs.submit_sft(spool, "all", f"all-{number}")))
-        of_state = {name for name in every if name.startswith("optimizer/")}
-        assert few == {
-            name: every[name] for name in every.keys() - (set() if number == 2 else of_state)
-        }
-    assert [spool.checkpoints.manifest("r", step).optimizer_state for step in range(5)] == [
-        None,
-        0,
-        0,
-        None,
-        3,
-    ]
+    for number, kept in enumerate(made):
+        assert kept == files(jobs.run_here(spool, jobs.submit_sft(spool, "new", f"new-{number}")))
 
 
 def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> None:
@@ -140,36 +108,9 @@ def test_a_fork_of_a_forks_first_step_goes_on_from_its_files(spool: Spool) -> No
     for source, step, name in (("r", 1, "b"), ("b", 0, "c")):
         spool.checkpoints.fork(source, step, spool.runs.get("r").model_copy(update={"name": name}))
     own = spool.checkpoints.path("c", 0)
-    assert model_checkpoint.find(spool, "c", 0, Path("base")) == model_checkpoint.Found(own, own)
-
-
-@pytest.mark.usefixtures("every_third")
-def test_ranks_that_lost_the_state_go_on_with_an_older_one(spool: Spool) -> None:
-    stays = worker.resident()
-    for number in range(4):
-        jobs.run_here(spool, jobs.submit_sft(spool, job_id=f"first-{number}"), stays)
-    parallel.destroy()
-    steps = [jobs.steps_of(spool, f"first-{number}")[-1]["optimizer_step"] for number in range(4)]
-    with pytest.raises(InvalidInput, match="fork r@3 or a later one"):
-        spool.checkpoints.fork("r", 4, spool.runs.get("r").model_copy(update={"name": "fork"}))
-    for step, why in ((3, "step 4 needs its optimizer state"), (4, "is the newest")):
-        with pytest.raises(Conflict, match=why):
-            delete_checkpoint(spool, "r", step)
-    state = spool.checkpoints.path("r", 3) / f"optimizer/exp_avg/{WEIGHTS}"
-    whole = state.read_bytes()
-    state.write_bytes(whole[:-1])
-    error = jobs.fail_here(spool, job := jobs.submit_sft(spool, job_id="damaged"))
-    assert (error.type, WEIGHTS in error.message) == ("checkpoint_damaged", True)
-    state.write_bytes(whole)
-    spool.queue.requeue(spool.jobs.get(job)[1], error.model_copy(update={"retriable": True}))
-    jobs.run_here(spool, job)
-    assert loaded(spool, job)["optimizer_state"] == 3
-    assert jobs.steps_of(spool, job)[0]["optimizer_step"] == steps[2] + 1
-    rmtree(spool.checkpoints.path("r", 3))
-    spool.checkpoints.rollback("r", 4)
-    jobs.run_here(spool, jobs.submit_sft(spool, job_id="anew"))
-    assert loaded(spool, "anew")["optimizer_state"] == 0
-    assert jobs.steps_of(spool, "anew")[0]["optimizer_step"] == 1
+    assert model_checkpoint.find(spool, "c", 0, Path("base")) == model_checkpoint.Found(
+        own, trained=True
+    )
 
 
 @pytest.mark.parametrize("reference", ["base", 1])

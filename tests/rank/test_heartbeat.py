@@ -8,8 +8,8 @@ from typing import Any
 from rank import jobs
 from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.checkpoints import Checkpoints
-from tandem.spool.paths import beat_file
 from tandem.spool.schema import Beat, RLLoss
 from tandem.trainer.rank import model_loader
 from tandem.trainer.rank.heartbeat import BEAT_SECONDS, Heartbeat
@@ -23,7 +23,7 @@ def test_a_beat_has_step_device_and_memory(spool: Spool, monkeypatch) -> None:
 
     def write_and_read(self: Heartbeat, phase: str) -> None:
         write(self, phase)
-        beats.append(spool.jobs.beats("rl", 1)[0])
+        beats.append(Attempt(spool, "rl", 1).beats()[0])
 
     monkeypatch.setattr(Heartbeat, "write", write_and_read)
     loss = RLLoss(kl_coef=0.1, old_logprobs="trainer")
@@ -66,9 +66,9 @@ def test_a_rank_beats_while_it_reads_and_hashes_for_long(spool: Spool, monkeypat
 
 
 def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, monkeypatch) -> None:
-    """`rank_files` would take its temporary file for the rank's heartbeat."""
+    """`Attempt.beats` would take its temporary file for the rank's heartbeat."""
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
-    heartbeat, seen = Heartbeat(beat_file(tmp_path, 0), MemoryWatch()), []
+    heartbeat, seen = Heartbeat(tmp_path / "beat.0", MemoryWatch()), []
     replace = Path.replace
 
     def look_and_replace(path: Path, target: Path) -> Path:
@@ -78,16 +78,16 @@ def test_a_beat_that_is_being_written_stands_beside_no_other(tmp_path: Path, mon
     monkeypatch.setattr(Path, "replace", look_and_replace)
     for phase in ("build", "train"):
         heartbeat(phase)
-    assert seen == [[], [beat_file(tmp_path, 0)]]
-    assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).phase == "train"
+    assert seen == [[], [tmp_path / "beat.0"]]
+    assert Beat.model_validate_json((tmp_path / "beat.0").read_bytes()).phase == "train"
 
 
 def test_a_clock_that_is_set_back_holds_no_beat_up(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(MemoryWatch, "beat", lambda self: {})
-    heartbeat = Heartbeat(beat_file(tmp_path, 0), MemoryWatch())
+    heartbeat = Heartbeat(tmp_path / "beat.0", MemoryWatch())
     heartbeat("train")
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     now = time.monotonic() + BEAT_SECONDS
     monkeypatch.setattr(time, "monotonic", lambda: now)
     heartbeat("train")
-    assert Beat.model_validate_json(beat_file(tmp_path, 0).read_bytes()).time == 1000.0
+    assert Beat.model_validate_json((tmp_path / "beat.0").read_bytes()).time == 1000.0

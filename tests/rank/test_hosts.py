@@ -12,7 +12,8 @@ import pytest
 
 from rank import jobs
 from tandem.spool import Spool
-from tandem.trainer.launch import Launch
+from tandem.topology.sizes import Sizes
+from tandem.trainer.launch import Launch, RankSettings
 
 HUB_NAME = "tandem-tests/tiny"
 ADDRESSES = ("10.231.77.1", "10.231.77.2")
@@ -66,7 +67,8 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     """Run the job with one rank on each host; the agents' exit statuses and output."""
     job = jobs.claim(spool, job_id)
     work = spool.paths.work_dir(job_id, job.attempt)
-    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, ranks=2, work=work)
+    settings = RankSettings(sizes=Sizes(data=2), device="cpu")
+    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, settings=settings)
     torchrun = [
         sys.executable,
         "-m",
@@ -80,7 +82,6 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "TANDEM_TRAINER_RANKS": "2",
     }
     agents = [
         subprocess.Popen(

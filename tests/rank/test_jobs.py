@@ -23,7 +23,7 @@ from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 from tandem.spool import Spool
 from tandem.spool.schema import RLLoss
-from tandem.trainer.rank import checkpoint, model_loader, session
+from tandem.trainer.rank import checkpoint, model_loader, train
 from tandem.trainer.rank.probe import choose_long
 from tiny import MOE, SHAPE
 
@@ -94,7 +94,7 @@ def test_a_rehearsal_changes_no_bit(spool: Spool, tmp_path: Path, monkeypatch, f
         read.append(rehearsed.wait(60))
         load_weights(*arguments, **cut)
 
-    monkeypatch.setattr(session, "device", jobs.gpu_like())
+    monkeypatch.setattr(train, "device", jobs.gpu_like())
     monkeypatch.setattr(Policy, "rehearse", rehearsing)
     monkeypatch.setattr(model_loader, "load_weights", load_late)
     for number, plain in enumerate(expected):

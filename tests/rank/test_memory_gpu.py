@@ -185,7 +185,7 @@ def test_when_the_ranks_are_gone_the_device_is_empty(launch: str, tmp_path: Path
     busy = gpu.busy({})
     assert not busy, f"another process uses the GPU: {busy}"
     idle = gpu.used()
-    stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.rank.worker")
+    stack = Stack(tmp_path / "spool", launch, entry="tandem.trainer.rank.entry")
     path = [
         str(Path(tandem.__file__).parents[1]),
         str(HERE),

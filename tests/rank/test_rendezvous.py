@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from rank import jobs
 from tandem.errors import InvalidInput
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import rendezvous
 from tandem.trainer.rank.rendezvous import meet
 
@@ -36,7 +37,7 @@ def test_a_download_may_outlast_the_wait_for_peers_and_all_ranks_beat(
 
     def run(rank: int) -> None:
         here.rank = rank
-        assignments[rank] = meet(spool, job_id, 1, beats[rank].append)[0]
+        assignments[rank] = meet(Attempt(spool, job_id, 1), beats[rank].append)[0]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -58,15 +59,15 @@ def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
     (own / "README.md").write_text("what another program downloaded does not count")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: iter([(store, here[0], 2)]))
-    first, _ = meet(spool, job_id, 1, lambda _: None)
+    first, _ = meet(Attempt(spool, job_id, 1), lambda _: None)
     monkeypatch.setenv("GROUP_RANK", "1")
     here[0] = 1
     monkeypatch.setattr(rendezvous, "model_directory", lambda _: own)
-    second, _ = meet(spool, job_id, 1, lambda _: None)
+    second, _ = meet(Attempt(spool, job_id, 1), lambda _: None)
     assert (first.model, second.model) == (str(model), str(own))
     assert (second.run, second.job) == (first.run, first.job)
     (own / "config.json").write_text("{}")
     with pytest.raises(
         InvalidInput, match=r"is not the base model that rank 0's host has .*: config\.json differ"
     ):
-        meet(spool, job_id, 1, lambda _: None)
+        meet(Attempt(spool, job_id, 1), lambda _: None)

@@ -14,8 +14,8 @@ from tandem.model import parallel
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape
-from tandem.trainer.rank import checkpoint, worker
-from tandem.trainer.rank.session import RankState
+from tandem.trainer.rank import checkpoint, entry
+from tandem.trainer.rank.state import RankState
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_rank_that_stays_makes_the_checkpoints_that_new_ones_make(
     tmp_path: Path, model: Path, full: bool
 ) -> None:
     made = []
-    for name, main in (("new", worker.main), ("stays", worker.resident())):
+    for name, main in (("new", entry.main), ("stays", entry.resident())):
         spool = Spool.create(tmp_path / name)
         for run in ("a", "b"):
             jobs.make_run(spool, model, run, full=full)
@@ -84,7 +84,7 @@ def test_the_state_in_memory_is_used_and_its_checkpoint_is_verified(
     memory."""
     spool, state = Spool.create(tmp_path / "spool"), RankState()
     jobs.make_run(spool, model, full=full)
-    main, kept = partial(worker.main, state=state), []
+    main, kept = partial(entry.main, state=state), []
     with (
         mock.patch.object(
             BaseWeights, "exchange", autospec=True, side_effect=BaseWeights.exchange
@@ -111,7 +111,7 @@ def test_another_base_model_under_the_same_name_is_built(tmp_path: Path) -> None
     not."""
     model = jobs.make_model(tmp_path / "model")
     losses = []
-    main = worker.resident()
+    main = entry.resident()
     for name in ("before", "after"):
         spool = Spool.create(tmp_path / name)
         jobs.make_run(spool, model)

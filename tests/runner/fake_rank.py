@@ -1,4 +1,4 @@
-"""A rank that keeps the worker's protocol (heartbeats, error files, checkpoint) and misbehaves as
+"""A rank that keeps the protocol of ranks (heartbeats, error files, checkpoint) and misbehaves as
 the job's labels say.
 
 `do`: what to do (see `obey`); `rank`: which rank does it (default: all); `until`: only in attempts
@@ -13,20 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.trainer.launch import RankSettings
 
 
-def preload():
+def preload(device: str):
     if os.environ["TANDEM_LAUNCH"] == "fork":  # the ranks' parent needs it for every job
         import torch.distributed  # noqa: F401
 
 
-def main(root: Path, job_id: str, attempt: int) -> int:
-    spool = Spool(root)
+def main(attempt: Attempt, settings: RankSettings) -> int:
+    spool, job_id, work = attempt.spool, attempt.job, attempt.work
     _, job = spool.jobs.get(job_id)
-    rank, work = int(os.environ["RANK"]), spool.paths.work_dir(job_id, attempt)
+    rank = int(os.environ["RANK"])
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} says hello", flush=True)
     labels = job.spec.labels
 
@@ -47,11 +47,13 @@ def main(root: Path, job_id: str, attempt: int) -> int:
         tempfile.mkdtemp()
     beat("begin")
     order = labels.get("do")
-    if attempt > int(labels.get("until", attempt)) or rank != int(labels.get("rank", rank)):
+    if attempt.number > int(labels.get("until", attempt.number)) or rank != int(
+        labels.get("rank", rank)
+    ):
         order = None
     obey(order, work, rank, beat)
     if "meet" in labels:
-        meet(f"{job_id}/{attempt}")
+        meet(str(attempt))
     (work / f"done.{rank}").touch()
     while len(list(work.glob("done.*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.02)

@@ -4,12 +4,14 @@ these, and their share of the cores."""
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from fake_nvml import MIB, gpu
 from runner.runner_stack import Stack
 from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.topology.sizes import Sizes
+from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.launcher import rank_environment
 from tandem.trainer.runner.loop import with_topology
 
@@ -120,15 +122,42 @@ def settings(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gib", "expected"), [((100, 100), Sizes(data=2)), ((100, 16), Sizes(tensor=2, sequence=True))]
 )
-def test_ranks_have_the_sizes_that_fit_the_smallest_gpu(settings, nvml, monkeypatch, gib, expected):
+def test_ranks_have_the_sizes_that_fit_the_smallest_gpu(settings, nvml, gib, expected):
     """8 B parameters are 15.3 GiB; 16 GiB are too few beside what training needs."""
     nvml.set(*(sized(n, size) for n, size in enumerate(gib)))
     chosen = with_topology(settings)
-    assert Sizes.of(chosen) == expected
-    of_ranks = rank_environment(chosen)
-    for name in ("TANDEM_TOPOLOGY", *Sizes().variables()):
-        monkeypatch.setenv(name, of_ranks[name])
-    assert Sizes.of(Settings()) == expected
+    assert Sizes.of(chosen) == expected == RankSettings.of(chosen).sizes
+
+
+def test_a_launch_carries_the_settings_of_ranks_and_no_secret(tmp_path):
+    settings = Settings(
+        api_key="s3cret",
+        admin_token="t0ken",
+        inference_url="https://user:s3cret@vllm:8443/v1",
+        trainer_ranks=4,
+        tensor_parallel=2,
+        dtype="bfloat16",
+        recompute="full",
+        base_precision="fp8",
+        device="cuda",
+    )
+    launch = Launch(root=tmp_path, job="j", attempt=1, settings=RankSettings.of(settings))
+    sent = launch.model_dump_json()
+    assert "s3cret" not in sent
+    assert "t0ken" not in sent
+    received = Launch.model_validate_json(sent)
+    assert received == launch
+    assert received.ranks == 4
+    assert received.settings == RankSettings(
+        sizes=Sizes(tensor=2, data=2),
+        device="cuda",
+        dtype="bfloat16",
+        recompute="full",
+        base_precision="fp8",
+        inference=("vllm", 8443),
+    )
+    with pytest.raises(ValidationError, match="pipelines"):
+        RankSettings.model_validate_json('{"sizes": {"pipelines": 2}}')
 
 
 def test_no_gpu_and_no_fitting_topology_are_refused_and_given_sizes_stay(settings, nvml):

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from runner.runner_stack import HERE, Stack
+from tandem.spool import Spool
 from tandem.system import processes
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
@@ -90,6 +91,21 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
     ]
 
 
+def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
+    """Each attempt would end it in its imports, and the next would begin them again."""
+    stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
+    code = (HERE / "fake_rank.py").read_text()
+    slow = "def preload():\n    __import__('time').sleep(9)\n"
+    (tmp_path / "rank_that_imports_slowly.py").write_text(code.replace("def preload():\n", slow))
+    stack.environment["PYTHONPATH"] = f"{tmp_path}:{stack.environment['PYTHONPATH']}"
+    try:
+        stack.start()
+        _, state, job = stack.ended("slow", stall=6)
+        assert (state, job.attempt, job.last_error) == ("succeeded", 1, None)
+    finally:
+        stack.close()
+
+
 def test_cancel(stack):
     stack.run("cancelled")
     job_id = stack.submit("cancelled", do="wait")
@@ -152,8 +168,8 @@ def test_the_fork_server_is_replaced_when_the_code_changed(stack):
 
 WAITING_RANK = """
 import time
-def preload(): pass
-def main(root, job_id, attempt): time.sleep(float(job_id))
+def preload(device): pass
+def main(attempt, settings): time.sleep(float(attempt.job))
 """
 
 
@@ -161,15 +177,17 @@ def main(root, job_id, attempt): time.sleep(float(job_id))
 def test_a_late_report_about_a_killed_launch_does_not_end_the_next_one(tmp_path, early):
     """It comes before the next launch (`early`) or after it."""
     (tmp_path / "waiting_rank.py").write_text(WAITING_RANK)
+    root = Spool.create(tmp_path / "spool").root
     server = ForkServer(
-        "waiting_rank", os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        "waiting_rank",
+        "cpu",
+        os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
     )
 
     def launch(seconds):
-        work = tmp_path / f"work-{seconds}"
-        work.mkdir()
-        fields = {"root": tmp_path, "job": str(seconds), "attempt": 1, "ranks": 1, "work": work}
-        return server.launch(Launch(**fields, entry="waiting_rank"))
+        request = Launch(root=root, job=str(seconds), attempt=1, entry="waiting_rank")
+        request.work.mkdir(parents=True)
+        return server.launch(request)
 
     try:
         killed = launch(600)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem.spool.attempt import Attempt
 from tandem.system import tail
 from tandem.trainer.runner.joblog import JobLog, JobStdout
 
@@ -76,8 +77,7 @@ def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tail, "_MOST", 1000)
     monkeypatch.setattr(tail, "_CHUNK", 100)
     paths = SimpleNamespace(log_file=lambda _: tmp_path / "log", work_dir=lambda *_: tmp_path)
-    job = SimpleNamespace(spec=SimpleNamespace(id="j1"), attempt=1)
-    log = JobLog(SimpleNamespace(paths=paths), job, 1)  # type: ignore[arg-type]
+    log = JobLog(Attempt(SimpleNamespace(paths=paths), "j1", 1), 1)
     (tmp_path / "rank.0.log").write_text("".join(f"line {n}\n" for n in range(900)))
     log.collect()
     assert 0 < len((tmp_path / "log").read_text().splitlines()) < 200
@@ -87,10 +87,9 @@ def test_the_end_of_a_log_that_outran_the_runner_is_kept(tmp_path, monkeypatch):
 
 def test_a_log_that_can_not_be_read_any_more_does_not_end_the_runner(tmp_path, monkeypatch):
     """The volume is gone."""
-    job = SimpleNamespace(spec=SimpleNamespace(id="j"), attempt=1)
     paths = SimpleNamespace(log_file=lambda _: tmp_path / "j.log", work_dir=lambda *_: tmp_path)
     (tmp_path / "rank.0.log").write_text("hello\n")
-    log = JobLog(SimpleNamespace(paths=paths), job, 1)
+    log = JobLog(Attempt(SimpleNamespace(paths=paths), "j", 1), 1)
     lines = tail.Tail.lines
 
     def stale(self, *, final):

@@ -20,8 +20,8 @@ PRELOAD = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-from tandem.trainer.rank import worker
-worker.preload()
+from tandem.trainer.rank import entry
+entry.preload("cuda")
 assert "torch._inductor.compile_fx" in sys.modules
 asked = torch.utils._triton.has_triton.cache_info().currsize
 assert asked == 0, "without a visible GPU it would remember False"
@@ -37,7 +37,6 @@ def test_preload_makes_no_call_to_cuda(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     environment = os.environ | {
         "LD_PRELOAD": str(library),
-        "TANDEM_DEVICE": "cuda",
         "TANDEM_ROOT": str(tmp_path),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }

@@ -10,7 +10,7 @@ import pytest
 
 from runner.runner_stack import Stack
 from spool.volume_tools import mounted
-from tandem.spool.paths import staged_checkpoint
+from tandem.spool.attempt import Attempt
 from tandem.supervise.supervisord import PROGRAMS
 from tandem.system import processes
 from tandem.trainer.runner import loop
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_fills_the_volume_is_removed_so_that_the_jobs_end_can_
             job_id = stack.submit(run, do="fill", until=1)
             if killed:
                 job = stack.spool.queue.claim("dead")
-                part = staged_checkpoint(stack.spool.paths.work_dir(job_id, job.attempt))
+                part = Attempt(stack.spool, job_id, job.attempt).staged
                 part.mkdir()
                 with suppress(OSError), (part / "part").open("wb", buffering=0) as file:
                     while file.write(b"\0" * 4096):

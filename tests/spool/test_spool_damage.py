@@ -2,6 +2,7 @@
 these."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from spool.spool_tools import (
     add_run,
     commit,
     job_path,
+    run_spec,
     spool_with_run,
     start,
     submit,
@@ -37,6 +39,27 @@ def make_loop(path: Path) -> None:
     path.symlink_to(path)
 
 
+def make_link(path: Path) -> None:
+    """To a file that is whole, so that only the link is wrong."""
+    target = path.with_name(f".tmp-{path.name}")
+    if path.exists():
+        path.rename(target)
+    path.symlink_to(target)
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def make_sparse(path: Path) -> None:
+    """2 GiB that take no space: a reader that takes all of it fails."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    os.truncate(path, 2**31)
+
+
+NO_FILES = [make_directory, make_loop, make_link, make_fifo, make_sparse]
 FILES = {
     "run.json": lambda spool: spool.root / "runs/r/run.json",
     "manifest": lambda spool: spool.checkpoints.path("r", 1) / "manifest.json",
@@ -51,7 +74,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("damage", [make_directory, make_loop])
+@pytest.mark.parametrize("damage", NO_FILES)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_keeps_no_other_job_waiting(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
@@ -112,13 +135,21 @@ def test_a_manifest_that_no_trainer_writes_is_damaged(tmp_path: Path, change: di
         spool.checkpoints.verify("r", 0)
 
 
-def test_a_directory_in_place_of_an_adapter_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", NO_FILES)
+def test_what_is_no_file_in_place_of_an_adapter_is_damage(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     spool = spool_with_run(tmp_path / "spool")
     manifest, checkpoint = spool.checkpoints.manifest("r", 0), spool.checkpoints.path("r", 0)
-    make_directory(checkpoint / "adapter_model.safetensors")
+    damage(checkpoint / "adapter_model.safetensors")
+    with pytest.raises(CheckpointDamaged, match="adapter_model"):
+        spool.checkpoints.verify("r", 0)
+    with pytest.raises(CheckpointDamaged, match="adapter_model"):
+        spool.checkpoints.fork("r", 0, run_spec("fork"))
     copies = AdapterCopies(tmp_path / "copies")
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
         copies.copy(copies.path("r@0", manifest, spool.runs.get("r")), checkpoint, manifest)
+    assert not list((tmp_path / "copies").iterdir())
     with pytest.raises(CheckpointDamaged, match="adapter_model"):
         archive_of(checkpoint, manifest)
     assert spool.checkpoints.size("r") > 0

@@ -250,15 +250,15 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
     assert not fs.exists(tmp_path / "none/file")
     spool = spool_with_run(tmp_path / "spool")
     submit(spool, "j")
-    real, forgotten = Path.read_bytes, []
+    real, forgotten = fs.read_plain, []
 
-    def forgetful(self):
-        if self.name.endswith(",j.json") and self not in forgotten and "queued" in self.parts:
-            forgotten.append(self)
-            raise FileNotFoundError(2, "stale", str(self))
-        return real(self)
+    def forgetful(path, *, most):
+        if path.name.endswith(",j.json") and path not in forgotten and "queued" in path.parts:
+            forgotten.append(path)
+            raise FileNotFoundError(2, "stale", str(path))
+        return real(path, most=most)
 
-    monkeypatch.setattr(Path, "read_bytes", forgetful)
+    monkeypatch.setattr(fs, "read_plain", forgetful)
     assert spool.jobs.get("j")[0] == "queued"
     assert forgotten
 
@@ -266,15 +266,15 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
 def test_a_stale_handle_is_not_an_absent_file(tmp_path, monkeypatch):
     """An absent job would be removed from the queue, and an absent hold would wake vLLM."""
     (path := tmp_path / "file").write_text("x")
-    real, stale = Path.read_bytes, [3]
+    real, stale = fs.read_plain, [3]
 
-    def read_bytes(self):
+    def read_plain(path, *, most):
         if stale[0]:
             stale[0] -= 1
             raise OSError(errno.ESTALE, "stale")
-        return real(self)
+        return real(path, most=most)
 
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(fs, "read_plain", read_plain)
     assert fs.read_bytes(path) == b"x"
     stale[0] = 100
     with pytest.raises(OSError, match="stale"):

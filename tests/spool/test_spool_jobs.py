@@ -5,7 +5,6 @@ import os
 import re
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -25,6 +24,7 @@ from spool.spool_tools import (
 from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import Spool, fs, paths, recovery
+from tandem.spool.attempt import Attempt
 from tandem.spool.events import Events
 from tandem.spool.recovery import recover
 from tandem.spool.removal import delete_run
@@ -204,13 +204,13 @@ def test_a_lease_lasts_while_the_job_runs(spool):
 
 def test_heartbeats_are_read_while_ranks_write_the_next_ones(spool):
     start(spool, "j")
-    work = spool.paths.work_dir("j", 1)
+    attempt = Attempt(spool, "j", 1)
     for rank in range(8):
         for name in sorted((f"beat.{rank}", f"beat.{rank}.tmp"), reverse=rank % 2 == 0):
-            (work / name).write_text(
+            (attempt.work / name).write_text(
                 "{" if name.endswith("tmp") else '{"time": 1.0, "phase": "train"}'
             )
-    assert list(spool.jobs.beats("j", 1)) == list(range(8))
+    assert list(attempt.beats()) == list(range(8))
 
 
 def test_a_job_that_does_not_exist_is_not_found(spool):
@@ -366,11 +366,15 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     def cost() -> tuple[int, int]:
         listed, read = [], []
         with monkeypatch.context() as patch:
-            real_listdir, real_read = os.listdir, Path.read_bytes
+            real_listdir, real_read = os.listdir, fs.read_plain
             patch.setattr(
                 os, "listdir", lambda path: listed.extend(names := real_listdir(path)) or names
             )
-            patch.setattr(Path, "read_bytes", lambda path: read.append(path) or real_read(path))
+            patch.setattr(
+                fs,
+                "read_plain",
+                lambda path, *, most: read.append(path) or real_read(path, most=most),
+            )
             submit(spool, f"more-{time.time()}", run="q")
             job = spool.queue.claim("me")
             spool.leases.write(job, "me", "training")

@@ -17,7 +17,6 @@ from spool.spool_tools import (
     maker,
     run_spec,
     serve,
-    stage,
     start,
     submit,
     succeeded,
@@ -196,22 +195,6 @@ def test_the_age_of_a_job_counts_from_its_end(spool):
     assert [job.spec.id for _, job in spool.jobs.list()] == ["young"]
     with refused(NotFound, "id"):
         spool.jobs.get("old")
-
-
-def test_the_optimizer_state_that_a_kept_or_pinned_step_needs_stays(spool):
-    add_run(spool, "all", lora=None, trainable="full", weights="merged")
-    for step in range(1, 22):
-        job = start(spool, run="all")
-        state = None if step % 10 == 0 else step // 10 * 10
-        spool.checkpoints.commit(
-            stage(spool, job), "all", step, job.spec.id, optimizer_state=state or None
-        )
-        spool.queue.finish(job, succeeded(job))
-    spool.checkpoints.pin("all", 5)
-    spool.checkpoints.pin("all", 15)
-    assert steps_after(spool, Settings(keep_checkpoints=1), "all") == [0, 5, 10, 15, 20, 21]
-    with refused(Conflict, "step"):
-        delete_checkpoint(spool, "all", 10)
 
 
 def test_a_directory_that_can_not_be_removed_yet_keeps_its_name(spool, monkeypatch):

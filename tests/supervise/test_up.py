@@ -47,6 +47,12 @@ def test_it_restarts_reaps_and_stops_in_order_and_ends_with_0(up):
     # The logs have what the terminal showed. The token is in neither, nor in any other file.
     assert "admin token" in (stack.root / "logs" / "a.log").read_text()
     written = [path for path in stack.root.rglob("*") if path.is_file()]
+    shown = {
+        path: oct(path.stat().st_mode)
+        for path in stack.root.rglob("*")
+        if "terminal" not in path.name
+    }
+    assert not {path: mode for path, mode in shown.items() if int(mode, 8) & 0o007}
     directory = runtime_dir(stack.root, "all")
     assert directory.stat().st_mode & 0o077 == 0
     for path in [*written, directory / "supervisord.conf"]:

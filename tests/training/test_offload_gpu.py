@@ -102,7 +102,7 @@ def test_offloading_after_a_save_gives_back_what_it_gave_before(training, empty,
     training.optimizer.zero_grad()
     before = allocated()
     contents = checkpoint.gather(training.policy, training.optimizer)
-    checkpoint.write(contents, tmp_path / "adapter", tmp_path / "staged")
+    checkpoint.write(contents, b"{}", tmp_path / "staged")
     assert allocated() == before
     del contents
     training.offload("both")

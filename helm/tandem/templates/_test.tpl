@@ -32,8 +32,8 @@ spec:
           value: /etc/tandem/secrets/api_key
         - name: TANDEM_URL
           value: http://{{ include "tandem.host" (dict "root" $root "host" "controller") }}:{{ int $root.Values.controller.service.port }}
-        - name: OPENAI_BASE_URL
-          value: http://{{ include "tandem.host" (dict "root" $root "host" "inference") }}:{{ int $root.Values.inference.service.port }}/v1
+        - name: TANDEM_INFERENCE_URL
+          value: http://{{ include "tandem.host" (dict "root" $root "host" "inference") }}:{{ int $root.Values.inference.service.port }}
       securityContext:
         {{- include "tandem.securityContext" $root | nindent 8 }}
       resources:

@@ -9,6 +9,7 @@ import typer
 
 import tandem
 from tandem.cli import data, doctor, jobs, plan, rl, runs, smoke, train
+from tandem.cli.checks import Command, questions
 from tandem.cli.common import Json, exit_code, print_error, show
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
@@ -103,8 +104,8 @@ app.command("memory")(jobs.memory)
 app.command("plan")(plan.plan)
 app.add_typer(runs.checkpoints, name="checkpoints")
 app.command("export")(runs.export)
-app.command("doctor")(doctor.doctor)
-app.command("preflight")(doctor.preflight)
+app.command("doctor", epilog=questions(Command.DOCTOR))(doctor.doctor)
+app.command("preflight", epilog=questions(Command.PREFLIGHT))(doctor.preflight)
 app.add_typer(smoke.app, name="smoke")
 for _name, (_module, _help) in _PROGRAMS.items():
     app.command(_name, help=_help, rich_help_panel="Programs")(_become(_module))

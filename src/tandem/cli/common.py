@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TextIO, get_args
+from typing import Annotated, Any, TextIO, get_args
 
 import typer
 from pydantic import BaseModel, ByteSize, ValidationError
@@ -53,15 +53,6 @@ Targets = Annotated[
         )
     ),
 ]
-
-
-class Check(NamedTuple):
-    """One line of the report of `tandem doctor` and `tandem preflight`."""
-
-    status: Literal["ok", "warn", "fail"]
-    name: str
-    found: str
-    remedy: str = ""
 
 
 def connect() -> Tandem:

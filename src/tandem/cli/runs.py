@@ -1,5 +1,6 @@
 """Commands about a run: `tandem run`, `tandem checkpoints`, `tandem export`, `tandem track`."""
 
+import json as json_module
 import math
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ from tandem.cli.common import (
     connect,
     data_extra,
     details,
+    err,
     show,
     size,
     table,
@@ -22,6 +24,7 @@ from tandem.cli.common import (
 from tandem.client import CheckpointInfo, RunStatus, Tandem
 from tandem.client.download import staging
 from tandem.errors import InvalidInput
+from tandem.families.adapter import WEIGHTS_FILE, misread_by_peft
 from tandem.families.model_config import model_directory
 
 app = typer.Typer(
@@ -183,6 +186,15 @@ def download(
         json,
         lambda _: f"{run}@{step} is in {dest} ({size(total)}, {len(manifest.files)} files)",
     )
+    if WEIGHTS_FILE in manifest.files and misread_by_peft(_tensor_names(dest / WEIGHTS_FILE)):
+        problem = "PEFT 0.21 does not load adapters on a mixture's MLPs right"
+        err.print(f"{problem}; `tandem export {run} {step} DIR` makes a merged model")
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with file.open("rb") as opened:
+        header = json_module.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return [name for name in header if name != "__metadata__"]
 
 
 @checkpoints.command()

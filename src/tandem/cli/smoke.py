@@ -3,11 +3,11 @@ commands."""
 
 import time
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated
 
-import httpx
 import typer
 
+from tandem.cli.checks import Asked, Command, questions, selected, services
 from tandem.cli.common import out
 from tandem.client import Tandem
 from tandem.client.http import Backoff
@@ -30,17 +30,22 @@ _EXAMPLES = [
     for answer in ("Yes.", "Yes, it is.")
 ]
 Inference = Annotated[
-    str,
-    typer.Option(envvar="OPENAI_BASE_URL", help="vLLM's API, as for OpenAI clients (with /v1)."),
+    str | None,
+    typer.Option(
+        help=(
+            "vLLM's address, with or without /v1.  \\[default: TANDEM_INFERENCE_URL, else this"
+            " machine's]"
+        )
+    ),
 ]
 
 
 class SmokeFailed(TandemError, code="smoke_failed"): ...
 
 
-@app.command()
+@app.command(epilog=questions(Command.REACH))
 def reach(
-    inference: Inference = "http://127.0.0.1:8000/v1",
+    inference: Inference = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option(help="URL of an exporter's /metrics, which must name its build; repeatable."),
@@ -56,26 +61,24 @@ def reach(
     ] = PATIENCE_SECONDS,
 ) -> None:
     """Test that controller, vLLM and exporters answer, and that vLLM lists the base model or,
-    merged, a step."""
-    key = load_settings().inference_key
-    with Tandem() as tandem:
-        runs = tandem.list_runs()
-        out.print(f"controller {tandem.url}: {len(runs)} runs")
-    names = [model["id"] for model in _get(f"{inference}/models", key, patience).json()["data"]]
-    if "base" not in names and not any("@" in name for name in names):
-        raise SmokeFailed(
-            f"{inference}/models lists {names}, without the model 'base' or a step of a run"
-        )
-    out.print(f"inference {inference}: {len(names)} models")
-    for url in metrics or []:
-        if "\ntandem_build_info{" not in _get(url, None, patience).text:
-            raise SmokeFailed(f"{url} has no tandem_build_info")
-        out.print(f"metrics {url}")
-    for url in closed or []:
-        status = _ask("POST", url, key).status_code
-        if status != 401:
-            raise SmokeFailed(f"{url} answers {status} to an API key, not 401")
-        out.print(f"closed {url}")
+    merged, a step. The first that does not ends the test."""
+    asked = Asked(
+        Command.REACH,
+        inference=inference,
+        metrics=metrics or [],
+        closed=closed or [],
+        patience=patience,
+    )
+    for check in selected(asked.command):
+        try:
+            for answer in check.answer(asked):
+                if answer.status != "ok":
+                    raise SmokeFailed("; ".join(filter(None, (answer.found, answer.remedy))))
+                out.print(f"{answer.name} {answer.found}", markup=False)
+        except Unreachable as error:
+            raise Unreachable("; ".join(filter(None, (error.message, check.remedy)))) from error
+        except ValueError as error:
+            raise SmokeFailed(f"{check.name}: {error}") from error
 
 
 @app.command()
@@ -112,7 +115,7 @@ def job(
             metavar="RUN", help="A run for this test; created if missing. Each call adds one step."
         ),
     ],
-    inference: Inference = "http://127.0.0.1:8000/v1",
+    inference: Inference = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds for the job, and again for its step to be served.")
     ] = 1800,
@@ -120,7 +123,7 @@ def job(
     """Train a small SFT job, wait until its step is served, and sample from it. With merged
     weights, of which vLLM has one run's: nothing if there is a run, and a run that was made for
     this is deleted."""
-    key = load_settings().inference_key
+    vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:
             step = tandem.get_run(run).newest_step
@@ -158,7 +161,7 @@ def job(
             f" {served.mean_abs_logprob_error:.2g} nats"
         )
         request = {"model": served.model, "max_tokens": 4, "messages": _EXAMPLES[0]["messages"][:1]}
-        answer = _ask("POST", f"{inference}/chat/completions", key, json=request, timeout=120)
+        answer = services.request("POST", f"{vllm}/v1/chat/completions", json=request, timeout=120)
         if answer.status_code != 200 or not answer.json()["choices"]:
             raise SmokeFailed(f"{served.model} answers {answer.status_code}: {answer.text[:500]}")
         out.print(
@@ -177,28 +180,3 @@ def _delete(tandem: Tandem, run: str) -> None:
             f"run {run} can't be deleted: {error}; `tandem run delete {run}` makes room for"
             " another one"
         )
-
-
-def _get(url: str, key: str | None, patience: float) -> httpx.Response:
-    """The first response 200 to a GET, which is repeated for `patience` seconds."""
-    backoff = Backoff(patience)
-    while True:
-        try:
-            answer = _ask("GET", url, key)
-            if answer.status_code == 200:
-                return answer
-            problem = Unreachable(f"{url} answers {answer.status_code}")
-        except Unreachable as error:
-            problem = error
-        time.sleep(backoff.next(problem))
-
-
-def _ask(
-    method: str, url: str, key: str | None, *, timeout: float = 10, **more: Any
-) -> httpx.Response:
-    """Raises Unreachable where nobody answers."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        return httpx.request(method, url, headers=headers, timeout=timeout, trust_env=False, **more)
-    except httpx.TransportError as error:
-        raise Unreachable(f"{url} does not answer: {error}") from error

@@ -1,6 +1,7 @@
 """Directories that appear only when they are complete, and a checkpoint's archive as one; no
 network I/O here."""
 
+import os
 import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +39,6 @@ def unpack(archive: Path, target: Path) -> Manifest:
         tar.extractall(content, filter="data")
     (root,) = content.iterdir()
     manifest = Manifest.model_validate_json((root / "manifest.json").read_bytes(), extra="ignore")
-    verify_files(root, manifest)
+    verify_files(Path(os.path.realpath(root)), manifest)
     root.replace(target)
     return manifest

@@ -51,7 +51,7 @@ async def raise_unless_serving(
                 raise Unauthorized(
                     f"{url} refuses the key; set TANDEM_API_KEY to vLLM's, or {remedy}"
                 )
-            names = _names(answer)
+            names = listed_models(answer)
             if any(name.startswith(f"{run}@") for name in names):
                 return
             found = f"lists {names}, without a step of {run!r}"
@@ -65,7 +65,7 @@ async def raise_unless_serving(
         await asyncio.sleep(backoff.next(problem))
 
 
-def _names(answer: httpx.Response) -> list[str]:
+def listed_models(answer: httpx.Response) -> list[str]:
     """The models of a list; none where the answer is something else."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]

@@ -16,6 +16,7 @@ from tandem.config import Settings, load_settings
 from tandem.controller.app import create_app
 from tandem.controller.middleware import OPEN_PATHS
 from tandem.errors import TandemError, VolumeFull
+from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
@@ -58,6 +59,7 @@ def main() -> int:
         app,
         host=settings.controller_host,
         port=settings.controller_port,
+        http=BoundedHttp,
         timeout_graceful_shutdown=GRACE_SECONDS,
         server_header=False,
         log_level="info",

@@ -11,6 +11,7 @@ from asyncio import sleep
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import anyio
@@ -19,6 +20,7 @@ from anyio import to_thread
 from tandem.errors import NotFound, TandemError
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, Event
+from tandem.system.plain_files import NotPlainError, open_plain
 
 # Between two looks at a followed file.
 POLL_SECONDS = 0.2
@@ -102,7 +104,7 @@ class EventStreams:
     def _look(self, files: Sequence[tuple[str, _File]]) -> None:
         for job, file in files:
             with suppress(TandemError, OSError):
-                file.size = _size(str(self._spool.paths.events_file(job)))
+                file.size = _size(self._spool.paths.events_file(job))
                 if time.monotonic() > file.state_read + STATE_SECONDS:
                     file.state_read = time.monotonic()
                     try:
@@ -115,13 +117,10 @@ def _formatted(event: Event) -> bytes:
     return f"id: {event.seq}\nevent: {event.type}\ndata: {event.model_dump_json()}\n\n".encode()
 
 
-def _size(path: str) -> int:
+def _size(path: Path) -> int:
     """Bytes of a file; 0 without it. Opens it, because an NFS client then asks the server."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+        with open_plain(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except (FileNotFoundError, NotPlainError):
         return 0
-    try:
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ from tandem.controller.schemas import CheckpointInfo
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import removal
 from tandem.spool.schema import STEPS, Manifest, RunName
+from tandem.system.plain_files import NotPlainError, open_plain
 
 router = APIRouter(prefix="/v1/runs/{run}/checkpoints", tags=["checkpoints"])
 _CHUNK_BYTES = 2**20
@@ -159,9 +160,11 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
 
 def _open(path: Path, size: int) -> BinaryIO:
     try:
-        file = path.open("rb")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise CheckpointDamaged(f"{path.name} of checkpoint {path.parent} is missing") from error
+        file = open_plain(path)
+    except (FileNotFoundError, NotPlainError) as error:
+        raise CheckpointDamaged(
+            f"{path.name} of checkpoint {path.parent} is missing, or no regular file"
+        ) from error
     actual = os.fstat(file.fileno()).st_size
     if actual != size:
         file.close()

@@ -79,16 +79,16 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
             f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
         )
     if spec.weights == "merged":
-        for wrong, what in (
-            ("fp32", "fp32 weights beside others"),
-            ("turns", "all experts in one tensor"),
-        ):
-            if any(getattr(rule, wrong) for rule in weight_rules(deployment.arch)):
-                problem = (
-                    f"merged weights are not built for {deployment.arch.model_type}, which has"
-                    f" {what}"
-                )
-                raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
+        rules = weight_rules(deployment.arch)
+        unbuilt = {
+            "fp32 weights beside others": any(rule.fp32 for rule in rules),
+            "all experts in one tensor": any(rule.interleaved for rule in rules),
+        }
+        if what := next((what for what, present in unbuilt.items() if present), ""):
+            problem = (
+                f"merged weights are not built for {deployment.arch.model_type}, which has {what}"
+            )
+            raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         merged = [run.name for run in deployment.spool.runs.list() if run.weights == "merged"]
         if merged and spec.name not in merged:
             problem = f"one vLLM serves one run with merged weights, and that is {merged[0]!r} here"

@@ -79,6 +79,23 @@ def peft_keys(module: str) -> tuple[str, str]:
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
+def misread_by_peft(keys: Collection[str]) -> bool:
+    """Whether `PeftModel.from_pretrained` (0.21) loads an adapter with these tensors wrongly.
+
+    It has one layer for gate and up of all experts. It looks for targets named like an expert's in
+    experts only, so what dense layers and shared experts have is dropped without a word. Experts
+    with gate and up but without down stay at their initial values.
+    """
+    modules = {key.rpartition(".lora_")[0] for key in keys}
+    targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}
+    elsewhere = any(
+        module.endswith(tuple(f".{target}" for target in EXPERT_TARGETS))
+        for module in modules
+        if ".experts." not in module
+    )
+    return bool(targets) and (elsewhere or targets not in ({"down_proj"}, set(EXPERT_TARGETS)))
+
+
 def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     """Every tensor of an adapter: PEFT key -> shape, in layer order, A before B."""
     shapes: dict[str, tuple[int, int]] = {}

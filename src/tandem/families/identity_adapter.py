@@ -5,11 +5,11 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save
 
 from tandem.families.adapter import WEIGHTS_FILE, lora_modules, peft_keys, write_adapter_config
 from tandem.families.arch import Arch
 from tandem.spool.schema import LoraShape
+from tandem.system.safetensors_header import lay_out
 
 
 def write_identity_adapter(
@@ -31,7 +31,10 @@ def write_identity_adapter(
         a, b = peft_keys(module)
         tensors[a] = (uniform * np.float32(2 * bound) - np.float32(bound)).astype(np.float32)
         tensors[b] = np.zeros((out_features, lora.rank), dtype=np.float32)
-    # PEFT's own files carry this metadata; without it some readers refuse the file.
-    # `save_file` raises errors of its own where the volume is full.
-    (directory / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+    names = sorted(tensors)  # safetensors' own order
+    header, _ = lay_out({name: ("F32", tensors[name].shape) for name in names})
+    with (directory / WEIGHTS_FILE).open("wb") as file:
+        file.write(header)
+        for name in names:
+            file.write(tensors[name].data)
     write_adapter_config(directory, lora, base_model)

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArchitecture, VolumeFull
+from tandem.system.plain_files import read_plain
+
+JSON_BYTES = 2**26
+"""The most that a model's `config.json` or index may have. A tensor takes some 100 bytes there."""
 
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 """Configuration, tokenizer and weights, by their names."""
@@ -60,7 +64,13 @@ def weight_files(directory: Path) -> list[Path]:
         if index.is_file():
             return [
                 directory / name
-                for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                for name in sorted(
+                    set(
+                        json.loads(read_plain(index, most=JSON_BYTES, links="any"))[
+                            "weight_map"
+                        ].values()
+                    )
+                )
             ]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InvalidInput(f"{index} can't be read: {error}", field="base_model") from error
@@ -94,7 +104,7 @@ class ModelConfig:
         read."""
         path = model_directory(model, ("config.json", "hf_quant_config.json")) / "config.json"
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(read_plain(path, most=JSON_BYTES, links="any"))
         except FileNotFoundError as error:
             raise InvalidInput(
                 f"{path} is missing: not a Hugging Face model", field="base_model"

@@ -8,6 +8,7 @@ from functools import partial
 from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, STALE_SECONDS, Metric, Samples
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, Job
 
 _CPU = "; on the CPU the resident set"
@@ -190,7 +191,7 @@ class RanksCollector(SpoolCollector):
         spec = attempt.job.spec
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
         now = time.monotonic()
-        for rank, beat in spool.jobs.beats(spec.id, attempt.number).items():
+        for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
                 # What a rank counted before this process began, an earlier exporter has counted.

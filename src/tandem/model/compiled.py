@@ -3,8 +3,8 @@
 torch itself caches kernels in files, but each process must trace the function to learn which
 kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
 pickles beside torch's own, in TORCHINDUCTOR_CACHE_DIR, and are trusted like those: whoever can
-write there runs code in the ranks. In containers the directory is on a volume that only the trainer
-has.
+write there runs code in the ranks. So a directory that another user made or can write to is
+refused.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import torch
 
 from tandem.errors import SpoolUnusable
 from tandem.spool import fs
+from tandem.system.environment import INDUCTOR_VARIABLE, compiler_caches, trusted_directory
 
 # Prefixes of variables that may change what the compiler makes.
 _ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
@@ -43,10 +44,7 @@ class Compiled[**P, T]:
         assert not kwargs
         kind = _kind(args)
         if kind not in self._compiled:
-            # Late: it loads a part of the compiler.
-            from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-            file = Path(cache_dir()) / "tandem" / f"{self._digest(kind, args)}.aot"
+            file = _directory() / f"{self._digest(kind, args)}.aot"
             self._compiled[kind] = self._load(file) or self._compile(args, file)
             self._compiled[kind].disable_guard_check()  # guards would check only what `kind` has
         result: T = self._compiled[kind](*args)
@@ -105,13 +103,24 @@ class Compiled[**P, T]:
             )
             compiled = lazy.aot_compile((arguments, {}))
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             fs.write_atomic(file, type(compiled).serialize(compiled).serialized_data)
         except (OSError, RuntimeError, SpoolUnusable) as error:
             warnings.warn(
                 f"{file} can't be written, later processes compile again: {error!r}", stacklevel=2
             )
         return compiled
+
+
+def _directory() -> Path:
+    """Where the files are. SpoolUnusable if another user may have written there."""
+    if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set it
+        os.environ |= compiler_caches(os.environ)
+    cache = Path(os.environ[INDUCTOR_VARIABLE])
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    directory = trusted_directory(cache) / "tandem"
+    with contextlib.suppress(OSError):  # read-only: nothing is there, and writing says so
+        trusted_directory(directory)
+    return directory
 
 
 def _kind(arguments: tuple[object, ...]) -> tuple[object, ...]:

@@ -12,11 +12,23 @@ from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
-from tandem.spool.locks import HoldRecord, Leases, file_lock, hold_runner_lock, runner_info
+from tandem.spool.locks import (
+    HoldRecord,
+    Leases,
+    file_lock,
+    hold_publisher_lock,
+    hold_runner_lock,
+    runner_info,
+)
 from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
+
+
+def real_root(root: Path | str) -> Path:
+    """The spool's directory without a link in its path, so that a link below it is found."""
+    return Path(os.path.realpath(root))
 
 
 class Spool:
@@ -25,7 +37,7 @@ class Spool:
     def __init__(self, root: Path | str) -> None:
         """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be
         read."""
-        self.root = Path(root).absolute()
+        self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
         self.served = ServedRecords(self.runs)
@@ -44,7 +56,7 @@ class Spool:
     def create(cls, root: Path | str) -> "Spool":
         """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from
         there."""
-        paths = Paths(Path(root).absolute())
+        paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             for directory in paths.directories:
                 fs.make_dir(directory)
@@ -109,6 +121,10 @@ class Spool:
         """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is
         another."""
         return hold_runner_lock(self.paths, runner)
+
+    def publisher_lock(self) -> AbstractContextManager[None]:
+        """Held by the spool's one publisher while it lives. SpoolUnusable names another holder."""
+        return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:
         """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not

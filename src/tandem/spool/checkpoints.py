@@ -21,6 +21,7 @@ from tandem.spool.jobs import Jobs
 from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
 from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
+from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
 _COPY_BYTES = 2**24  # at a time
@@ -234,16 +235,7 @@ class Checkpoints:
                 raise InvalidInput(
                     f"a fork keeps the {field} of {run!r}, which is {kept}", field=field
                 )
-        manifest = self.manifest(run, step)
-        if manifest.optimizer_state is not None:
-            problem = (
-                f"{run}@{step} has no optimizer state, which a fork needs"
-                " (TANDEM_OPTIMIZER_STATE_EVERY)"
-            )
-            raise InvalidInput(
-                f"{problem}; fork {run}@{manifest.optimizer_state} or a later one", field="step"
-            )
-        return manifest
+        return self.manifest(run, step)
 
     def _check_copy(self, copy: Path, run: str, manifest: Manifest, name: str) -> None:
         try:
@@ -255,8 +247,8 @@ class Checkpoints:
 
     def _open(self, run: str, step: int, name: str) -> IO[bytes]:
         try:
-            return (self.path(run, step) / name).open("rb")
-        except FileNotFoundError:
+            return open_plain(self.path(run, step) / name)
+        except (FileNotFoundError, NotPlainError):
             self.verify(run, step)
             raise
 

@@ -5,7 +5,8 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -13,7 +14,10 @@ from tandem.spool import fs
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths
 from tandem.spool.schema import TERMINAL, Event, EventType
+from tandem.system.plain_files import NotPlainError, descriptor, open_plain
 
+EVENTS_BYTES = 2**28
+"""The most of a job's events that is read at once: some 500,000 events."""
 _TAIL_BYTES = 65536
 
 
@@ -35,9 +39,7 @@ class Events:
         null. Ends a line that a dead writer left unterminated. Raises SpoolUnusable, and then the
         file is as before."""
         path, lock = self._paths.events_file(job_id), file_lock(self._paths.job_lock(job_id))
-        if not path.is_file() and (path.is_dir() or path.is_symlink()):
-            fs.remove_file(path)  # damage, which must not keep the job from its end
-        with lock, fs.volume_errors(path), path.open("a+b", buffering=0) as file:
+        with lock, fs.volume_errors(path), self._opened(path) as file:
             fd, size = file.fileno(), file.tell()
             seq, terminated = _next_seq(fd, size)
             event = Event(
@@ -57,9 +59,24 @@ class Events:
                 fs.fsync_dir(path.parent)
             return Event.model_validate_json(content)
 
+    def _opened(self, path: Path) -> BinaryIO:
+        """The file, to append to. Removes what Tandem did not write: such damage must not keep the
+        job from its end."""
+        try:
+            fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            # A reader leaves such a file out, so appending to it would tell nobody anything.
+            if os.fstat(fd).st_size > EVENTS_BYTES:
+                os.ftruncate(fd, 0)
+        except NotPlainError:
+            fs.remove_file(path)
+            fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        file = os.fdopen(fd, "a+b", buffering=0)
+        file.seek(0, os.SEEK_END)
+        return file
+
     def read(self, job_id: str) -> list[Event]:
         """All events, in order; empty if the job has none (yet)."""
-        return _parse(fs.read_bytes(self._paths.events_file(job_id)) or b"")
+        return _parse(fs.read_bytes(self._paths.events_file(job_id), most=EVENTS_BYTES) or b"")
 
     def since(
         self, job_id: str, offset: int, limit: int | None = None
@@ -69,8 +86,8 @@ class Events:
         needs."""
         content = b""
         with (
-            suppress(FileNotFoundError, IsADirectoryError),
-            self._paths.events_file(job_id).open("rb") as file,
+            suppress(FileNotFoundError, NotPlainError),
+            open_plain(self._paths.events_file(job_id), most=EVENTS_BYTES) as file,
         ):
             file.seek(offset)
             while part := file.read(-1 if limit is None else limit):

@@ -17,11 +17,13 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from tandem.errors import SpoolUnusable, VolumeFull
+from tandem.system.plain_files import NOT_PLAIN, NotPlainError, open_plain, read_plain
 
 TEMPORARY = ".tmp-"
+RECORD_BYTES = 2**24
+"""The most that the file of one record may have. No record that Tandem writes comes near."""
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
-_NO_FILE = (errno.EISDIR, errno.ELOOP)
 _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
 # errno -> (what is wrong, what to do)
 _REMEDIES = {
@@ -33,8 +35,8 @@ _REMEDIES = {
     errno.EROFS: ("the volume is mounted read-only", "mount it read-write in this container"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
     **dict.fromkeys(
-        _NO_FILE,
-        ("it is a directory or a link to itself", "remove it, or restore the file from a copy"),
+        NOT_PLAIN,
+        ("it is no regular file, or a link leads there", "remove it, or restore it from a copy"),
     ),
     errno.ENOTDIR: (
         "a part of the path is a file, not a directory",
@@ -116,7 +118,7 @@ def fsync_tree(directory: Path) -> None:
         for here, _, files in os.walk(directory, topdown=False):
             shared = Path(here).stat().st_mode & 0o666
             for name in files:
-                with Path(here, name).open("rb") as file:
+                with open_plain(Path(here, name)) as file:
                     mode = os.fstat(file.fileno()).st_mode
                     if shared & ~mode:
                         os.fchmod(file.fileno(), mode | shared)
@@ -269,19 +271,20 @@ def open_dir(directory: Path) -> int | None:
         return None
 
 
-def read_bytes(path: Path, *, sure: bool = True) -> bytes | None:
+def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> bytes | None:
     """The content of a file that others replace by rename; None if it does not exist. `sure`: list
-    the directory before saying so. Otherwise an NFS client may not see a new file yet. Of a
-    directory or a link to itself the content is b"", which every reader takes for damage."""
+    the directory before saying so. Otherwise an NFS client may not see a new file yet. Of what is
+    no regular file of at most `most` bytes the content is b"", which every reader takes for
+    damage."""
     for more in (4, 3, 2, 1, 0):
         try:
-            return path.read_bytes()
+            return read_plain(path, most=most)
+        except NotPlainError:
+            return b""
         except (FileNotFoundError, NotADirectoryError):
             if not sure or not exists(path):
                 return None
         except OSError as error:
-            if error.errno in _NO_FILE:
-                return b""
             if error.errno != errno.ESTALE or not more:  # NFS: replaced between open and read
                 raise
         time.sleep(0.01)
@@ -302,6 +305,6 @@ def read_undamaged[R: BaseModel](path: Path, model: type[R], *, sure: bool = Tru
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's content, lower-case hex."""
-    with path.open("rb") as file:
+    """SHA-256 of a regular file's content, lower-case hex."""
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

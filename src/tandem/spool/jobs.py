@@ -19,8 +19,8 @@ from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import BUCKET, Paths, is_run_name, listing, rank_files
-from tandem.spool.schema import PENDING, TERMINAL, Beat, Job, JobError, JobKey, JobState
+from tandem.spool.paths import BUCKET, Paths, is_run_name, listing
+from tandem.spool.schema import PENDING, TERMINAL, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
@@ -238,14 +238,6 @@ class Jobs:
 
     def cancel_requested(self, job_id: str) -> bool:
         return fs.exists(self._paths.cancel_file(job_id))
-
-    def beats(self, job_id: str, attempt: int) -> dict[int, Beat]:
-        """The last heartbeat of each rank that has a readable one."""
-        beats: dict[int, Beat] = {}
-        for rank, path in sorted(rank_files(self._paths.work_dir(job_id, attempt), "beat").items()):
-            if (beat := fs.read_undamaged(path, Beat, sure=False)) is not None:
-                beats[rank] = beat
-        return beats
 
     def find(self, job_id: str, *, sure: bool = True) -> JobKey | None:
         """The job's key, or None. `sure` as in `fs.read_bytes`."""

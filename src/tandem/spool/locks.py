@@ -21,6 +21,7 @@ from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.spool.paths import Paths
 from tandem.spool.schema import Hold, Job, Lease, RunnerInfo
+from tandem.system.plain_files import descriptor
 
 # `struct flock` of Linux on 64 bits: type, whence, start, length, pid.
 _FLOCK = "hhqqi4x"
@@ -83,7 +84,7 @@ def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
 
 def _open_locked(path: Path, blocking: bool) -> int:
     with fs.volume_errors(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = descriptor(path, os.O_RDWR | os.O_CREAT, links="above")
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -104,7 +105,7 @@ def is_locked(path: Path) -> bool:
     nobody out. The holder must not call this: the answer would be False, and closing the descriptor
     would drop its lock.
     """
-    fd = os.open(path, os.O_RDONLY)
+    fd = descriptor(path, os.O_RDONLY)
     try:
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind: int = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, query))[0]
@@ -113,20 +114,28 @@ def is_locked(path: Path) -> bool:
         os.close(fd)
 
 
-@contextmanager
-def hold_runner_lock(paths: Paths, runner: str) -> Iterator[None]:
+def hold_runner_lock(paths: Paths, runner: str) -> AbstractContextManager[None]:
     """Holds `jobs/runner.lock` with the runner's name in it. SpoolUnusable names another holder."""
-    path = paths.runner_lock
+    return _hold(paths, paths.runner_lock, "runner", runner)
+
+
+def hold_publisher_lock(paths: Paths) -> AbstractContextManager[None]:
+    """Holds `jobs/locks/publisher`. SpoolUnusable names another holder."""
+    return _hold(paths, paths.publisher_lock, "publisher", "publisher")
+
+
+@contextmanager
+def _hold(paths: Paths, path: Path, kind: str, name: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(file_lock(path, blocking=False))
         except LockHeldError as error:
             raise SpoolUnusable(
-                f"{paths.root} has a runner already: {_holder(error.content)}. One spool has one"
-                " runner; stop that one first, or give this one a TANDEM_ROOT of its own"
+                f"{paths.root} has a {kind} already: {_holder(error.content)}. One spool has one"
+                f" {kind}; stop that one first, or give this one a TANDEM_ROOT of its own"
             ) from error
         info = RunnerInfo(
-            runner=runner, host=socket.gethostname(), pid=os.getpid(), since=time.time()
+            runner=name, host=socket.gethostname(), pid=os.getpid(), since=time.time()
         )
         with fs.volume_errors(path):
             os.pwrite(fd, info.model_dump_json().encode().ljust(512) + b"\n", 0)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.errors import InvalidInput
 from tandem.spool import fs
@@ -47,35 +47,6 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
-def beat_file(work: Path, rank: int) -> Path:
-    """A rank's heartbeat, in the attempt's work directory."""
-    return work / f"beat.{rank}"
-
-
-def error_file(work: Path, rank: int) -> Path:
-    """The JobError of a rank that raised, in the attempt's work directory."""
-    return work / f"error.{rank}.json"
-
-
-def rank_files(work: Path, kind: Literal["beat", "error"]) -> dict[int, Path]:
-    """The files of this kind that exist, by rank."""
-    paths = {
-        path.name.removeprefix(f"{kind}.").removesuffix(".json"): path
-        for path in work.glob(f"{kind}.*")
-    }
-    return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
-
-
-def staged_checkpoint(work: Path) -> Path:
-    """The directory that the ranks fill with the next checkpoint before it is committed."""
-    return work / "checkpoint"
-
-
-def staged_model(work: Path) -> Path:
-    """The directory that the ranks fill with the whole merged model before it is committed."""
-    return work / "merged"
-
-
 class Paths:
     """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead
     elsewhere."""
@@ -97,8 +68,15 @@ class Paths:
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
         self.gpus_lock = self.jobs / "locks/gpus"
+        self.publisher_lock = self.jobs / "locks/publisher"
         job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
-        self.locks = [self.runner_lock, self.claim_lock, self.gpus_lock, *job_locks]
+        self.locks = [
+            self.runner_lock,
+            self.claim_lock,
+            self.gpus_lock,
+            self.publisher_lock,
+            *job_locks,
+        ]
 
     def run_dir(self, run: str) -> Path:
         if not is_run_name(run):

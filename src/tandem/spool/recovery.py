@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.jobs import JobList
-from tandem.spool.paths import is_job_id, listing, staged_checkpoint, staged_model
+from tandem.spool.paths import is_job_id, listing
 from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.
@@ -46,16 +47,9 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
                     f" {lease.runner} (pid {lease.pid} on {lease.host}), in phase {lease.phase!r},"
                 )
             message = f"{lost} was lost; noticed by {runner}"
-            remove_unfinished(spool.paths.work_dir(job_id, job.attempt))
+            Attempt(spool, job_id, job.attempt).remove_staged()
             spool.queue.requeue(job, JobError(type="runner_lost", message=message, retriable=True))
         return spool.jobs.get(job_id)
-
-
-def remove_unfinished(work: Path) -> None:
-    """Removes what the ranks of an ended attempt had begun to write; a commit has renamed what was
-    complete. It may fill the volume, on which the attempt's end must be written."""
-    for staged in (staged_checkpoint(work), staged_model(work)):
-        fs.remove_tree(staged)
 
 
 def made_checkpoint(spool: Spool, job: Job) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tandem.config import Settings
-from tandem.errors import CheckpointDamaged, Conflict, TandemError
+from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import HOUR_FORMAT, listing
 from tandem.spool.schema import PENDING, TERMINAL, JobKey
@@ -44,7 +44,7 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
     it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
-        if why := _needed(spool, run, {step}).get(step):
+        if why := _needed(spool, run).get(step):
             raise Conflict(f"{run}@{step} stays: {why}", field="step")
         return _set_aside([directory])[0]
 
@@ -85,7 +85,7 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
     if _surplus(checkpoints.steps(run), settings):
         with spool.runs.lock(run):  # nobody rolls back, begins to fork or submits now
             surplus = _surplus(checkpoints.steps(run), settings)
-            old = surplus - _needed(spool, run, surplus).keys()
+            old = surplus - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
     return doomed
 
@@ -113,8 +113,8 @@ def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
     )
 
 
-def _needed(spool: Spool, run: str, going: set[int]) -> dict[int, str]:
-    """The steps that stay, and why, where only those in `going` may go."""
+def _needed(spool: Spool, run: str) -> dict[int, str]:
+    """The steps that stay, each with its reason."""
     newest = spool.checkpoints.newest(run)
     needed = {0: "it is the beginning of its run", newest: "it is the newest"}
     needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
@@ -124,13 +124,6 @@ def _needed(spool: Spool, run: str, going: set[int]) -> dict[int, str]:
         for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
             if step is not None:
                 needed.setdefault(step, f"job {job.spec.id} needs it")
-    if spool.runs.get(run).lora is None:
-        for step in [
-            step for step in spool.checkpoints.steps(run) if step not in going or step in needed
-        ]:
-            with suppress(CheckpointDamaged):
-                if (state := spool.checkpoints.manifest(run, step).optimizer_state) is not None:
-                    needed.setdefault(state, f"step {step} needs its optimizer state")
     return needed
 
 

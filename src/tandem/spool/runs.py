@@ -16,6 +16,7 @@ from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths, is_run_name, listing, remembered, step_name
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.spool.schema.runs import FileEntry
+from tandem.system.plain_files import NotPlainError, open_plain
 
 MANIFEST = "manifest.json"
 
@@ -49,15 +50,25 @@ def write_manifest(
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest; CheckpointDamaged names each that is missing,
-    truncated or altered."""
+    truncated, altered or no regular file."""
     paths = {name: directory / name for name in manifest.files}
-    sizes = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
+    sizes = dict[str, int]()
+    strange = dict[str, str]()
+    for name, path in paths.items():
+        with suppress(FileNotFoundError):
+            try:
+                with open_plain(path) as file:
+                    sizes[name] = os.fstat(file.fileno()).st_size
+            except NotPlainError as error:
+                strange[name] = str(error.strerror)
     hashes = _hashes(
         {name: paths[name] for name, size in sizes.items() if size == manifest.files[name].size}
     )
     damage = []
     for name, entry in manifest.files.items():
-        if name not in sizes:
+        if name in strange:
+            damage.append(f"{name} can't be used: {strange[name]}")
+        elif name not in sizes:
             damage.append(f"{name} is missing")
         elif (size := sizes[name]) < entry.size:
             damage.append(f"{name} is truncated ({size} of {entry.size} bytes)")

@@ -65,15 +65,17 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
-    if role != "all":
-        # Containers of one group share the volume, whatever their users.
-        os.umask(0o002)
+    # Containers of one group share the volume, whatever their users. On a machine of several users
+    # runs, prompts and logs are nobody else's.
+    os.umask(0o027 if role == "all" else 0o002)
     programs = PROGRAMS[role] if programs is None else programs
     names = {program.name for program in programs}
     if {"runner", "vllm"} <= names:
         check_apart(settings)
     if "controller" in names:
-        settings.check_bind()
+        settings.check_bind("controller")
+    if "vllm" in names:
+        settings.check_bind("inference")
     if (
         "vllm" in names
         and (model := Path(settings.model_path())).is_absolute()

@@ -17,6 +17,7 @@ from tandem.errors import SpoolUnusable
 Role = Literal["all", "trainer", "inference"]
 """Whose programs run under one supervisord: one container's, or everything on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
+INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 # The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name,
 # the socket's name and the pid that supervisord appends until it listens.
 _LONGEST_PARENT = 50
@@ -69,11 +70,41 @@ def empty_directory(directory: Path) -> None:
 def private_directory(directory: Path) -> Path:
     """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user
     owns or reads it."""
-    directory.mkdir(mode=0o700, exist_ok=True)
+    return _of_this_user(directory, 0o077)
+
+
+def trusted_directory(directory: Path) -> Path:
+    """As `private_directory`, but others may read it: a directory out of which code is loaded."""
+    return _of_this_user(directory, 0o022)
+
+
+def _of_this_user(directory: Path, forbidden: int) -> Path:
+    with suppress(FileExistsError):  # a link to nowhere, which the check names
+        directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & forbidden
+    ):
         raise SpoolUnusable(f"{directory} is not a directory of this user alone; remove it")
     return directory
+
+
+def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the directories where torch and Triton keep compiled code. They load it, and
+    unpickle some, whoever made it. So each is a directory of this user alone, below the one that
+    `environ` names or TMPDIR. Raises SpoolUnusable if another user owns it."""
+    own = f"tandem-{os.getuid()}-compiled"
+    inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
+    triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
+    for directory in filter(None, (inductor, triton)):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        private_directory(directory)
+    return {
+        INDUCTOR_VARIABLE: str(inductor),
+        TRITON_VARIABLE: str(triton or private_directory(inductor / "triton")),
+    }
 
 
 def installed_version(package: str) -> str:

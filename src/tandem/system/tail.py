@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from tandem.system.plain_files import open_plain
+
 _CHUNK = 1 << 16
 # A longer line is returned in pieces, because its end may never come.
 _LONGEST_LINE = 1 << 20
@@ -56,7 +58,7 @@ class Tail:
     def _open(self) -> BinaryIO | None:
         if self._file is None:
             with suppress(OSError):
-                self._file = self.path.open("rb", buffering=0)
+                self._file = open_plain(self.path, links="above")
         return self._file
 
 
@@ -64,7 +66,7 @@ def last_lines(path: Path, *, lines: int = 40, most_bytes: int = 8192) -> str:
     """The end of a text file, at most `lines` lines and `most_bytes` bytes; empty where there is no
     file."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path, links="above") as file:
             start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
             file.seek(start)
             complete = file.read().decode(errors="replace").splitlines()

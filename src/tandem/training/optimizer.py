@@ -24,7 +24,7 @@ type Moments = dict[str, dict[str, Tensor]]
 
 
 class NonFinite(TandemError):
-    """A loss or a gradient is NaN or infinite. The step was not applied."""
+    """A loss, a gradient or a log-prob is NaN or infinite. No checkpoint is made."""
 
     code = "non_finite"
 

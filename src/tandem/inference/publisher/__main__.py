@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 
 from pydantic import ValidationError
 
 from tandem.config import load_settings
 from tandem.errors import InvalidInput, TandemError
 from tandem.inference.publisher.publisher import Publisher
+from tandem.spool import Spool
 from tandem.system import liveness
 from tandem.system.logs import Log, configure
 from tandem.vllm_client.client import VllmClient
@@ -33,11 +35,15 @@ def main() -> None:
         sys.exit(2)
     log.info("started", pid=os.getpid(), root=settings.root, vllm=client.url)
     publisher: Publisher | None = None
-    trouble = ""
+    trouble, held = "", ExitStack()
     while True:
         liveness.beat("publisher")
         try:
-            publisher = publisher or Publisher(settings, client)
+            if publisher is None:
+                # Two would unload each other's adapters, and overwrite served.json.
+                held.close()
+                held.enter_context(Spool(settings.root).publisher_lock())
+                publisher = Publisher(settings, client)
             publisher.once()
             trouble = ""
         except (TandemError, ValidationError, OSError) as error:

@@ -26,14 +26,15 @@ from tandem.config import Settings, resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.model_config import model_directory
-from tandem.inference.merged_model import SpotCheck
 from tandem.inference.server.command import serving_dtype
+from tandem.inference.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files
 from tandem.spool.schema import Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.environment import private_directory
 from tandem.system.logs import Log
+from tandem.system.plain_files import NotPlainError, copy_plain
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
@@ -57,7 +58,7 @@ def copies_directory(root: Path, url: str) -> Path:
 class AdapterCopies:
     def __init__(self, directory: Path) -> None:
         """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
-        self._directory = private_directory(directory.absolute())
+        self._directory = Path(os.path.realpath(private_directory(directory.absolute())))
         self._checked: set[Path] = set()  # copies that this object has made or hashed
         self.usage_file = self._directory / "used.json"
 
@@ -101,8 +102,8 @@ class AdapterCopies:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                with suppress(FileNotFoundError, IsADirectoryError):  # the check names it
-                    shutil.copyfile(checkpoint / file, partial / file)
+                with suppress(FileNotFoundError, NotPlainError):  # the check names it
+                    copy_plain(checkpoint / file, partial / file, most=manifest.files[file].size)
             verify_files(partial, files)
             partial.rename(path)
             self._checked.add(path)

@@ -34,9 +34,11 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 @dataclass(frozen=True)
 class ServerCommand:
     """`argv` and the whole environment of the vLLM server. Secrets are only in `env`: every user
-    can read an argv."""
+    can read an argv. `shown`: `argv` for logs, with the names of `TANDEM_VLLM_ARGS` but not their
+    values."""
 
     argv: list[str]
+    shown: list[str]
     env: dict[str, str]
 
 
@@ -62,10 +64,12 @@ def server_command(
         "-m",
         "vllm.entrypoints.openai.api_server",
         *_arguments(settings, device, model),
-        *extra,
     ]
+    names = [argument.partition("=")[0] for argument in extra if argument.startswith("--")]
     return ServerCommand(
-        argv, _environment(settings, device, model, os.environ if environ is None else environ)
+        argv + extra,
+        argv + names,
+        _environment(settings, device, model, os.environ if environ is None else environ),
     )
 
 
@@ -289,15 +293,29 @@ def _extra_arguments(text: str) -> list[str]:
     try:
         extra = shlex.split(text)
     except ValueError as error:
-        message = f"TANDEM_VLLM_ARGS is not valid shell syntax ({error}): {text!r}"
-        raise InvalidInput(message, field="vllm_args") from error
-    if any(_means(argument, "--api-key") for argument in extra):
-        message = (
-            "every user can read a command line: set TANDEM_API_KEY or TANDEM_API_KEY_FILE instead"
-            " of --api-key"
-        )
-        raise InvalidInput(message, field="vllm_args")
+        # Without the text, which may have a token in it.
+        raise InvalidInput(f"is not valid shell syntax ({error})", field="vllm_args") from error
+    for argument in extra:
+        option = argument.partition("=")[0].replace("_", "-")
+        for name, setting in _ELSEWHERE.items():
+            if argument.startswith("--") and _means(argument, name):
+                raise InvalidInput(f"set {setting} instead of {name}", field="vllm_args")
+        if option.startswith("--") and _SECRET.search(option):
+            problem = f"{option} may hold a secret, and every user can read a command line"
+            raise InvalidInput(
+                f"{problem}; give it in an environment variable or a file that vLLM reads",
+                field="vllm_args",
+            )
     return extra
+
+
+_ELSEWHERE = {
+    "--api-key": "TANDEM_API_KEY or TANDEM_API_KEY_FILE",
+    "--hf-token": "HF_TOKEN or HF_TOKEN_PATH",
+    "--host": "TANDEM_INFERENCE_HOST",
+}
+"""Options of vLLM that have a better place: a command line is public, and the bind is checked."""
+_SECRET = re.compile(r"[-.](token|key|secret|password|passwd|credentials?)$")
 
 
 def _means(argument: str, name: str) -> bool:

@@ -12,9 +12,11 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.inference.server.asgi import error, route_path
+from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER
 
 PUBLIC_PATHS = frozenset(
@@ -32,6 +34,9 @@ PUBLIC_PATHS = frozenset(
 )
 """Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
 itself."""
+
+PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
+"""Paths that are open to other hosts too."""
 
 ROLLOUT_PATHS = frozenset(
     {
@@ -56,6 +61,9 @@ class AdminGuard:
     """Requires the admin token on every path that is not listed above. Without a configured token
     those are closed.
 
+    Without a configured API key, every path but those of liveness and metrics answers only
+    requests to localhost that come from no page of another site, as the controller does.
+
     The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
     the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
     of vLLM.
@@ -73,7 +81,13 @@ class AdminGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ADMIN] = _matches(_single_header(scope, ADMIN_HEADER), self._admin_token)
-        if scope["type"] == "lifespan" or (
+        if header := self._foreign_header(scope):
+            message = (
+                f"a vLLM without an API key answers to localhost only, and no page of another site:"
+                f" {header} names another; set TANDEM_API_KEY"
+            )
+            await error(422, "invalid_input", message, header)(scope, receive, send)
+        elif scope["type"] == "lifespan" or (
             scope["type"] in ("http", "websocket") and self._allows(scope)
         ):
             await self.app(scope, receive, send)
@@ -90,6 +104,14 @@ class AdminGuard:
             return bool(scope[ADMIN])
         path = route_path(scope)
         return path in PUBLIC_PATHS or (path in API_KEY_PATHS and self._has_api_key(scope))
+
+    def _foreign_header(self, scope: Scope) -> str | None:
+        if scope["type"] != "http" or self._api_key or scope[ADMIN]:
+            return None
+        if route_path(scope) in PROBE_PATHS:
+            return None
+        headers = Headers(scope=scope)
+        return foreign_header(headers.get("host", ""), headers.get("origin"))
 
     def _has_api_key(self, scope: Scope) -> bool:
         scheme, _, key = _single_header(scope, "authorization").partition(b" ")

@@ -1,7 +1,8 @@
 """A vLLM plugin (entry point `vllm.general_plugins`). vLLM calls `register` in every process that
 it starts.
 
-It installs what merged weights need (`worker/`), and works around five faults of vLLM 0.32:
+It bounds the headers and waits of HTTP requests, installs what merged weights need (`worker/`),
+and works around five faults of vLLM 0.32:
 
 - `kill -9` of the API server leaves the engine process behind for ever, with all of the GPU's
   memory. (The orphan can't be found by its environment, because it overwrites that.) Every engine
@@ -35,11 +36,18 @@ from typing import Any
 from tandem.system.processes import die_with_parent
 from tandem.vllm_client.names import MERGED_VARIABLE
 
+API_SERVER = "ApiServer"
+"""How vLLM's names of several API servers' processes begin."""
+
 
 def register() -> None:
     """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its
     engine."""
     parent = multiprocessing.parent_process()
+    if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
+        from tandem.system.http_limits import bound_every_server  # not in engines: it has uvicorn
+
+        bound_every_server()
     if parent is None:
         _fork_the_engine_on_the_cpu()
         return

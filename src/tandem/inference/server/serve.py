@@ -42,6 +42,7 @@ def main() -> None:
     configure()
     try:
         settings = load_settings()
+        settings.check_bind("inference")
         command = server_command(settings)
         has_token = bool(settings.secret("admin_token"))
         marker = wait_for_gpu(settings)
@@ -53,7 +54,7 @@ def main() -> None:
             "TANDEM_ADMIN_TOKEN is not set: nobody can load adapters, not even the publisher"
         )
     _withdraw_records(settings)
-    log.info("starting vLLM", command=" ".join(command.argv[1:]))
+    log.info("starting vLLM", command=" ".join(command.shown[1:]))
     # A killed vLLM leaves sockets and files there.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}

@@ -3,45 +3,31 @@ them.
 
 safetensors' own reader copies in one thread, through memory that isn't pinned. Here several threads
 read chunks with `preadv` into pinned buffers and copy them on CUDA streams, so that reading,
-copying and rearranging overlap. A file is an 8-byte little-endian length, that much JSON, then the
-data: https://huggingface.co/docs/safetensors/index#format
+copying and rearranging overlap.
 """
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tandem.errors import InvalidInput
 from tandem.model.transfer.pinned import pinned_memory, unpin
+from tandem.system.plain_files import descriptor
+from tandem.system.safetensors_header import DTYPES, read_header
 
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
-_LONGEST_HEADER = 100 * 10**6  # bytes; the reference implementation's own limit
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+_DTYPES = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
+DTYPE_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items()}
+"""As a file's header names them."""
 
 
 @dataclass(frozen=True)
@@ -92,40 +78,12 @@ class Piece:
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by name. Raises InvalidInput if a file is not a whole safetensors
-    file."""
-    stored: dict[str, StoredTensor] = {}
-    for path in paths:
-        try:
-            stored |= _read_header(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
-    return stored
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(size - 8, _LONGEST_HEADER):
-            raise ValueError(f"its header would be {length} bytes, the file is {size}")
-        entries: dict[str, Any] = json.loads(file.read(length))
-    entries.pop("__metadata__", None)
-    stored = {}
-    for name, entry in entries.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
-        begin, end = entry["data_offsets"]
-        tensor = StoredTensor(
-            path, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        )
-        if end - begin != tensor.nbytes or begin < 0:
-            kind = f"of shape {entry['shape']} and {entry['dtype']}"
-            raise ValueError(f"{name} {kind} does not fill bytes {begin} to {end}")
-        if 8 + length + end > size:
-            raise ValueError(f"{name} ends at byte {8 + length + end}, the file at {size}")
-        stored[name] = tensor
-    return stored
+    """Every tensor of the files, by name. Raises InvalidInput as `read_header`."""
+    return {
+        name: StoredTensor(path, entry.begin, _DTYPES[entry.dtype], entry.shape)
+        for path in paths
+        for name, entry in read_header(path).items()
+    }
 
 
 def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None:
@@ -145,7 +103,7 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
         files: dict[Path, int] = {}
         for path in {chunk.stored.path for chunk in chunks}:
             try:
-                files[path] = os.open(path, os.O_RDONLY)
+                files[path] = descriptor(path, os.O_RDONLY, links="any")
             except OSError as error:
                 raise InvalidInput(f"{path} can't be read: {error}", field="base_model") from error
             opened.callback(os.close, files[path])

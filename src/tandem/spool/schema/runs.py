@@ -131,9 +131,6 @@ class Manifest(Record):
     metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
     probe: Probe | None = None  # None: step 0, which must equal the base model
     origin: Origin | None = None
-    optimizer_state: int | None = None
-    """The step whose optimizer state goes with these weights, where the checkpoint has none of its
-    own (0: none was ever written). None: it has its own, or was never trained."""
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:

@@ -1,9 +1,9 @@
 """Ways to start the ranks of a job (docs/architecture.md). All give the same results, bit for bit.
 
-An attempt's work directory holds, however its ranks were started:
+Beside the files that `spool.attempt.Attempt` names, its work directory holds two files of the
+ranks' parent, whichever launcher it is:
 
-    launcher.log    output of the ranks' parent
-    rank.<r>.log    stdout and stderr of rank r
+    launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
 """
 
@@ -11,29 +11,79 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
+from tandem.config import Settings
+from tandem.spool import Spool, fs
+from tandem.spool.attempt import Attempt
+from tandem.spool.paths import Paths
 from tandem.spool.schema import Record
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import die_with_parent
+from tandem.topology.sizes import Sizes
 
-DEFAULT_ENTRY = "tandem.trainer.rank.worker"
-"""Module whose `main(root: Path, job_id: str, attempt: int)` is a rank; its `preload()` imports
-what a rank needs."""
+DEFAULT_ENTRY = "tandem.trainer.rank.entry"
+"""Module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its
+`preload(device: str)` imports what a rank needs; `device` is the setting."""
+
+LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 """How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
 built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
+class RankSettings(Record):
+    """The deployment's settings that ranks use. Ranks read no other.
+
+    They are on ranks' command lines, which everybody on the host can read: none is a secret.
+    """
+
+    sizes: Sizes = Sizes()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    recompute: Literal["auto", "none", "full"] = "auto"
+    base_precision: Literal["same", "fp8"] = "same"
+    way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
+    inference: tuple[str, int] = ("127.0.0.1", 8000)
+    """vLLM's host and port."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        url = urlsplit(settings.resolved_inference_url)
+        return cls(
+            sizes=Sizes.of(settings),
+            device=settings.device,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+            base_precision=settings.base_precision,
+            way=settings.way,
+            inference=(str(url.hostname), url.port or 80),
+        )
+
+
 class Launch(Record):
-    """One attempt at one job."""
+    """An order to start the ranks of one attempt."""
 
     root: Path
     job: str
     attempt: int
-    ranks: int
-    work: Path
+    settings: RankSettings = RankSettings()
     entry: str = DEFAULT_ENTRY
+
+    @property
+    def ranks(self) -> int:
+        return self.settings.sizes.world
+
+    @property
+    def work(self) -> Path:
+        """The attempt's work directory, also where the spool can't be opened."""
+        return Paths(self.root).work_dir(self.job, self.attempt)
+
+    def open(self) -> Attempt:
+        """The attempt. Raises SpoolUnusable."""
+        return Attempt(Spool(self.root), self.job, self.attempt)
 
 
 def start_child(
@@ -53,7 +103,7 @@ def start_child(
 
 
 def write_exits(work: Path, exits: dict[int, int]) -> None:
-    (work / "exits.json").write_text(json.dumps(exits))
+    (work / EXITS).write_text(json.dumps(exits))
 
 
 def read_exits(work: Path) -> dict[int, int]:
@@ -64,9 +114,7 @@ def read_exits(work: Path) -> dict[int, int]:
     the parent was killed.
     """
     try:
-        return {
-            int(rank): status
-            for rank, status in json.loads((work / "exits.json").read_text()).items()
-        }
+        exits = json.loads(read_plain(work / EXITS, most=fs.RECORD_BYTES))
+        return {int(rank): status for rank, status in exits.items()}
     except (OSError, ValueError):
         return {}

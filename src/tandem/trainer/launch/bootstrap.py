@@ -1,9 +1,10 @@
 """The first code of a rank, which runs before torch is imported: it ends with its parent and logs
 to its own file.
 
-python -m tandem.trainer.launch.bootstrap <a Launch as JSON>          runs one job
-python -m tandem.trainer.launch.bootstrap <entry module> <socket>     stays and runs jobs that come
-                                                                      over the socket
+    python -m tandem.trainer.launch.bootstrap <a Launch as JSON>
+        runs one job
+    python -m tandem.trainer.launch.bootstrap <entry module> <setting of the device> <socket>
+        stays and runs jobs that come over the socket
 """
 
 import importlib
@@ -13,8 +14,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.spool.attempt import Attempt
 from tandem.system.processes import die_with_parent
-from tandem.trainer.launch import Launch
+from tandem.trainer.launch import Launch, RankSettings
 
 
 def redirect(log: Path) -> None:
@@ -25,18 +27,19 @@ def redirect(log: Path) -> None:
     os.close(descriptor)
 
 
-def run(launch: Launch, main: Callable[[Path, str, int], int | None] | None = None) -> int:
+def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | None = None) -> int:
     """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
-    what the rank raises.
+    what the rank raises, and SpoolUnusable.
 
     `main`: by default that of the launch's entry module.
     """
-    redirect(launch.work / f"rank.{os.environ['RANK']}.log")
+    attempt = launch.open()
+    redirect(attempt.log(int(os.environ["RANK"])))
     main = main or importlib.import_module(launch.entry).main
-    return main(launch.root, launch.job, launch.attempt) or 0
+    return main(attempt, launch.settings) or 0
 
 
-def stay(entry: str, control: str) -> int:
+def stay(entry: str, device: str, control: str) -> int:
     """Run job after job until one fails or the runner closes the socket; returns the exit status.
 
     The runner sends a `Launch` as JSON, one packet. The rank answers with one byte when the job is
@@ -45,7 +48,7 @@ def stay(entry: str, control: str) -> int:
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)
     module = importlib.import_module(entry)
-    module.preload()
+    module.preload(device)
     main = module.resident() if hasattr(module, "resident") else module.main
     own_output = os.dup(1)
     while request := runner.recv(1 << 16):
@@ -64,8 +67,8 @@ def stay(entry: str, control: str) -> int:
 def main() -> int:
     # If the agent died during the imports, this process's parent is whoever adopts orphans.
     die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
-    if len(sys.argv) == 3:
-        return stay(sys.argv[1], sys.argv[2])
+    if len(sys.argv) > 2:
+        return stay(*sys.argv[1:])
     return run(Launch.model_validate_json(sys.argv[1]))
 
 

@@ -1,7 +1,8 @@
 """The process that ranks are forked from, and the runner's side of it (`ForkServer`). It imports
 everything a rank needs, once, and runs no job itself.
 
-    python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module>
+    python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
+    the device>
 
 Forking is safe because of three rules:
 
@@ -39,7 +40,13 @@ from typing import Self
 from tandem.system import processes
 from tandem.system.logs import Log
 from tandem.system.processes import Process, adopt_orphans, describe_exit, die_with_parent
-from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, start_child, write_exits
+from tandem.trainer.launch import (
+    LAUNCHER_LOG,
+    SHUTDOWN_SECONDS,
+    Launch,
+    start_child,
+    write_exits,
+)
 from tandem.trainer.launch.bootstrap import redirect, run
 
 log = Log("runner")
@@ -55,7 +62,7 @@ class ForkServer:
 
     name = "fork server"
 
-    def __init__(self, entry: str, environment: dict[str, str]) -> None:
+    def __init__(self, entry: str, device: str, environment: dict[str, str]) -> None:
         # torch then asks NVML whether there are devices, not the CUDA runtime, whose state does not
         # survive a fork.
         environment = environment | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -67,6 +74,7 @@ class ForkServer:
                 "tandem.trainer.launch.forkserver",
                 str(theirs.fileno()),
                 entry,
+                device,
             ]
             self._process = start_child(command, environment, pass_fds=[theirs.fileno()])
         self.pid = self._process.pid
@@ -126,12 +134,12 @@ class ForkServer:
 
 
 def main() -> None:
-    descriptor, entry_name = sys.argv[1:]
+    descriptor, entry_name, device = sys.argv[1:]
     adopt_orphans()
     runner = socket.socket(fileno=int(descriptor))
     begin = time.monotonic()
     entry = importlib.import_module(entry_name)
-    entry.preload()
+    entry.preload(device)
     others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     names = [(task / "comm").read_text().strip() for task in others]
     threads = [name for name in names if not name.startswith("cuda")]  # NVML's
@@ -151,7 +159,7 @@ def lead(launch: Launch, runner: socket.socket) -> int:
     """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them
     exited with 0."""
     runner.close()
-    redirect(launch.work / "launcher.log")
+    redirect(launch.work / LAUNCHER_LOG)
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

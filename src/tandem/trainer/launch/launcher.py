@@ -2,16 +2,20 @@
 
 import hashlib
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import tandem
 from tandem.config import Settings
-from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
+from tandem.spool.attempt import Attempt
+from tandem.system.environment import (
+    compiler_caches,
+    empty_directory,
+    omp_waiting,
+    scratch_directory,
+)
 from tandem.system.logs import Log
-from tandem.topology.sizes import Sizes
-from tandem.trainer.launch import Launch
+from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
@@ -54,29 +58,33 @@ class Launcher:
             reason = "the code changed" if self._standby.alive else "it ended"
             log.info(f"replacing the {self._standby.name}", reason=reason)
             self.close()
+        entry, device = self._entry, self._settings.device
         if self._settings.launch == "fork":
-            self._standby = ForkServer(self._entry, self._environment)
+            self._standby = ForkServer(entry, device, self._environment)
         else:
-            self._standby = ResidentRanks(
-                self._settings.trainer_ranks, self._entry, self._environment
-            )
+            ranks = self._settings.trainer_ranks
+            self._standby = ResidentRanks(ranks, entry, device, self._environment)
         self._code_version = current
 
-    def launch(self, job: str, attempt: int, work: Path) -> Handle:
+    def launch(self, attempt: Attempt) -> Handle:
         """Start the ranks without waiting for them. Raises OSError when a process can't be
         started."""
         if not self.holds_devices:
             # Systems clean /tmp while the runner is idle.
             self._scratch.mkdir(mode=0o700, exist_ok=True)
             empty_directory(self._scratch)  # of the attempt before
-        root, ranks = self._settings.root.absolute(), self._settings.trainer_ranks
         launch = Launch(
-            root=root, job=job, attempt=attempt, ranks=ranks, work=work, entry=self._entry
+            root=attempt.spool.root,
+            job=attempt.job,
+            attempt=attempt.number,
+            settings=RankSettings.of(self._settings),
+            entry=self._entry,
         )
+        compiler_caches(os.environ)  # the same as at the start, but others may have made them since
         self.prepare()
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(work, ranks, [launch.model_dump_json()], self._environment)
+        return Torchrun(attempt.work, launch.ranks, [launch.model_dump_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:
@@ -107,10 +115,6 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
-        # torch's default is below TMPDIR, and that of ranks does not last.
-        "TORCHINDUCTOR_CACHE_DIR": str(
-            Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        ),
     }
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their
@@ -123,8 +127,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
-    if os.environ.get("TANDEM_TOPOLOGY") == "auto":  # the runner has chosen
-        environment |= {"TANDEM_TOPOLOGY": settings.topology, **Sizes.of(settings).variables()}
+    # torch's default is below TMPDIR, and that of ranks does not last.
+    environment |= compiler_caches(os.environ)
     # NVML's order, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if settings.trainer_devices:

@@ -1,7 +1,7 @@
-"""Ranks under torchrun (R2): new processes for each job (R3), or ranks that stay between jobs.
+"""Ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks
-connect to that same store. No port is closed and opened again (R11).
+connect to that same store. No port is closed and opened again.
 """
 
 import os
@@ -17,24 +17,24 @@ from typing import Self
 
 from tandem.system import processes
 from tandem.system.processes import Process
-from tandem.trainer.launch import Launch, start_child
+from tandem.trainer.launch import EXITS, LAUNCHER_LOG, Launch, start_child
 
 
 class Torchrun:
-    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `work` gets
-    launcher.log and exits.json.
+    """An agent and its ranks, which run `launch.bootstrap` with `arguments`. `directory` gets
+    LAUNCHER_LOG and EXITS.
 
     The agent restarts no ranks: attempts are counted only in the spool.
     """
 
     def __init__(
-        self, work: Path, ranks: int, arguments: list[str], environment: dict[str, str]
+        self, directory: Path, ranks: int, arguments: list[str], environment: dict[str, str]
     ) -> None:
         command = [
             sys.executable,
             "-m",
             "tandem.trainer.launch.torchrun_agent",
-            str(work),
+            str(directory),
             "--standalone",
             "--nnodes=1",
             f"--nproc-per-node={ranks}",
@@ -45,7 +45,7 @@ class Torchrun:
             "tandem.trainer.launch.bootstrap",
             *arguments,
         ]
-        with (work / "launcher.log").open("ab") as log:
+        with (directory / LAUNCHER_LOG).open("ab") as log:
             self._agent = start_child(command, environment, stdout=log, stderr=subprocess.STDOUT)
 
     def poll(self) -> int | None:
@@ -82,7 +82,7 @@ class ResidentRanks(Torchrun):
 
     name = "resident ranks"
 
-    def __init__(self, count: int, entry: str, environment: dict[str, str]) -> None:
+    def __init__(self, count: int, entry: str, device: str, environment: dict[str, str]) -> None:
         # Local, because the volume's file system may not support sockets; short, because a socket's
         # path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
@@ -95,7 +95,7 @@ class ResidentRanks(Torchrun):
         self._idle: list[socket.socket] = []
         self._launch: Launch | None = None
         self._exit: int | None = None
-        super().__init__(self._directory, count, [entry, str(path)], environment)
+        super().__init__(self._directory, count, [entry, device, str(path)], environment)
 
     @property
     def alive(self) -> bool:
@@ -132,7 +132,7 @@ class ResidentRanks(Torchrun):
         elif (code := self._agent.poll()) is not None:
             # The agent ends with 0 when all ranks left with 0 in the middle of the job.
             self._exit = code or 1
-            for name in ("launcher.log", "exits.json"):
+            for name in (LAUNCHER_LOG, EXITS):
                 with suppress(OSError):
                     shutil.copyfile(self._directory / name, self._launch.work / name)
         return self._exit

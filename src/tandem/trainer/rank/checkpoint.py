@@ -6,14 +6,10 @@ checkpoint that has never been trained (step 0) has no such file.
 """
 
 import hashlib
-import json
 import os
-import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +19,13 @@ from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tandem.families.arch import Arch
 from tandem.model.policy import Policy
 from tandem.model.weights.checkpoint_tensors import check_adapter, check_tensors, read_tensors
-from tandem.model.weights.safetensors_reader import Piece, StoredTensor
+from tandem.model.weights.safetensors_reader import DTYPE_CODES, Piece, StoredTensor
 from tandem.spool import Spool, fs
 from tandem.spool.schema import LoraShape
+from tandem.system.safetensors_header import lay_out
 from tandem.training.optimizer import MOMENTS, AdapterOptimizer
 
 OPTIMIZER_FILE = "optimizer/adam.safetensors"
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
-"""As safetensors has them."""
 _ORDER = [torch.float32, torch.int64]  # safetensors puts wider types first
 
 
@@ -47,7 +42,7 @@ def check(spool: Spool, run: str, step: int, arch: Arch, lora: LoraShape) -> Con
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
     interpreter's lock.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered (R16), if a tensor doesn't
+    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't
     fit, or if a trained checkpoint has no optimizer state; NotFound if there is no such checkpoint.
     """
     manifest = spool.checkpoints.verify(run, step)
@@ -92,6 +87,22 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
         policy.adapter.read(adam, tensors, f".{moment}")
 
 
+def config_file(spool: Spool, run: str, step: int) -> bytes:
+    """A checkpoint's `adapter_config.json`, which the next one gets too. CheckpointDamaged where it
+    is not the file of the manifest."""
+    manifest, path = (
+        spool.checkpoints.manifest(run, step),
+        spool.checkpoints.path(run, step) / CONFIG_FILE,
+    )
+    content, entry = fs.read_bytes(path) or b"", manifest.files.get(CONFIG_FILE)
+    if entry is None or hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointDamaged(
+            f"{path} is missing or altered: it is not the file that the manifest names; restore it"
+            " from a copy, or roll the run back"
+        )
+    return content
+
+
 @torch.no_grad()
 def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A
@@ -102,8 +113,8 @@ def gather(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
     return Contents(policy.adapter_tensors(), tensors)
 
 
-def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str, str]:
-    """Write a checkpoint's files into the new `directory`; `previous` is the checkpoint before it.
+def write(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
+    """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
 
     Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that
     would only read the page cache. Raises SpoolUnusable if the volume refuses the files.
@@ -112,12 +123,13 @@ def write(saved: Contents[Tensor], previous: Path, directory: Path) -> dict[str,
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
         (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
-        shutil.copyfile(previous / CONFIG_FILE, directory / CONFIG_FILE)
+        fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}
         # Synced here, because the ranks still compute; `commit` then finds nothing left to sync.
         list(pool.map(_write_and_sync, (directory / name for name in files), files.values()))
-        return {name: digest.result() for name, digest in hashes.items()}
+        known = {name: digest.result() for name, digest in hashes.items()}
+        return {CONFIG_FILE: hashlib.sha256(config).hexdigest(), **known}
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
@@ -126,30 +138,11 @@ def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
     `tensors`: contiguous and on the CPU.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
-    header: dict[str, Any] = {}
-    begin = 0
-    for name, tensor in ordered:
-        end = begin + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
+    header, _ = lay_out({name: (DTYPE_CODES[t.dtype], t.shape) for name, t in ordered})
     data = [
         memoryview(tensor.reshape(-1).numpy()).cast("B") for _, tensor in ordered if tensor.numel()
     ]
-    return [memoryview(safetensors_header(header)), *data]
-
-
-def safetensors_header(tensors: Mapping[str, Any]) -> bytes:
-    """How a safetensors file begins. `tensors`: name -> `dtype`, `shape` and `data_offsets`, in the
-    data's order."""
-    text = json.dumps(
-        {"__metadata__": {"format": "pt"}} | dict(tensors), separators=(",", ":")
-    ).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return [memoryview(header), *data]
 
 
 def _sha256(parts: list[memoryview]) -> str:

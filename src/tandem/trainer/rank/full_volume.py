@@ -13,17 +13,11 @@ SPACE_SECONDS = 660.0
 """Longer than from one removal of old checkpoints by the controller to the next."""
 
 
-def wait_for_space(
-    spool: Spool, run: str, step: int, *, state: bool, beat: Callable[[], None]
-) -> None:
+def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None]) -> None:
     """Wait until the volume has space for the next checkpoint, which takes at least as much as
-    checkpoint `step`. VolumeFull after SPACE_SECONDS. `state`: whether the next one gets an
-    optimizer state of its own.
-    """
+    checkpoint `step`. VolumeFull after SPACE_SECONDS."""
     files = spool.checkpoints.manifest(run, step).files
-    needed = sum(
-        entry.size for name, entry in files.items() if state or not name.startswith("optimizer/")
-    )
+    needed = sum(entry.size for entry in files.values())
     end, told = time.monotonic() + SPACE_SECONDS, False
     while (free := _free_bytes(spool)) is not None and free < needed:
         problem = (

@@ -5,10 +5,6 @@ The directory is a Hugging Face model that transformers and vLLM load as it is.
 weights, the int16 remainders of their master values (`ShardedAdam.tensors`). `optimizer/adam.json`
 says how many steps were taken. Ranks of any topology read all of it. Step 0 has no files, because
 it is the base model.
-
-A checkpoint may lack `optimizer/` (`Settings.optimizer_state_every`); its manifest then says which
-step's state goes with it. Ranks that lost theirs go on with that one: moments of some steps ago,
-and master values without remainders.
 """
 
 import json
@@ -18,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
+from tandem.errors import CheckpointDamaged, InvalidInput
 from tandem.families.arch import Arch
 from tandem.model import parallel
 from tandem.model.parallel import Topology
@@ -26,7 +22,6 @@ from tandem.model.policy import Policy
 from tandem.model.weights.base_weights import load_weights
 from tandem.spool import Spool, fs
 from tandem.trainer.rank.model_files import ModelFiles, Weights
-from tandem.training.optimizer import MOMENTS
 from tandem.training.sharded_adam import ShardedAdam
 
 STEPS_FILE = "optimizer/adam.json"
@@ -34,28 +29,25 @@ STEPS_FILE = "optimizer/adam.json"
 
 @dataclass(frozen=True)
 class Found:
-    """Directories of what a job starts from."""
+    """What a job starts from."""
 
-    model: Path
-    state: Path | None
-    """The checkpoint with the optimizer's state: `model`, an older one, or none: never trained, or
-    none is left."""
-    older: int | None = None
-    """The step of an older one; 0: none is left."""
+    directory: Path
+    """Of a Hugging Face model: the checkpoint, or the base model."""
+    trained: bool
+    """Whether the directory has an optimizer state."""
 
 
 def check(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
-    optimizer state and names none; NotFound if there is no such checkpoint.
+    optimizer state; NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
     # A fork's step 0 has the files of what it was forked from, which may be a fork's step 0, too.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
-    stateless = STEPS_FILE not in manifest.files and manifest.optimizer_state is None
-    if trained and (stateless or not files):
+    if trained and (STEPS_FILE not in manifest.files or not files):
         raise CheckpointDamaged(
             f"checkpoint {directory} lacks weights or {STEPS_FILE}; roll the run back to an older"
             " step"
@@ -64,22 +56,17 @@ def check(spool: Spool, run: str, step: int) -> Path | None:
 
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
-    """`check`, also of the checkpoint with the optimizer's state."""
-    if (model := check(spool, run, step)) is None:
-        return Found(base_model, None)
-    if (older := spool.checkpoints.manifest(run, step).optimizer_state) is None:
-        return Found(model, model)
-    try:
-        return Found(model, check(spool, run, older), older)
-    except NotFound:
-        return Found(model, None, 0)
+    """The checkpoint, checked, or for step 0 the base model. Raises what `check` raises."""
+    checkpoint = check(spool, run, step)
+    return Found(checkpoint or base_model, trained=checkpoint is not None)
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
     """Fill the optimizer's new state. Raises InvalidInput where the weights were trained in another
     dtype."""
-    if (directory := found.state) is None:
+    if not found.trained:
         return
+    directory = found.directory
     names = {path.name for path in (directory / "optimizer").iterdir() if path.is_dir()}
     if names != optimizer.tensors.keys():
         problem = (
@@ -89,7 +76,7 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
         raise InvalidInput(
             f"{problem}, not {', '.join(sorted(optimizer.tensors))}", field="TANDEM_DTYPE"
         )
-    for name in optimizer.tensors if directory == found.model else MOMENTS:
+    for name in optimizer.tensors:
 
         def fill(
             tensors: dict[str, torch.Tensor], source: Path = directory / "optimizer" / name
@@ -97,7 +84,8 @@ def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topol
             load_weights(source, arch, lambda: tensors, topology.sizes, topology.place)
 
         optimizer.load(name, fill)
-    optimizer.steps = int(json.loads((directory / STEPS_FILE).read_text())["steps"])
+    steps = fs.read_bytes(directory / STEPS_FILE) or b""
+    optimizer.steps = int(json.loads(steps)["steps"])
 
 
 def write(
@@ -106,20 +94,18 @@ def write(
     policy: Policy,
     optimizer: ShardedAdam,
     *,
-    state: bool,
     beat: Callable[[], None],
 ) -> None:
     """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all
     ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `base_model`: has the model's other files. `state`: whether to write the optimizer's. `beat` is
-    called now and then.
+    `base_model`: has the model's other files. `beat` is called now and then.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)
     of_state = {
         name: ModelFiles(directory / "optimizer" / name, arch, tensor.dtype)
-        for name, tensor in (optimizer.tensors.items() if state else ())
+        for name, tensor in optimizer.tensors.items()
     }
     with fs.volume_errors(directory):
         if topology.rank == 0:
@@ -127,8 +113,7 @@ def write(
             model.create(base_model)
             for files in of_state.values():
                 files.create()
-            if state:
-                (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))
+            (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))
         parallel.gather_objects(None)
         model.write(weights, arch, topology.sizes, topology.rank, beat=beat)
         for name, files in of_state.items():

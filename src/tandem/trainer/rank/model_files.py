@@ -22,8 +22,9 @@ from tandem.families.registry import weight_rules
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
 from tandem.model.transfer.parts import Part, shares
 from tandem.model.weights.base_weights import part_view
+from tandem.model.weights.safetensors_reader import DTYPE_CODES
+from tandem.system.safetensors_header import Entry, lay_out
 from tandem.topology.sizes import Sizes
-from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30
 WRITERS = 8
@@ -59,44 +60,36 @@ class ModelFiles:
         shapes = {
             name: shape for rule in weight_rules(arch) for name, shape in rule.sources.items()
         }
-        shards: list[dict[str, dict[str, object]]] = [{}]
-        end = 0
+        shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+        size = 0
         for name, shape in shapes.items():
-            begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-            if shards[-1] and end > SHARD_BYTES:
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            size += nbytes
+            if shards[-1] and size > SHARD_BYTES:
                 shards.append({})
-                begin, end = 0, end - begin
-            shards[-1][name] = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": shape,
-                "data_offsets": [begin, end],
-            }
-        self._bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+                size = nbytes
+            shards[-1][name] = DTYPE_CODES[dtype], shape
         self._headers: dict[str, bytes] = {}
-        self._sizes: dict[str, int] = {}
-        # Of each tensor: file, first byte, shape.
-        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[str, Entry]] = {}  # each tensor's file, and where it is there
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            self._headers[file] = safetensors_header(shard)
-            last = next(reversed(shard.values()))["data_offsets"]
-            self._sizes[file] = len(self._headers[file]) + last[1]  # type: ignore[index]
-            for name, entry in shard.items():
-                begin = len(self._headers[file]) + entry["data_offsets"][0]  # type: ignore[index]
-                self._places[name] = file, begin, shapes[name]
+            self._headers[file], entries = lay_out(shard)
+            self._places |= {name: (file, entry) for name, entry in entries.items()}
 
     def create(self, base_model: Path | None = None) -> None:
         """Make the files, with zeros for the tensors, and copy the model's other files:
         configuration and tokenizer."""
         self._directory.mkdir(parents=True)
+        # Tensors are in the order of their bytes, so a file's last one says its size.
+        sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
             # In their final size. An NFS client that writes behind the end that it knows sends the
             # whole page, and so it overwrites what another host has written there with zeros.
-            os.truncate(self._directory / file, self._sizes[file])
+            os.truncate(self._directory / file, sizes[file])
         index = {
-            "metadata": {"total_size": self._bytes},
-            "weight_map": {n: p[0] for n, p in self._places.items()},
+            "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},
+            "weight_map": {name: file for name, (file, _) in self._places.items()},
         }
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index))
         for path in other_files(base_model) if base_model else ():
@@ -146,8 +139,8 @@ class ModelFiles:
     def _write_box(
         self, opened: dict[str, int], name: str, box: tuple[slice, ...], values: torch.Tensor
     ) -> None:
-        file, begin, shape = self._places[name]
-        width = torch.Size(shape[1:]).numel() * self._dtype.itemsize  # of a row
+        file, entry = self._places[name]
+        width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # of a row
         left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
         # One write where the rows are whole, so that they follow one another.
@@ -157,7 +150,7 @@ class ModelFiles:
             _write_all(
                 opened[file],
                 rows[first:end].numpy().data,
-                begin + (box[0].start + first) * width + left,
+                entry.begin + (box[0].start + first) * width + left,
             )
 
 

@@ -27,7 +27,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tandem.config import Settings
 from tandem.errors import InvalidInput, NotFound
 from tandem.families.arch import Arch
 from tandem.model import device, parallel
@@ -41,6 +40,7 @@ from tandem.model.weights.base_weights import load_weights
 from tandem.model.weights.safetensors_reader import StoredTensor
 from tandem.spool import Spool
 from tandem.system import liveness
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import checkpoint, model_checkpoint
 from tandem.trainer.rank.rendezvous import Assignment
 from tandem.training.optimizer import AdapterOptimizer
@@ -63,7 +63,7 @@ class LoadedModel:
 class ModelLoader:
     """Loads the model of one job."""
 
-    settings: Settings
+    settings: RankSettings
     arch: Arch
     assignment: Assignment
     topology: Topology
@@ -170,7 +170,7 @@ class ModelLoader:
         if self.assignment.run.lora is None and isinstance(
             found := self.checked.result(), model_checkpoint.Found
         ):
-            directory = found.model
+            directory = found.directory
         load_weights(directory, self.arch, parameters, self.topology.sizes, self.topology.place)
 
     def _load_state(self, model: LoadedModel) -> None:

@@ -1,7 +1,8 @@
 """The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM
 serves."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from tandem.data.packed_format import PackedBatch
 from tandem.model.device import memory
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
-from tandem.spool.schema import LongProbe
+from tandem.spool.schema import LongProbe, Probe
+from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
@@ -19,6 +21,38 @@ CONTEXT = 24  # tokens before the first trained one, in a sequence that is longe
 LONG_TOKENS = 8192
 LONG_LOGITS = 2**28  # vLLM makes logits of a whole prompt to score it: 1 GiB in fp32
 SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient matmuls
+
+
+@dataclass(frozen=True)
+class JobProbe:
+    """The probe of one job, on the job's own device and rows."""
+
+    sequences: list[list[int]]
+    long: list[int]
+    row_length: int
+    device: torch.device
+
+    @classmethod
+    def choose(cls, batch: PackedBatch, vocab_size: int, device: torch.device) -> Self:
+        long = choose_long(batch, vocab_size)
+        return cls(choose(batch), long, batch.sequence_length, device)
+
+    def rehearse(self, policy: Policy) -> None:
+        """Warm up `logprobs` and the job's own passes; see `Policy.rehearse`."""
+        rehearse(self.sequences, self.row_length, self.device, policy)
+
+    def logprobs(self, policy: Policy) -> list[list[float]]:
+        """The log-probs of `sequences`."""
+        return logprobs(policy, self.sequences, self.row_length, self.device)
+
+    def score(self, policy: Policy, previous: list[list[float]]) -> Probe:
+        """The probe of the trained policy. `previous`: the log-probs before the training."""
+        now, base = self.logprobs(policy), previous
+        if policy.lora is not None:
+            with policy.adapter_disabled():
+                base = self.logprobs(policy)
+        long = score_long(policy, self.long, self.row_length, self.device)
+        return Probe(tokens=self.sequences, logprobs=now, previous=previous, base=base, long=long)
 
 
 def choose(batch: PackedBatch) -> list[list[int]]:
@@ -96,8 +130,15 @@ def logprobs(
 
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
-    """The items' log-probs in fp32, on every rank, on the CPU."""
-    return policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
+    """The items' log-probs in fp32, on every rank, on the CPU. NonFinite where one is NaN or
+    infinite: no manifest can hold it, and vLLM would serve it."""
+    values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
+    if wrong := int((~values.isfinite()).sum()):
+        raise NonFinite(
+            f"{wrong} of the probe's {len(values)} log-probs are not finite: the weights overflow;"
+            " lower the learning rate, or roll the run back"
+        )
+    return values
 
 
 def mean_difference(one: list[list[float]], other: list[list[float]]) -> float:

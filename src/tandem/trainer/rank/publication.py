@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tandem.config import Settings
 from tandem.families.adapter import peft_keys
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
@@ -34,10 +32,10 @@ from tandem.model.transfer.channel import (
 )
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, agreement, send_order, senders
-from tandem.spool import Spool
-from tandem.spool.paths import staged_model
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Manifest
 from tandem.system import liveness
+from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.model_files import ModelFiles, Weights
 
 
@@ -69,12 +67,10 @@ class TrainedWeights(Weights):
 class Publication:
     """One job's. `offer` and `send` are collectives of all ranks."""
 
-    settings: Settings
-    spool: Spool
+    settings: RankSettings
     model: Path  # the base model's directory
     policy: Policy
-    work: Path
-    name: str  # of the job and its attempt
+    attempt: Attempt
     beat: Callable[[], None]
     event: Callable[..., None]
     _store: TCPStore | None = None  # on rank 0: brings the ranks and vLLM's workers together
@@ -91,10 +87,9 @@ class Publication:
         way, offer = self.settings.way, dict[str, Any]()
         try:
             if way != "volume" and self._rank == 0:
-                url = urlsplit(self.settings.resolved_inference_url)
-                address = own_address(str(url.hostname), url.port or 80)
+                address = own_address(*self.settings.inference)
                 self._store = serve_store(address)
-                offer = {"address": address, "port": self._store.port, "prefix": self.name}
+                offer = {"address": address, "port": self._store.port, "prefix": str(self.attempt)}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
         except Exception as error:
             traceback.print_exc()
@@ -118,7 +113,7 @@ class Publication:
 
     def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
         weights, arch = TrainedWeights(self.policy), self.policy.arch
-        files = ModelFiles(staged_model(self.work), arch, weights.dtype)
+        files = ModelFiles(self.attempt.staged_model, arch, weights.dtype)
 
         def create() -> None:
             if self._rank == 0:
@@ -126,11 +121,9 @@ class Publication:
 
         self._together(create)
         self._together(lambda: files.write(weights, arch, self._sizes, self._rank, beat=self.beat))
-        return (
-            {}
-            if checkpoint is None
-            else {"bytes": self.spool.merged.commit(staged_model(self.work), checkpoint)}
-        )
+        if checkpoint is None:
+            return {}
+        return {"bytes": self.attempt.spool.merged.commit(self.attempt.staged_model, checkpoint)}
 
     def _send_to_vllm(self) -> dict[str, float]:
         if "error" in self._offer:
@@ -179,7 +172,7 @@ class Publication:
         weights, offer, ranks = TrainedWeights(self.policy), self._offer, senders(self._sizes)
         own, dtype, where = ranks.index(self._rank), weights.dtype, weights.device
         store = PrefixStore(
-            self.name, self._store or join_store(offer["address"], offer["port"])[0]
+            str(self.attempt), self._store or join_store(offer["address"], offer["port"])[0]
         )
         most = BUFFER_BYTES // dtype.itemsize
         order = send_order(self.policy.arch, self._targets, sizes=self._sizes, most=most)

@@ -15,6 +15,7 @@ from tandem.errors import Conflict, InvalidInput
 from tandem.families.model_config import MODEL_FILES, model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobSpec, Record, RunSpec
 from tandem.system import liveness
 
@@ -42,9 +43,7 @@ _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
 
 
 def meet(
-    spool: Spool,
-    job_id: str,
-    attempt: int,
+    attempt: Attempt,
     beat: Beat,
     *,
     prepare: Callable[[Assignment], None] = lambda _: None,
@@ -63,7 +62,7 @@ def meet(
     """
 
     def read() -> Assignment:
-        assignment = _read(spool, job_id, attempt, beat)
+        assignment = _read(attempt, beat)
         prepare(assignment)
         return assignment
 
@@ -73,7 +72,7 @@ def meet(
         rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
     )
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
-    key = f"tandem/{job_id}/{attempt}"
+    key = f"tandem/{attempt}"
     if rank == 0:
         try:
             assignment = read()
@@ -91,7 +90,7 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            else _on_this_host(message, spool, beat)
+            else _on_this_host(message, attempt.spool, beat)
         )
 
     def connect() -> None:
@@ -101,13 +100,14 @@ def meet(
     return assignment, connect
 
 
-def _read(spool: Spool, job_id: str, attempt: int, beat: Beat) -> Assignment:
+def _read(attempt: Attempt, beat: Beat) -> Assignment:
     """Raises Conflict if the job is not running this attempt, or its checkpoint exists."""
+    spool, job_id = attempt.spool, attempt.job
     state, job = spool.jobs.get(job_id)
-    if state != "running" or job.attempt != attempt:
+    if state != "running" or job.attempt != attempt.number:
         raise Conflict(
             f"job {job_id} is {state}, attempt {job.attempt}; this rank was started for attempt"
-            f" {attempt}"
+            f" {attempt.number}"
         )
     spec = job.spec
     newest = spool.checkpoints.newest(spec.run)

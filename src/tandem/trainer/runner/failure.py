@@ -9,8 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tandem.spool.paths import beat_file, rank_files
+from tandem.spool import fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, JobError
+from tandem.system.plain_files import read_plain
 from tandem.system.processes import describe_exit
 from tandem.trainer.launch import read_exits
 
@@ -24,6 +26,10 @@ class RankProgress:
     silent: float  # seconds since the heartbeat last changed, or since the start
     phase: str  # with the optimizer step; "start" before the first heartbeat
 
+    @property
+    def starts(self) -> bool:
+        return self.phase == "start"
+
     def __str__(self) -> str:
         return f"rank {self.rank} (phase {self.phase!r}, silent for {self.silent:.0f} s)"
 
@@ -32,8 +38,8 @@ class Heartbeats:
     """Follows `beat.<rank>` files. A rank makes progress when its file changes, by this process's
     clock."""
 
-    def __init__(self, work: Path, ranks: int) -> None:
-        self._work = work
+    def __init__(self, attempt: Attempt, ranks: int) -> None:
+        self._attempt = attempt
         self._last = dict.fromkeys(range(ranks), (b"", time.monotonic()))
 
     def read(self) -> list[RankProgress]:
@@ -42,7 +48,8 @@ class Heartbeats:
         ranks = []
         for rank, (content, changed) in self._last.items():
             with suppress(OSError):  # not written yet, or the volume is gone: both count as silence
-                if (found := beat_file(self._work, rank).read_bytes()) != content:
+                found = read_plain(self._attempt.beat(rank), most=fs.RECORD_BYTES)
+                if found != content:
                     content, changed = self._last[rank] = found, now
             phase = "start"
             with suppress(ValidationError):
@@ -52,13 +59,13 @@ class Heartbeats:
         return sorted(ranks, key=lambda progress: -progress.silent)
 
 
-def failure(status: int, work: Path) -> JobError:
+def failure(status: int, attempt: Attempt) -> JobError:
     """Why an attempt without a checkpoint failed. `status`: exit status of the ranks' parent.
 
     The first of these that applies is the cause: an error of Tandem's own; a rank that a signal
     ended, because its peers then report broken connections; any other exception; an exit status.
     """
-    errors, exits = _rank_errors(work), read_exits(work)
+    errors, exits = _rank_errors(attempt), read_exits(attempt.work)
     crashes = [(rank, code) for rank, code in exits.items() if code < 0]
     if errors and (errors[0][1].type != GENERIC or not crashes):
         rank, error = errors[0]
@@ -73,7 +80,7 @@ def failure(status: int, work: Path) -> JobError:
             f"rank {rank} ended with {describe_exit(code)} and wrote no error file; see the log"
         )
     elif status == 0:
-        # R28: a clean exit proves nothing.
+        # A clean exit proves nothing.
         message = "all ranks exited with 0, but the checkpoint that they had to make does not exist"
         return JobError(type="no_checkpoint", message=message, retriable=True)
     else:
@@ -81,7 +88,7 @@ def failure(status: int, work: Path) -> JobError:
     return JobError(type="rank_crashed", message=message, retriable=True)
 
 
-def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
+def _rank_errors(attempt: Attempt) -> list[tuple[int, JobError]]:
     """(rank, error) of each error file, the likeliest cause first: Tandem's own errors before
     others, then by age.
 
@@ -90,9 +97,9 @@ def _rank_errors(work: Path) -> list[tuple[int, JobError]]:
     errors: list[tuple[bool, float, int, JobError]] = []
     files: dict[int, Path] = {}
     with suppress(OSError):  # the volume is gone
-        files = rank_files(work, "error")
+        files = attempt.errors()
     for rank, path in files.items():
         with suppress(OSError, ValidationError):  # the rank was killed while it wrote
-            error = JobError.model_validate_json(path.read_bytes())
+            error = JobError.model_validate_json(read_plain(path, most=fs.RECORD_BYTES))
             errors.append((error.type == GENERIC, path.stat().st_mtime, rank, error))
     return [(rank, error) for _, _, rank, error in sorted(errors, key=lambda item: item[:3])]

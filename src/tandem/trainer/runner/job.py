@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import TandemError
+from tandem.errors import SpoolUnusable, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.recovery import made_checkpoint, remove_unfinished
+from tandem.spool.attempt import Attempt
+from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
 from tandem.system import liveness
 from tandem.system.logs import Log
@@ -31,13 +32,17 @@ KILL_SECONDS = 10.0
 """How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
 sleep."""
 
+START_SECONDS = 300.0
+"""How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
+bound would end a new fork server in its imports, which the next attempt would begin again."""
+
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
 
 @dataclass
 class JobRun:
     """One attempt at a claimed job. Its terminal event comes after the events `slept`, `released`
-    and `woken` (R15)."""
+    and `woken`, so that vLLM never wakes beside the job's memory."""
 
     settings: Settings
     spool: Spool
@@ -48,8 +53,8 @@ class JobRun:
     job: Job
 
     def __post_init__(self) -> None:
-        self._work = self.spool.paths.work_dir(self.job.spec.id, self.job.attempt)
-        self._log = JobLog(self.spool, self.job, self.settings.trainer_ranks)
+        self._files = Attempt(self.spool, self.job.spec.id, self.job.attempt)
+        self._log = JobLog(self._files, self.settings.trainer_ranks)
         self._next_beat = 0.0
 
     def run(self) -> float:
@@ -193,15 +198,15 @@ class JobRun:
         """
         begin = time.monotonic()
         try:
-            handle = self.launcher.launch(self.job.spec.id, self.job.attempt, self._work)
-        except OSError as error:
+            handle = self.launcher.launch(self._files)
+        except (OSError, SpoolUnusable) as error:
             return (
                 JobError(
                     type="launch_failed", message=f"can't start the ranks: {error}", retriable=True
                 ),
                 [],
             )
-        heartbeats = Heartbeats(self._work, self.settings.trainer_ranks)
+        heartbeats = Heartbeats(self._files, self.settings.trainer_ranks)
         reason: JobError | None = None
         kill_time = math.inf
         while (status := handle.poll()) is None:
@@ -227,9 +232,9 @@ class JobRun:
         if reason is None:
             assert status is not None
             # A signal to all processes ends the ranks before the loop above looks.
-            reason = STOPPED if self.stop.requested else failure(status, self._work)
+            reason = STOPPED if self.stop.requested else failure(status, self._files)
         if not survivors:
-            remove_unfinished(self._work)
+            self._files.remove_staged()
         return reason, survivors
 
     def _interrupted(self) -> JobError | None:
@@ -251,8 +256,12 @@ class JobRun:
                 f" {'; '.join(map(str, ranks))}"
             )
             return JobError(type="deadline", message=message, retriable=True)
-        if silent := [str(rank) for rank in ranks if rank.silent > spec.stall_seconds]:
-            message = f"no progress for stall_seconds={spec.stall_seconds:g}: {'; '.join(silent)}"
+        start = max(spec.stall_seconds, START_SECONDS)
+        if silent := [
+            rank for rank in ranks if rank.silent > (start if rank.starts else spec.stall_seconds)
+        ]:
+            bound = f"{start:g} s" if silent[0].starts else f"stall_seconds={spec.stall_seconds:g}"
+            message = f"no progress for {bound}: {'; '.join(map(str, silent))}"
             return JobError(type="rank_hung", message=message, retriable=True)
         return None
 
@@ -268,7 +277,7 @@ class JobRun:
 
     def _measure_release(self, survivors: list[Process]) -> dict[str, object]:
         """What the ranks left on the devices: the fields of the event `released`."""
-        beats = _or_none(lambda: self.spool.jobs.beats(self.job.spec.id, self.job.attempt)) or {}
+        beats = _or_none(self._files.beats) or {}
         before: dict[str, int] = {}
         for beat in beats.values():
             if beat.uuid not in (None, "cpu") and beat.device_used_peak is not None:
@@ -282,9 +291,7 @@ class JobRun:
         return data | self.gpus.measure_release(self.job, survivors)
 
     def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
-        append = partial(
-            self.spool.events.append, self.job.spec.id, kind, attempt=self.job.attempt, **data
-        )
+        append = partial(self._files.event, kind, **data)
         self.stop.retry(f"write the event {kind}", append)
 
 

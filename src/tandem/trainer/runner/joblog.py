@@ -6,10 +6,11 @@ import select
 import time
 from contextlib import suppress
 
-from tandem.spool import Spool
-from tandem.spool.schema import Job
+from tandem.spool.attempt import Attempt
 from tandem.system.logs import as_json, json_line
+from tandem.system.plain_files import descriptor
 from tandem.system.tail import Tail, last_lines
+from tandem.trainer.launch import LAUNCHER_LOG
 
 _LINE_CHARACTERS = 3000
 """Longer lines are cut on stdout."""
@@ -61,12 +62,11 @@ class JobLog:
     """Collects the lines of all logs in an attempt's work directory, with the printing process in
     front: `[rank 0] ...`."""
 
-    def __init__(self, spool: Spool, job: Job, ranks: int) -> None:
-        self._path = spool.paths.log_file(job.spec.id)
-        self._stdout = JobStdout(job.spec.id)
-        work = spool.paths.work_dir(job.spec.id, job.attempt)
-        self._tails = {"launcher": Tail(work / "launcher.log")}
-        self._tails |= {f"rank {rank}": Tail(work / f"rank.{rank}.log") for rank in range(ranks)}
+    def __init__(self, attempt: Attempt, ranks: int) -> None:
+        self._path = attempt.spool.paths.log_file(attempt.job)
+        self._stdout = JobStdout(attempt.job)
+        self._tails = {"launcher": Tail(attempt.work / LAUNCHER_LOG)}
+        self._tails |= {f"rank {rank}": Tail(attempt.log(rank)) for rank in range(ranks)}
 
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
@@ -90,5 +90,7 @@ class JobLog:
 
     def _write(self, lines: list[str]) -> None:
         self._stdout.write(lines)
-        with suppress(OSError), self._path.open("a") as file:  # the job goes on without its log
-            file.write("".join(f"{line}\n" for line in lines))
+        with suppress(OSError):  # the job goes on without its log
+            fd = descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(fd, "a", errors="replace") as file:
+                file.write("".join(f"{line}\n" for line in lines))

@@ -38,7 +38,7 @@ STOP_SECONDS = (
 
 
 class Runner:
-    """`entry`: module whose `main(root, job_id, attempt)` is a rank."""
+    """`entry`: module whose `main(attempt)` is a rank."""
 
     def __init__(self, settings: Settings, entry: str) -> None:
         self._settings, self._entry = settings, entry

@@ -11,37 +11,40 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
 
 from tandem.families.adapter import WEIGHTS_FILE, in_targets, peft_keys
 from tandem.families.model_config import model_directory, weight_files
-from tandem.inference.merged_model import TensorFile
 from tandem.inference.server.command import CopyPlace, automatic_copy
 from tandem.inference.server.worker.weight_layout import CannotWrite, Rectangle, weight_layout
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.pinned import pinned_memory
+from tandem.system.plain_files import open_plain
+from tandem.system.safetensors_header import DTYPES, Entry, read_header
 
 BASE = "base"
 """The version of the weights that vLLM loaded."""
 
 _ALIGNMENT = 512  # bytes, of each pinned copy
+_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
 
 Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """A, B and the scale of each rectangle that an adapter changes; see
 `tandem.model.transfer.merge.merge`."""
 
 
-def stored_tensors(model: str) -> dict[str, Any]:
-    """A model's tensors by name, as safetensors' slices: indexing one reads that box. Files stay
-    open, memory-mapped. `model`: a directory, or the name of a hub repository that is in the
-    cache."""
-    opened = [
-        safe_open(path, framework="pt")
-        for path in weight_files(model_directory(model, cached=True))
-    ]
-    # `keys` is safetensors' own method: the file is not a dict.
-    return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+def stored_tensors(model: str) -> dict[str, torch.Tensor]:
+    """A model's tensors by name, memory-mapped, so that a block is read where it is used. `model`:
+    a directory, or the name of a hub repository that is in the cache."""
+    stored = {}
+    for path in weight_files(model_directory(model, cached=True)):
+        entries = read_header(path)
+        data = np.memmap(path, np.uint8, "c")  # torch warns of memory that it must not write
+        for name, entry in entries.items():
+            flat = torch.from_numpy(data[entry.begin : entry.end])
+            stored[name] = flat.view(_DTYPES[entry.dtype]).view(entry.shape)
+    return stored
 
 
 class ModelWeights:
@@ -145,42 +148,53 @@ class ModelWeights:
         """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it
         does not fit."""
         factors: Factors = {}
-        file = TensorFile(Path(directory, WEIGHTS_FILE))
+        path = Path(directory, WEIGHTS_FILE)
+        entries = read_header(path)
         with self._in_stream(self._reader):
-            data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
+            data = self._on_device(path, entries)
             s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
-            left = set(file)
+            left = set(entries)
             for rectangle in self._adapted:
                 keys = [peft_keys(name.removesuffix(".weight")) for name in rectangle.names]
                 if keys[0][0] not in left:
                     continue
                 for name, (key_a, key_b) in zip(rectangle.names, keys, strict=True):
-                    (ranks, width), shape = file.shape(key_a), tuple(self._base[name].get_shape())
-                    if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
+                    (ranks, width), shape = entries[key_a].shape, tuple(self._base[name].shape)
+                    if (*entries[key_b].shape, width) != (shape[0], ranks, shape[1]):
                         raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
                 rows, columns = rectangle.in_tensor
-                a = torch.stack([_tensor(data, file, key)[:, columns] for key, _ in keys])
-                b = torch.stack([_tensor(data, file, key)[rows] for _, key in keys])
+                a = torch.stack([data[key][:, columns] for key, _ in keys])
+                b = torch.stack([data[key][rows] for _, key in keys])
                 factors[rectangle] = (a, b, s)
                 left -= {key for pair in keys for key in pair}
         if left:
             raise CannotWrite(f"vLLM's model has no place for {min(left)}")
         return factors
 
-    def _on_device(self, path: Path, begin: int) -> torch.Tensor:
-        """A file from byte `begin`, uint8. Pinned memory is kept for the next file, because it
+    def _on_device(self, path: Path, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
+        """The tensors of an adapter's file. Pinned memory is kept for the next file, because it
         takes long to make."""
-        size = path.stat().st_size - begin
+        for name, entry in entries.items():
+            if entry.dtype != "F32":
+                raise CannotWrite(f"{name} is {entry.dtype}, not F32")
+        begin = min((entry.begin for entry in entries.values()), default=0)
+        size = max((entry.end for entry in entries.values()), default=0) - begin
         with self._reading:
             if self._pinned is None or self._pinned.numel() < size:
                 self._pinned = torch.empty(
                     size, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
                 )
             host = self._pinned[:size]
-            with path.open("rb") as file:
+            with open_plain(path, links="any") as file:
                 file.seek(begin)
                 file.readinto(host.numpy())
-            return host.to(self._device, copy=True)
+            data = host.to(self._device, copy=True)
+        return {
+            name: data[entry.begin - begin : entry.end - begin]
+            .view(torch.float32)
+            .view(entry.shape)
+            for name, entry in entries.items()
+        }
 
 
 class MergedWeights(ModelWeights):
@@ -274,10 +288,3 @@ def pinned_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _tensor(data: torch.Tensor, file: TensorFile, name: str) -> torch.Tensor:
-    if file.dtype(name) != "F32":
-        raise CannotWrite(f"{name} is {file.dtype(name)}, not F32")
-    begin, end = file.offsets(name)
-    return data[begin:end].view(torch.float32).view(file.shape(name))

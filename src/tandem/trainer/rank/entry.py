@@ -12,17 +12,16 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from tandem.config import Settings
 from tandem.errors import TandemError
-from tandem.spool import Spool, fs
-from tandem.spool.paths import error_file
+from tandem.spool import fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
+from tandem.trainer.launch import RankSettings
 
 if TYPE_CHECKING:
-    from tandem.trainer.rank.session import RankState
+    from tandem.trainer.rank.state import RankState
 
 # A rank that fails because another rank is gone waits this long, so that the other's own error
 # comes first.
@@ -49,7 +48,7 @@ _FIRST_USES_OF_COMPILE = (
 
 
 @cache
-def preload() -> None:
+def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
     """Import everything a rank uses: before its job, or in the process that ranks are forked from.
     Uses no device."""
     # Megatron warns about each optional package that is not installed; a job's log should not have
@@ -59,12 +58,12 @@ def preload() -> None:
     # The imported objects stay. Without this the garbage collector would search them during the
     # import and in each job, and each forked rank would copy their memory.
     gc.disable()
-    import_module("tandem.trainer.rank.session")
+    import_module("tandem.trainer.rank.train")
     # torch.use_deterministic_algorithms imports it at its first call.
     import_module("torch._inductor.config")
     from tandem.model import device
 
-    if device.choose(Settings().device) == "cuda":
+    if device.choose(device_setting) == "cuda":
         for kernels in ("triton_kernels", "triton_softmax"):
             import_module(f"tandem.model.layer.{kernels}")
         # Importing the compiler must not start its worker processes: a rank forks its own if it
@@ -80,43 +79,35 @@ def preload() -> None:
     gc.enable()
 
 
-def resident() -> Callable[[Path, str, int], int]:
+def resident() -> Callable[[Attempt, RankSettings], int]:
     """`main` for a process that stays: a call may use what the one before it kept. After a status
     other than 0 the process must end."""
-    from tandem.trainer.rank.session import RankState
+    from tandem.trainer.rank.state import RankState
 
     return partial(main, state=RankState())
 
 
-def main(root: Path | str, job_id: str, attempt: int, state: "RankState | None" = None) -> int:
+def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = None) -> int:
     """Run this process's rank; returns 0, or after an error 1. Errors go to stderr, and as a
-    JobError to `error.<rank>.json` in the attempt's work directory."""
+    JobError to the attempt's `error` file."""
     faulthandler.enable()
-    work: Path | None = None
     try:
-        spool = Spool(root)
-        work = spool.paths.work_dir(job_id, attempt)
         # cuBLAS is deterministic only with a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # One queue to the GPU instead of eight, because creating queues takes half of the time of a
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Only now, because importing torch takes seconds, and an unusable spool should be reported
-        # at once.
-        preload()
-        from tandem.trainer.rank.session import run_rank
+        preload(settings.device)
+        from tandem.trainer.rank.train import run_rank
 
-        run_rank(spool, Settings(root=spool.root), job_id, attempt, state)
+        run_rank(attempt, settings, state)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
         if _lost_a_peer(error):
             time.sleep(PEER_GRACE_SECONDS)
-        if work is not None:
-            with contextlib.suppress(TandemError, OSError):
-                fs.write_json_atomic(
-                    error_file(work, int(os.environ.get("RANK", "0"))), _record(error)
-                )
+        with contextlib.suppress(TandemError, OSError):
+            fs.write_json_atomic(attempt.error(int(os.environ.get("RANK", "0"))), _record(error))
         return 1
     return 0
 

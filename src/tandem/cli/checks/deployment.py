@@ -1,17 +1,13 @@
-"""What `tandem doctor` and `tandem preflight` check of a deployment: secrets, GPU names, the base
-model, what is damaged, services."""
+"""Checks of a deployment: settings, secrets, names of GPUs, the base model, weights, damage."""
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
-
-from tandem.cli.common import Check
-from tandem.client.http import connection
-from tandem.config import Settings
+from tandem.cli.checks.check import Answer, Asked, Command, Container
+from tandem.config import Settings, is_loopback
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.registry import read_arch
 from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
@@ -22,45 +18,71 @@ from tandem.system.gpus import Devices
 from tandem.topology.sizes import Sizes
 
 _SHORTEST_SECRET = 16
+_MISSING = "empty or not set", "run secrets/create, or set it or its _FILE"
 _PLACES = {"device": "on the GPU", "host": "in pinned host memory"}
 
 
-def keys_checks(settings: Settings) -> Iterator[Check]:
-    """Whether this machine has the secrets, and keeps them private. Missing ones may be fine on
-    one's own machine."""
-    for name, file in (
-        ("api_key", settings.api_key_file),
-        ("admin_token", settings.admin_token_file),
-    ):
-        variable = f"TANDEM_{name.upper()}"
-        secret = settings.secret(name)  # type: ignore[arg-type]
-        if file is not None and _open_to_all(file):
-            remedy = (
-                f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
-                " the file"
-            )
-            yield Check("warn", variable, f"every user can read {file}", remedy)
-        elif secret:
-            yield Check("ok", variable, "set")
-        elif name == "admin_token":
-            yield Check(
-                "warn",
-                variable,
-                "not set",
-                "`tandem up` makes one; separate containers need the same one",
-            )
-        elif settings.controller_host in ("127.0.0.1", "localhost", "::1"):
-            yield Check(
-                "warn",
-                variable,
-                "not set: only this machine can use the controller",
-                f"set {variable}",
-            )
-        else:
-            found = f"not set, and the controller binds to {settings.controller_host}"
-            yield Check(
-                "fail", variable, found, f"set {variable}, or TANDEM_CONTROLLER_HOST=127.0.0.1"
-            )
+def variables(asked: Asked) -> Iterator[Answer]:
+    _ = asked.settings
+    yield Answer("ok", "settings", "every TANDEM_* variable is valid")
+
+
+def secrets(asked: Asked) -> Iterator[Answer]:
+    """Whether the secrets are set, private, long and different. One's own machine may need none."""
+    settings = asked.settings
+    keys, token = settings.api_keys, settings.secret("admin_token")
+    if keys:
+        file = settings.api_key_file if settings.api_key is None else None
+        yield _judge(asked, "TANDEM_API_KEY", keys, file)
+    else:
+        yield _no_key(asked)
+    if token and token in keys:
+        found = "is one of the API keys: everybody who may sample could change the served adapters"
+        yield Answer("fail", "TANDEM_ADMIN_TOKEN", found, "use a token of its own")
+    elif token:
+        file = settings.admin_token_file if settings.admin_token is None else None
+        yield _judge(asked, "TANDEM_ADMIN_TOKEN", [token], file)
+    elif asked.command is not Command.PREFLIGHT:
+        remedy = "`tandem up` makes one; separate containers need the same one"
+        yield Answer("warn", "TANDEM_ADMIN_TOKEN", "not set", remedy)
+    elif asked.role in _with_token(settings):
+        yield Answer("fail", "TANDEM_ADMIN_TOKEN", *_MISSING)
+
+
+def _with_token(settings: Settings) -> set[Container]:
+    """The containers that need the admin token; on shared GPUs the trainer puts vLLM to sleep."""
+    shared = {Container.TRAINER} if settings.gpu_mode == "shared" else set()
+    return {Container.ALL, Container.INFERENCE} | shared
+
+
+def _no_key(asked: Asked) -> Answer:
+    variable = "TANDEM_API_KEY"
+    if asked.command is Command.PREFLIGHT:
+        return Answer("fail", variable, *_MISSING)
+    if not _others_may_ask(asked):
+        found = "not set: only this machine can use the controller"
+        return Answer("warn", variable, found, f"set {variable}")
+    found = f"not set, and the controller binds to {asked.settings.controller_host}"
+    return Answer("fail", variable, found, f"set {variable}, or TANDEM_CONTROLLER_HOST=127.0.0.1")
+
+
+def _others_may_ask(asked: Asked) -> bool:
+    """Whether other machines may reach the controller. A container's address does not tell."""
+    return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
+
+
+def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) -> Answer:
+    """`values`: of a secret that is set; `file`: where it was read from, if it was a file."""
+    if file is not None and _open_to_all(file):
+        remedy = (
+            f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
+            " the file"
+        )
+        return Answer("warn", variable, f"every user can read {file}", remedy)
+    if _others_may_ask(asked) and min(map(len, values)) < _SHORTEST_SECRET:
+        found = f"shorter than {_SHORTEST_SECRET} characters"
+        return Answer("warn", variable, found, "run secrets/create")
+    return Answer("ok", variable, "set")
 
 
 def _open_to_all(file: Path) -> bool:
@@ -74,48 +96,25 @@ def _open_to_all(file: Path) -> bool:
     )
 
 
-def required_secrets(settings: Settings, *, admin: bool) -> Iterator[Check]:
-    """Whether the secrets of a deployment's containers are set, long and different; the token only
-    with `admin`."""
-    keys, token = settings.api_keys, settings.secret("admin_token") or ""
-    required = {"TANDEM_API_KEY": keys} | (
-        {"TANDEM_ADMIN_TOKEN": [token] if token else []} if admin else {}
-    )
-    for variable, values in required.items():
-        if not values:
-            yield Check(
-                "fail", variable, "empty or not set", "run secrets/create, or set it or its _FILE"
-            )
-        elif min(map(len, values)) < _SHORTEST_SECRET:
-            yield Check(
-                "warn",
-                variable,
-                f"shorter than {_SHORTEST_SECRET} characters",
-                "run secrets/create",
-            )
-        else:
-            yield Check("ok", variable, "set")
-    if token and token in keys:
-        found = "is one of the API keys: everybody who may sample could change the served adapters"
-        yield Check("fail", "TANDEM_ADMIN_TOKEN", found, "use a token of its own")
-
-
-def gpu_checks(settings: Settings) -> Iterator[Check]:
+def gpu_names(asked: Asked) -> Iterator[Answer]:
     """Whether the settings name a GPU for each process of trainer and inference; both use the same
     in shared mode.
 
     Names are compared as written, without a GPU; the containers that use them check that they
     exist. The settings themselves refuse equal names, and unequal ones in shared mode.
     """
+    settings = asked.settings
+    if asked.devices_granted:
+        return
     trainer, inference = ", ".join(settings.trainer_devices), ", ".join(settings.inference_devices)
     if settings.device == "cpu":
-        yield Check("ok", "GPUs", "none: TANDEM_DEVICE=cpu")
+        yield Answer("ok", "GPUs", "none: TANDEM_DEVICE=cpu")
     elif problem := _gpu_problem(settings):
-        yield Check("fail", "GPUs", *problem)
+        yield Answer("fail", "GPUs", *problem)
     elif settings.gpu_mode == "shared":
-        yield Check("ok", "GPUs", f"{trainer}, shared by trainer and inference")
+        yield Answer("ok", "GPUs", f"{trainer}, shared by trainer and inference")
     else:
-        yield Check("ok", "GPUs", f"trainer {trainer}; inference {inference}")
+        yield Answer("ok", "GPUs", f"trainer {trainer}; inference {inference}")
 
 
 def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
@@ -154,10 +153,11 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
     return None
 
 
-def model_checks(settings: Settings) -> Iterator[Check]:
+def base_model(asked: Asked) -> Iterator[Answer]:
     """Configuration, weights and tokenizer; of a hub name only the configuration."""
+    settings = asked.settings
     if settings.base_model is None:
-        yield Check(
+        yield Answer(
             "fail",
             "base model",
             "TANDEM_BASE_MODEL is not set",
@@ -168,25 +168,25 @@ def model_checks(settings: Settings) -> Iterator[Check]:
     try:
         arch = read_arch(model)
     except TandemError as error:
-        yield Check("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
+        yield Answer("fail", "base model", error.message, "choose another TANDEM_BASE_MODEL")
         return
     shape = f"{arch.num_layers} layers of {arch.hidden_size}, vocabulary {arch.vocab_size}"
-    yield Check(
+    yield Answer(
         "ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions"
     )
     try:
         check_sizes(arch, Sizes.of(settings))
         if settings.topology == "auto":
-            yield Check("ok", "topology", _automatic(settings))
+            yield Answer("ok", "topology", _automatic(settings))
     except InvalidInput as error:
-        yield Check(
+        yield Answer(
             "fail", "topology", error.message, "set it, or choose another TANDEM_BASE_MODEL"
         )
     directory = Path(model)
     if not directory.is_dir():
         return
     if not any(directory.glob("*.safetensors")):
-        yield Check(
+        yield Answer(
             "fail",
             "base model: weights",
             f"{directory} has no *.safetensors",
@@ -196,7 +196,7 @@ def model_checks(settings: Settings) -> Iterator[Check]:
         path.name for path in directory.glob("*") if not os.access(path, os.R_OK)
     ):
         found = f"uid {os.getuid()} can't read {', '.join(unreadable[:3])}"
-        yield Check(
+        yield Answer(
             "fail",
             "base model: weights",
             found,
@@ -204,33 +204,34 @@ def model_checks(settings: Settings) -> Iterator[Check]:
         )
     if not (directory / "tokenizer.json").is_file():
         remedy = "SFT on messages and vLLM's chat API need one"
-        yield Check("warn", "base model: tokenizer", f"{directory} has no tokenizer.json", remedy)
+        yield Answer("warn", "base model: tokenizer", f"{directory} has no tokenizer.json", remedy)
 
 
-def weights_checks(settings: Settings) -> Iterator[Check]:
+def weights(asked: Asked) -> Iterator[Answer]:
     """How vLLM gets the weights of a run, and why; what can't be served that way."""
+    settings = asked.settings
     if settings.weights == "adapter":
         found = (
             "adapter (TANDEM_WEIGHTS): vLLM loads adapters of each run's newest"
             f" {settings.keep_served} steps"
         )
-        yield Check("ok", "weights", found)
+        yield Answer("ok", "weights", found)
     else:
-        yield Check(
+        yield Answer(
             "ok",
             "weights",
             "merged (TANDEM_WEIGHTS): vLLM's own weights are those of one run's newest step",
         )
-        yield Check(
+        yield Answer(
             "ok",
             "weights: transport",
             _TRANSPORTS[settings.way] + f" (TANDEM_TRANSPORT={settings.transport})",
         )
-        yield Check("ok", "weights: second copy", _second_copy(settings))
+        yield Answer("ok", "weights: second copy", _second_copy(settings))
     try:
         check_merged_arguments(settings)
     except InvalidInput as error:
-        yield Check(
+        yield Answer(
             "fail",
             "weights: vLLM's arguments",
             error.message,
@@ -242,7 +243,7 @@ def weights_checks(settings: Settings) -> Iterator[Check]:
         return  # another check says so
     if others := [run.name for run in runs if run.weights != settings.weights]:
         found = f"runs that are served another way, and so not here: {', '.join(others)}"
-        yield Check(
+        yield Answer(
             "warn",
             "weights: runs",
             found,
@@ -255,7 +256,7 @@ def weights_checks(settings: Settings) -> Iterator[Check]:
             f" {', '.join(merged)}"
         )
         remedy = "delete the others (`tandem run delete`), or keep them on volumes of their own"
-        yield Check("fail", "weights: runs", found, remedy)
+        yield Answer("fail", "weights: runs", found, remedy)
 
 
 _TRANSPORTS = {
@@ -294,69 +295,22 @@ def _automatic(settings: Settings) -> str:
     return f"{describe(made.recommended.sizes)} (TANDEM_TOPOLOGY=auto): {made.why}"
 
 
-def damage_checks(settings: Settings) -> Iterator[Check]:
+def damage(asked: Asked) -> Iterator[Answer]:
     """What is damaged on the volume and left out: jobs, names among their files, runs."""
-    if not (settings.root / "spool.json").exists():
+    root = asked.settings.root
+    if not (root / "spool.json").exists():
         return
     remedies = {
         "job": "the file was set aside; submit the job again, then remove the file",
         "name": "it belongs to no job: remove it",
         "run": "restore the run's directory from a copy, or remove it",
     }
-    damage = Spool(settings.root).damage()
-    for kind, found in damage.items():
+    damaged = Spool(root).damage()
+    for kind, found in damaged.items():
         more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
         yield from (
-            Check("warn", f"damaged {kind}", problem, remedies[kind])
+            Answer("warn", f"damaged {kind}", problem, remedies[kind])
             for problem in found[:10] + more
         )
-    if not any(damage.values()):
-        yield Check("ok", "spool", "nothing is damaged")
-
-
-def controller_checks(_: Settings) -> Iterator[Check]:
-    def describe(ready: httpx.Response, runs: httpx.Response) -> str:
-        return f"version {ready.json().get('version')}, {len(runs.json())} runs"
-
-    url = connection(None, None)["base_url"]
-    remedy = "start it (`tandem up`), or set TANDEM_URL to its address"
-    yield _service_check("controller", url, ("/readyz", "/v1/runs"), remedy, describe)
-
-
-def inference_checks(settings: Settings) -> Iterator[Check]:
-    def describe(_: httpx.Response, models: httpx.Response) -> str:
-        names = [model.get("id", "?") for model in models.json().get("data", [])]
-        return f"serves {', '.join(names) or 'nothing'}"
-
-    remedy = "start it (`tandem up`; it takes a minute), or set TANDEM_INFERENCE_URL"
-    yield _service_check(
-        "vLLM", settings.resolved_inference_url, ("/health", "/v1/models"), remedy, describe
-    )
-
-
-def _service_check(
-    name: str, url: str, paths: Sequence[str], remedy: str, describe: Callable[..., str]
-) -> Check:
-    """Whether a service answers all paths, the last of them with our key; `describe` gets the
-    answers."""
-    answers = []
-    for path in paths:
-        try:
-            answer = httpx.get(
-                f"{url}{path}", headers=connection(None, None)["headers"], timeout=5.0
-            )
-        except httpx.HTTPError as error:
-            return Check("warn", name, f"{url} does not answer ({type(error).__name__})", remedy)
-        if answer.status_code == 401:
-            return Check(
-                "fail", name, f"{url} refuses our key", "set TANDEM_API_KEY to one of its keys"
-            )
-        if answer.status_code != 200:
-            return Check(
-                "fail",
-                name,
-                f"{url}{path} answers {answer.status_code}: {answer.text[:300]}",
-                "see its log",
-            )
-        answers.append(answer)
-    return Check("ok", name, f"{url}: {describe(*answers)}")
+    if not any(damaged.values()):
+        yield Answer("ok", "spool", "nothing is damaged")

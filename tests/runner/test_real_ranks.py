@@ -1,4 +1,4 @@
-"""The real worker under the real runner: all ways to start ranks make the same checkpoints, bit for
+"""Real ranks under the real runner: all ways to start ranks make the same checkpoints, bit for
 bit."""
 
 import pytest
@@ -16,7 +16,7 @@ RANKS = 2
 
 def checkpoints(tmp_path, launch: str) -> list[dict[str, str]]:
     """sha256 of every file of the checkpoints that an SFT job and an RL job after it make."""
-    stack = Stack(tmp_path / launch, launch, RANKS, entry="tandem.trainer.rank.worker")
+    stack = Stack(tmp_path / launch, launch, RANKS, entry="tandem.trainer.rank.entry")
     # One path for all launchers, because the adapter's configuration names the base model's path.
     model = tmp_path / "model"
     if not model.exists():

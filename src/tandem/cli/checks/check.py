@@ -1,0 +1,57 @@
+"""The words of checks: who asks, what is asked, what is answered."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Flag, StrEnum, auto
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from tandem.config import Settings, load_settings
+
+Container = StrEnum("Container", ["ALL", "CONTROLLER", "TRAINER", "INFERENCE"])
+
+
+class Command(Flag):
+    """The commands that ask; a check says which ask it."""
+
+    DOCTOR = auto()
+    PREFLIGHT = auto()
+    REACH = auto()  # `tandem smoke reach`
+
+
+@dataclass
+class Asked:
+    """A command and its options."""
+
+    command: Command
+    role: Container = Container.ALL  # what starts
+    devices_granted: bool = False
+    inference: str | None = None  # vLLM's address; None: the settings' one
+    metrics: Sequence[str] = ()  # URLs of exporters
+    closed: Sequence[str] = ()  # URLs that refuse the API key
+    patience: float = 0.0  # seconds within which a service must answer
+
+    @cached_property
+    def settings(self) -> Settings:
+        return load_settings()
+
+
+class Answer(NamedTuple):
+    """One line of a report. `remedy`: what to do."""
+
+    status: Literal["ok", "warn", "fail"]
+    name: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question. `answer` yields what it finds, one Answer for each thing that it looks at."""
+
+    name: str
+    asks: str
+    answer: Callable[[Asked], Iterator[Answer]]
+    by: Command
+    remedy: str = ""  # where `answer` raises
+    first: bool = False  # where it fails, the checks after it are not asked

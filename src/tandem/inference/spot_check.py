@@ -1,0 +1,107 @@
+"""One random row of every tensor that vLLM must have to the bit, computed without torch.
+
+Log-probs prove what weights compute. Rows prove what they are: each tensor was written, from the
+base model with this adapter and this scale, or from this model.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.families.adapter import lora_modules, peft_keys
+from tandem.families.model_config import model_directory
+from tandem.families.registry import read_arch, weight_rules
+from tandem.inference.tensor_files import (
+    TensorFile,
+    adapter_file,
+    merge,
+    model_files,
+    rounded,
+    widened,
+)
+from tandem.spool.schema import LoraShape
+
+
+@dataclass
+class Rows:
+    """`rows`: which row of each tensor, by name; `expected`: what vLLM must have there, in the
+    served dtype."""
+
+    rows: dict[str, int]
+    expected: dict[str, NDArray[Any]]
+
+    def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
+        """Why the rows that vLLM's workers have are other ones, or empty.
+
+        `found`: for each part of a row its `name`, the columns from `begin` to `end` and the
+        `sha256` of its bytes.
+        """
+        missing = {name: np.ones(row.shape, bool) for name, row in self.expected.items()}
+        for part in found:
+            name, begin, end = part["name"], part["begin"], part["end"]
+            if sha256(self.expected[name][begin:end].tobytes()).hexdigest() != part["sha256"]:
+                return f"row {self.rows[name]} of {name} is another one"
+            missing[name][begin:end] = False
+        short = [name for name, columns in missing.items() if columns.any()]
+        return f"no worker has all of row {self.rows[short[0]]} of {short[0]}" if short else ""
+
+
+class SpotCheck:
+    """Random rows of what vLLM must have in each tensor that changes, computed without vLLM's
+    code."""
+
+    def __init__(self, base_model: str, dtype: str) -> None:
+        """`base_model`: a directory or the name of a hub repository that is in the cache; `dtype`:
+        in which vLLM serves, `float32` or `bfloat16`."""
+        self._model, self._dtype = base_model, "F32" if dtype == "float32" else "BF16"
+
+    @cached_property
+    def _base(self) -> dict[str, TensorFile]:
+        return model_files(model_directory(self._model, cached=True))
+
+    def adapter_rows(self, adapter: Path, lora: LoraShape) -> Rows:
+        """Of each tensor that the adapter in this directory touches, merged into the base model.
+        CheckpointDamaged where it is no adapter of this shape."""
+        arch = read_arch(self._model)
+        factors, rows, expected = adapter_file(adapter, arch, lora, self._model), {}, {}
+        for module, (_, count) in lora_modules(arch, lora).items():
+            name, row, (a, b) = f"{module}.weight", random.randrange(count), peft_keys(module)
+            base = self._served(self._base[name], name, row)
+            rows[name], expected[name] = (
+                row,
+                merge(widened(base), factors[a], factors[b][row], lora, self._dtype),
+            )
+        return Rows(rows, expected)
+
+    def model_rows(self, directory: Path) -> Rows:
+        """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be
+        read. A model that ties its output layer may have one in its files all the same, which vLLM
+        does not load."""
+        names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
+        try:
+            files = {name: of for name, of in model_files(directory).items() if name in names}
+            shapes = {name: file.entries[name].shape for name, file in files.items()}
+            rows = {
+                name: random.randrange(shape[0])
+                for name, shape in shapes.items()
+                if len(shape) == 2
+            }
+            return Rows(
+                rows, {name: self._served(files[name], name, row) for name, row in rows.items()}
+            )
+        except InvalidInput as error:
+            raise CheckpointDamaged(error.message) from error
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointDamaged(f"the model in {directory} can't be read: {error}") from error
+
+    def _served(self, file: TensorFile, name: str, row: int) -> NDArray[Any]:
+        """A row as vLLM loads it, in the served dtype."""
+        return rounded(widened(file[name][row]), self._dtype)

@@ -1,0 +1,97 @@
+"""The tensors of a model's and an adapter's files, and an adapter merged into a weight, without
+torch.
+
+A merged weight is `W + alpha / rank * B A`, summed in float64, rounded to float32 and then to its
+dtype (`model/transfer/merge.py` rounds alike).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.errors import CheckpointDamaged, InvalidInput
+from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes
+from tandem.families.arch import Arch
+from tandem.families.model_config import weight_files
+from tandem.spool.schema import LoraShape
+from tandem.system.plain_files import open_plain
+from tandem.system.safetensors_header import read_header
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+"""Of weights that an adapter can be merged into, as files name them -> as NumPy has their bytes."""
+
+
+class TensorFile(Mapping[str, NDArray[Any]]):
+    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. KeyError for a tensor of
+    a dtype that is not in DTYPES."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.entries = path, read_header(path)
+        with open_plain(path, links="any") as file:
+            self._bytes = np.memmap(file, np.uint8, "r")
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        entry = self.entries[name]
+        values: NDArray[Any] = self._bytes[entry.begin : entry.end].view(DTYPES[entry.dtype])
+        return values.reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def model_files(directory: Path) -> dict[str, TensorFile]:
+    """The file of each tensor of the model in `directory`. InvalidInput where one can't be read."""
+    return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}
+
+
+def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
+    """The weights of the adapter in `directory`. CheckpointDamaged where they are not those of an
+    adapter of shape `lora` for `arch`. `model`: whose architecture that is, for the message."""
+    path = directory / WEIGHTS_FILE
+    try:
+        file = TensorFile(path)
+    except InvalidInput as error:
+        raise CheckpointDamaged(error.message) from error
+    found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+    if found != {name: ("F32", shape) for name, shape in adapter_shapes(arch, lora).items()}:
+        raise CheckpointDamaged(f"{path} is no adapter of rank {lora.rank} in F32 for {model}")
+    return file
+
+
+def merge(
+    base: NDArray[np.float32],
+    a: NDArray[np.float32],
+    b: NDArray[np.float32],
+    lora: LoraShape,
+    dtype: str,
+) -> NDArray[Any]:
+    """`base` with an adapter, in a file's `dtype`: a weight with its A and B, or a row with A and
+    the row of B."""
+    delta = b.astype(np.float64) @ a.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return rounded((base + lora.alpha / lora.rank * delta).astype(np.float32), dtype)
+
+
+def widened(values: NDArray[Any]) -> NDArray[np.float32]:
+    """A tensor of a file as float32."""
+    if values.dtype != np.uint16:
+        return values.astype(np.float32, copy=False)
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """In a file's `dtype`, to nearest, ties to even."""
+    if dtype != "BF16":
+        return values.astype(DTYPES[dtype], copy=False)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

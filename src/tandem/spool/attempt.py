@@ -1,0 +1,81 @@
+"""One attempt at a job, and its files on the volume."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.spool import Spool, fs
+from tandem.spool.schema import Beat, EventType
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt at a job. Runner, launcher and ranks name its files by this object.
+
+    The files are in the directory `work`. A claim makes it, and the attempt's end removes it.
+    """
+
+    spool: Spool
+    job: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.job}/{self.number}"
+
+    @property
+    def work(self) -> Path:
+        return self.spool.paths.work_dir(self.job, self.number)
+
+    def log(self, rank: int) -> Path:
+        """A rank's stdout and stderr."""
+        return self.work / f"rank.{rank}.log"
+
+    def beat(self, rank: int) -> Path:
+        """A rank's heartbeat, a `Beat`."""
+        return self.work / f"beat.{rank}"
+
+    def error(self, rank: int) -> Path:
+        """The `JobError` of a rank that raised."""
+        return self.work / f"error.{rank}.json"
+
+    @property
+    def staged(self) -> Path:
+        """The directory that the ranks fill with the next checkpoint before it is committed."""
+        return self.work / "checkpoint"
+
+    @property
+    def staged_model(self) -> Path:
+        """The directory that the ranks fill with the merged model before it is committed."""
+        return self.work / "merged"
+
+    def event(self, kind: EventType, **data: Any) -> None:
+        """Append an event of this attempt to the job's events."""
+        self.spool.events.append(self.job, kind, attempt=self.number, **data)
+
+    def beats(self) -> dict[int, Beat]:
+        """The last heartbeat of each rank that has a readable one."""
+        beats: dict[int, Beat] = {}
+        for rank, path in sorted(self._of_ranks("beat").items()):
+            if (beat := fs.read_undamaged(path, Beat, sure=False)) is not None:
+                beats[rank] = beat
+        return beats
+
+    def errors(self) -> dict[int, Path]:
+        """The error files that exist, by rank."""
+        return self._of_ranks("error")
+
+    def _of_ranks(self, kind: Literal["beat", "error"]) -> dict[int, Path]:
+        paths = {
+            path.name.removeprefix(f"{kind}.").removesuffix(".json"): path
+            for path in self.work.glob(f"{kind}.*")
+        }
+        return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
+
+    def remove_staged(self) -> None:
+        """Remove what the ranks of an ended attempt had begun to write.
+
+        It may fill the volume, on which the attempt's end must be written. A commit has renamed
+        what was complete.
+        """
+        for staged in (self.staged, self.staged_model):
+            fs.remove_tree(staged)

@@ -1,0 +1,109 @@
+"""Opening files that other programs wrote: only regular files, through no link.
+
+Whoever writes on the volume may put a link, a FIFO or a device in a file's place. A plain `open`
+follows the link to this process's own files, and waits at the FIFO for ever.
+"""
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from typing import Literal
+
+Links = Literal["none", "above", "any"]
+"""The links that a path may have. `above`: in place of directories, where nobody else writes.
+`any`: the file too, as in the hub's cache of models."""
+
+_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened without a writer
+# open's errors for what is there and is no file: directory, link, socket or device.
+NOT_PLAIN = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
+
+
+class NotPlainError(OSError):
+    """There is a link, a directory, a FIFO or a device, or too large a file. `errno` is ELOOP."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(errno.ELOOP, problem, str(path))
+
+
+def open_plain(path: Path, *, most: int | None = None, links: Links = "none") -> BufferedReader:
+    """Opens a regular file for reading. NotPlainError for anything else, for more than `most`
+    bytes, and for a link that `links` does not allow."""
+    fd = descriptor(path, os.O_RDONLY, links=links)
+    try:
+        size = os.fstat(fd).st_size
+        if most is not None and size > most:
+            raise NotPlainError(path, f"it has {size} bytes, more than {most}")
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_plain(path: Path, *, most: int, links: Links = "none") -> bytes:
+    """The content of a regular file; see `open_plain`."""
+    with open_plain(path, most=most, links=links) as file:
+        return file.read(most)
+
+
+def descriptor(path: Path, flags: int, *, links: Links = "none") -> int:
+    """`os.open` of a regular file, with the checks of `open_plain`. Without links `path` must be
+    absolute."""
+    assert links != "none" or path.is_absolute(), path
+    try:
+        follow = os.O_NOFOLLOW if links == "any" else 0
+        fd = os.open(path, (flags | _FLAGS) & ~follow, 0o666)
+    except OSError as error:
+        if error.errno in NOT_PLAIN:
+            raise NotPlainError(path, "it is a link, a directory or a device") from error
+        raise
+    try:
+        if links == "none" and not _is_at(fd, path):
+            again = _through_no_link(path, flags)
+            os.close(fd)
+            fd = again
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotPlainError(path, "it is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
+    """Copies a regular file's content to the new file `target`."""
+    with open_plain(source, most=most) as file, target.open("xb") as out:
+        left = os.fstat(file.fileno()).st_size
+        while left and (data := file.read(min(left, 2**24))):
+            out.write(data)
+            left -= len(data)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the kernel's name for the open file is `path`. It is another where a directory of the
+    path is a link, and where the file was renamed meanwhile."""
+    try:
+        return Path(f"/proc/self/fd/{fd}").readlink() == path
+    except OSError:  # another system than Linux
+        return False
+
+
+def _through_no_link(path: Path, flags: int) -> int:
+    """Opens directory after directory, so that no part of the path can be a link."""
+    here = os.open("/", _DIRECTORY)
+    try:
+        for name in path.parent.parts[1:]:
+            below = os.open(name, _DIRECTORY, dir_fd=here)
+            os.close(here)
+            here = below
+        return os.open(path.name, flags | _FLAGS, 0o666, dir_fd=here)
+    except NotADirectoryError as error:
+        raise NotPlainError(path, "a directory of its path is a link or a file") from error
+    except OSError as error:
+        if error.errno in NOT_PLAIN:
+            raise NotPlainError(path, "a part of its path is a link") from error
+        raise
+    finally:
+        os.close(here)

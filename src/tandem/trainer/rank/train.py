@@ -1,0 +1,197 @@
+"""What a rank does in one attempt: meet the others, load the model, train, write the checkpoint,
+leave.
+
+Rank 0 reads the job and sends it to the others. It alone writes events and the checkpoint.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from platform import python_version
+
+import torch
+
+from tandem import __version__
+from tandem.data.packed_format import PackedBatch
+from tandem.families.registry import read_arch
+from tandem.model import device, parallel
+from tandem.model.policy import Policy
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import RunSpec
+from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank import full_volume
+from tandem.trainer.rank.commit import NewCheckpoint
+from tandem.trainer.rank.model_loader import ModelLoader, reference_policy
+from tandem.trainer.rank.probe import JobProbe, mean_difference
+from tandem.trainer.rank.publication import Publication
+from tandem.trainer.rank.rendezvous import Assignment, meet
+from tandem.trainer.rank.session import Session
+from tandem.trainer.rank.state import RankState
+from tandem.training.steps import Training
+
+
+def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
+    """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank has
+    left the process groups or, with the `state` of a rank that stays, given back its device memory.
+
+    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't
+    whole, NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after
+    an error.
+    """
+    session = Session(attempt, settings)
+    try:
+        _train(session, state or RankState())
+        if state is not None:
+            with session.phases.phase("offload"):
+                state.offload()
+    except torch.OutOfMemoryError:
+        session.heartbeat.write("out of memory")  # it records how much was in use
+        raise
+    session.heartbeat.write("leave")
+    if state is None:
+        parallel.destroy()
+
+
+def _train(session: Session, state: RankState) -> None:
+    attempt, settings, phases = session.attempt, session.settings, session.phases
+
+    # Get the job from rank 0.
+    session.heartbeat("rendezvous")
+    assignment, connect = meet(
+        attempt, session.heartbeat, prepare=partial(_wait_for_space, session)
+    )
+    run, job, base_model = assignment.run, assignment.job, Path(assignment.model)
+    arch = read_arch(assignment.model)
+
+    # Connect to the other ranks. A thread hashes the checkpoint's files until they are needed.
+    checked = state.check_checkpoint(attempt.spool, assignment, arch)
+    with phases.phase("rendezvous"):
+        topology = state.join(assignment, settings, connect)
+    _make_deterministic(run.seed)
+    pids, versions = parallel.gather_objects(os.getpid()), _versions()
+    session.event(
+        "started",
+        pids=pids,
+        topology=topology.sizes.manifest(),
+        versions=versions,
+        device=str(session.device),
+    )
+
+    # Load data and model.
+    with phases.phase("data"):
+        batch = PackedBatch.open(attempt.spool.paths.data_dir(attempt.job), job.data.sha256)
+    with batch:
+        probe = JobProbe.choose(batch, arch.vocab_size, session.device)
+        rehearse = probe.rehearse if device.is_cuda() else None
+        loader = ModelLoader(settings, arch, assignment, topology, checked, rehearse)
+        model = state.model = loader.load(state.model, phases)
+        policy = model.policy
+        reference = partial(
+            reference_policy,
+            attempt.spool,
+            run.name,
+            base_model,
+            policy,
+            job.loss.reference_field,
+            session.beat("reference"),
+        )
+        training = Training(
+            run,
+            job,
+            batch,
+            policy,
+            model.optimizer,
+            topology,
+            session.device,
+            phases,
+            reference=reference,
+            fit=settings.recompute == "auto",
+        )
+        session.heartbeat.steps = len(training.schedule.steps)
+        with phases.phase("probe"):
+            previous, fp8_error = _first_logprobs(settings, policy, probe)
+        seconds, _ = phases.take()
+        session.event("loaded", seconds=seconds, memory=phases.gather_memory(), **fp8_error)
+
+        # Train.
+        metrics = training.train(partial(_report, session)) | fp8_error
+        metrics |= _evaluate(session, training)
+
+        # Write the checkpoint. Rank 0 writes an adapter while the device computes the probe.
+        publication = _publication(session, run, base_model, policy)
+        with phases.phase("checkpoint"), ThreadPoolExecutor(1) as thread:
+            new = NewCheckpoint(session, assignment, model, versions, thread)
+            if publication is not None:
+                publication.offer()
+            new.write()
+            manifest = new.commit(metrics, probe.score(policy, previous))
+        state.checkpoint = run.name, job.base_step + 1, attempt.job
+        if publication is not None:
+            with phases.phase("publish"):
+                publication.send(manifest)
+
+
+def _wait_for_space(session: Session, assignment: Assignment) -> None:
+    """Rank 0, while the others wait for the assignment."""
+    run, step = assignment.run.name, assignment.job.base_step
+    spool = session.attempt.spool
+    full_volume.wait_for_space(spool, run, step, beat=session.beat("rendezvous"))
+
+
+def _make_deterministic(seed: int) -> None:
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _versions() -> dict[str, str]:
+    own = {"tandem": __version__, "python": python_version()}
+    return own | {name: version(name) for name in ("torch", "megatron-core")}
+
+
+def _first_logprobs(
+    settings: RankSettings, policy: Policy, probe: JobProbe
+) -> tuple[list[list[float]], dict[str, float]]:
+    """The probe's log-probs before the training, and for fp8 a metric: how far it moves them."""
+    exact = probe.logprobs(policy)
+    if settings.base_precision == "same":
+        return exact, {}
+    policy.quantise_base()
+    quantised = probe.logprobs(policy)
+    return quantised, {"fp8_logprob_error": mean_difference(exact, quantised)}
+
+
+def _report(session: Session, step: int, metrics: dict[str, float]) -> None:
+    """Tell of an optimizer step."""
+    session.heartbeat.step = step
+    with full_volume.event_left_out():
+        session.event("step", step=step, steps=session.heartbeat.steps, metrics=metrics)
+
+
+def _evaluate(session: Session, training: Training) -> dict[str, float]:
+    """The metrics of held-out rows; empty without such rows."""
+    evaluated = training.evaluate()
+    if evaluated:
+        seconds, _ = session.phases.take()
+        session.event("evaluated", step=session.heartbeat.step, metrics=evaluated, seconds=seconds)
+    return evaluated
+
+
+def _publication(
+    session: Session, run: RunSpec, base_model: Path, policy: Policy
+) -> Publication | None:
+    """What sends whole weights to vLLM. None where the checkpoint has what vLLM reads: with `merge`
+    the adapter, of all weights with `volume` the model."""
+    way = session.settings.way
+    if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
+        return None
+    return Publication(
+        session.settings,
+        base_model,
+        policy,
+        session.attempt,
+        beat=session.beat("publish"),
+        event=session.event,
+    )
