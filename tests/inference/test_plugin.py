@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,6 +104,10 @@ def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatc
         for name in names:
             monkeypatch.setattr(module, name, theirs[name])
     plugin._multiply_adapters_on_the_cpu()
+    for name in names:  # vLLM passes some of them by name
+        assert [*signature(getattr(punica_cpu, name)).parameters] == [
+            *signature(theirs[name]).parameters
+        ]
     a, b, x = torch.randn(3, 1, 4, 8), torch.randn(3, 1, 6, 4), torch.randn(5, 8)
     for slots in ([2] * 5, [0, 2, 0, 1, 2]):
         at, y = torch.tensor(slots), torch.randn(5, 16)

@@ -218,27 +218,48 @@ def _multiply_adapters_on_the_cpu() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    def shrink(x: Any, weights: Any, output: Any, slots: Any, scaling: float = 1.0) -> None:
-        for slot, rows in _by_slot(slots):
-            weight = _of_slot(weights, slot, output)
-            product = 0 if slot < 0 else scaling * (x[rows].to(output.dtype) @ weight.T)
-            output[rows, : len(weight)] = product
+    # vLLM calls them by name, too: the parameters are its own.
+    def shrink(
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        scaling: float = 1.0,
+    ) -> None:
+        for slot, rows in _by_slot(lora_indices_tensor):
+            weight = _of_slot(lora_b_weights, slot, output_tensor)
+            product = 0 if slot < 0 else scaling * (inputs[rows].to(weight.dtype) @ weight.T)
+            output_tensor[rows, : len(weight)] = product
 
     def expand_slice(
-        x: Any, weights: Any, output: Any, slots: Any, offset: int, size: int, add: bool = True
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        slice_offset: int,
+        slice_size: int,
+        add_inputs: bool = True,
     ) -> None:
-        part = output[:, offset : offset + size]
-        for slot, rows in _by_slot(slots):
+        part = output_tensor[:, slice_offset : slice_offset + slice_size]
+        for slot, rows in _by_slot(lora_indices_tensor):
             product = 0
             if slot >= 0:
-                weight = _of_slot(weights, slot, output)
-                product = x[rows].to(output.dtype) @ weight[:size].T
-            part[rows] = part[rows] + product if add else product
+                weight = _of_slot(lora_b_weights, slot, output_tensor)[:slice_size]
+                product = inputs[rows].to(weight.dtype) @ weight.T
+            part[rows] = part[rows] + product if add_inputs else product
 
-    def expand(x: Any, weights: Any, output: Any, slots: Any, add: bool = True) -> None:
+    def expand(
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        add_inputs: bool = True,
+    ) -> None:
         # vLLM may pad one of them more than the other.
-        size = min(weights.shape[-2], output.shape[1])
-        expand_slice(x, weights, output, slots, 0, size, add)
+        size = min(lora_b_weights.shape[-2], output_tensor.shape[1])
+        expand_slice(
+            inputs, lora_b_weights, output_tensor, lora_indices_tensor, 0, size, add_inputs
+        )
 
     for module in (lora_ops, punica_cpu):
         module.bgmv_shrink, module.bgmv_expand = shrink, expand
