@@ -24,7 +24,6 @@ def test_two_steps_of_the_demo_on_the_real_model(
     for name, value in (("groups_per_step", 2), ("group_size", 6), ("groups", 4)):
         text, found = re.subn(rf"(?m)^{name} = \d+", f"{name} = {value}", text)
         assert found == 1
-    text = text.replace("dynamic_sampling = false", "dynamic_sampling = true")
     lines: list[str] = []
     variables = {"TANDEM_BASE_MODEL": str(MODEL), "TANDEM_WEIGHTS": "merged"}
     with LocalStack(tmp_path, **variables, TANDEM_MAX_MODEL_LEN="512") as stack:
