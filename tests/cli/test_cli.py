@@ -332,6 +332,26 @@ def test_settings_on_the_command_line():
             apply_setting(request, wrong)
 
 
+@pytest.mark.parametrize(
+    ("role", "weights", "device", "named"),
+    [
+        ("all", "adapter", "cpu", True),
+        ("inference", "adapter", "cpu", True),
+        ("trainer", "adapter", "cpu", False),
+        ("all", "merged", "cpu", False),
+        ("all", "adapter", "cuda", False),
+    ],
+)
+def test_up_names_merged_where_adapters_are_slow(
+    command, monkeypatch, role, weights, device, named
+):
+    monkeypatch.setattr("tandem.supervise.up.up", lambda settings, role: 0)
+    for name, value in (("BASE_MODEL", "m"), ("WEIGHTS", weights), ("DEVICE", device)):
+        monkeypatch.setenv(f"TANDEM_{name}", value)
+    status, _, err = command("up", "--role", role)
+    assert (status, "TANDEM_WEIGHTS=merged samples faster" in err) == (0, named), err
+
+
 def test_up_with_wrong_settings_is_exit_status_2(command, monkeypatch, tmp_path):
     monkeypatch.setenv("TANDEM_ROOT", str(tmp_path / "spool"))
     for name, value in (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,16 +70,15 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
             os.kill(engine, signal.SIGKILL)
 
 
-def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     for module in (lora_ops, punica_cpu):
-        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)  # puts it back at the end
-    patches.leave_base_tokens_alone()
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+            monkeypatch.setattr(module, name, getattr(lora_ops, name))  # puts it back at the end
+    patches.multiply_adapters_on_the_cpu()
     adapters, base = [7, 9], 0  # in slots 0 and 1
     a, b, x = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 8, 4), torch.randn(6, 8)
     for prefill in (True, False):
@@ -93,6 +93,41 @@ def test_an_adapter_on_the_cpu_leaves_tokens_of_the_base_model_alone(
             slot = adapters.index(adapter) if adapter != base else None
             expected = torch.zeros(8) if slot is None else 2.0 * b[slot, 0] @ a[slot, 0] @ row
             torch.testing.assert_close(added, expected)
+
+
+def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several slices, one adapter or two, and an output that is padded more or less than the
+    weights."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    names = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+    theirs = {name: getattr(lora_ops, name) for name in names}
+    for module in (lora_ops, punica_cpu):
+        for name in names:
+            monkeypatch.setattr(module, name, theirs[name])
+    patches.multiply_adapters_on_the_cpu()
+    for name in names:  # vLLM passes some of them by name
+        assert [*signature(getattr(punica_cpu, name)).parameters] == [
+            *signature(theirs[name]).parameters
+        ]
+    a, b, x = torch.randn(3, 1, 4, 8), torch.randn(3, 1, 6, 4), torch.randn(5, 8)
+    for slots in ([2] * 5, [0, 2, 0, 1, 2]):
+        at, y = torch.tensor(slots), torch.randn(5, 16)
+        low = torch.randn(5, 4)
+        calls: list[tuple[str, tuple[object, ...], torch.Tensor]] = [
+            ("bgmv_shrink", (x, a, 0.5), torch.randn(5, 4)),
+            ("bgmv_expand_slice", (low, b, 3, 6, True), y),
+            ("bgmv_expand_slice", (low, b, 3, 6, False), y),
+            ("bgmv_expand", (low, b, True), y),
+            ("bgmv_expand", (low, b, False), y[:, :5]),
+        ]
+        for name, (given, weights, *rest), output in calls:
+            mine, wanted = output.clone(), output.clone()
+            getattr(punica_cpu, name)(given, weights, mine, at, *rest)
+            theirs[name](given, weights, wanted, at, *rest)
+            torch.testing.assert_close(mine, wanted)
+            assert not torch.equal(mine, output)
 
 
 def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:

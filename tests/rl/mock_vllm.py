@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tandem.client.vllm import Answer, Vllm
+from tandem.client.vllm import HttpAnswer, Vllm
 
 URL = "http://vllm/v1"
 
@@ -25,9 +25,9 @@ class MockVllm(Vllm):
         path: str,
         body: Mapping[str, Any] | None = None,
         seconds: float = 60.0,
-    ) -> Answer:
+    ) -> HttpAnswer:
         content = None if body is None else json.dumps(body)
         response = self._answer(httpx.Request(method, f"{self.url}/{path}", content=content))
         if inspect.isawaitable(response):
             response = await response
-        return Answer(response.status_code, response.content)
+        return HttpAnswer(response.status_code, response.content)

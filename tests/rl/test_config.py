@@ -215,9 +215,16 @@ def test_verifiers_is_an_environment_of_the_integrations(monkeypatch: pytest.Mon
     section = EnvironmentSection(use="verifiers:owner/name@1.0", arguments={"tokenizer": "d"})
     with pytest.raises(InvalidInput, match="pip install 'verifiers"):
         Environment(section, 0, "e")
-    monkeypatch.setattr("tandem.client.verifiers.Environment", Taskset)
+    monkeypatch.setattr("tandem.client.verifiers.VerifiersEnvironment", Taskset)
     assert Environment(section, 0, "e").tasks[0] == "task"
     assert made == {"name": "owner/name@1.0", "tokenizer": "d"}
+
+
+def test_without_reasoning_gym_its_datasets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # an import raises ImportError
+    section = EnvironmentSection(use="reasoning_gym:chain_sum")
+    with pytest.raises(InvalidInput, match=r"pip install 'tandem-rl\[reasoning-gym\]'"):
+        Environment(section, 0, "e")
 
 
 def test_tasks_are_the_same_after_a_restart() -> None:

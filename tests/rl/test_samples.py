@@ -19,7 +19,7 @@ from tandem.client.rl import samples
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.samples import (
     Alike,
-    Samples,
+    SampleFile,
     find_samples,
     read_samples,
     sample,
@@ -157,7 +157,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
 ) -> None:
     monkeypatch.setattr(samples, "KEPT", 10)
     file = tmp_path / "s.samples.jsonl"
-    kept = Samples(file)
+    kept = SampleFile(file)
     for number in range(57):
         kept.add([sample(trajectory(number, "a"), run="r", task=str(number))])
         assert len(file.read_bytes().splitlines()) <= 20
@@ -167,7 +167,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     whole = file.read_bytes()
     file.write_bytes(whole[:-7])  # killed while the last was added
     assert [one["reward"] for one in read_samples(file)] == list(range(46, 56))
-    Samples(file).add([sample(trajectory(99, "a"), run="r", task="t")])
+    SampleFile(file).add([sample(trajectory(99, "a"), run="r", task="t")])
     assert [one["reward"] for one in read_samples(file)][-2:] == [55, 99]
     file.write_bytes(b"\xff\n[]\n{}\n" + file.read_bytes())
     assert read_samples(file)[-1]["reward"] == 99
@@ -178,7 +178,7 @@ def test_the_file_keeps_the_last_rollouts_and_survives_a_kill(
     monkeypatch.setattr(Path, "replace", killed)  # before the shorter file takes its place
     before = file.read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        Samples(file)
+        SampleFile(file)
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
@@ -226,7 +226,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(InvalidInput) as error:
             listed(*arguments)
         assert problem in str(error.value)
-    file = Samples(tmp_path / "c.samples.jsonl")
+    file = SampleFile(tmp_path / "c.samples.jsonl")
     file.add([sample(trajectory(1, "a"), run="r", task="0:1")])
     with pytest.raises(InvalidInput, match="no samples of step 2 are kept, only of 3 to 3"):
         listed("r", "--step", "2")

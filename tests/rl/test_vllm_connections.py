@@ -11,7 +11,7 @@ from aiohttp import web
 from rl.mock_vllm import MockVllm
 from tandem.client.rl import environment
 from tandem.client.rl.environment import Sampler
-from tandem.client.vllm import Answer, Vllm
+from tandem.client.vllm import HttpAnswer, Vllm
 from tandem.errors import Unreachable
 from tandem.system import ports
 
@@ -46,7 +46,7 @@ def test_many_requests_at_once_have_a_connection_each_and_later_ones_use_these()
         at_once -= 1
         return web.json_response({"text": "schön \ud83d".encode("utf-8", "replace").decode()})
 
-    async def scene() -> list[Answer]:
+    async def scene() -> list[HttpAnswer]:
         async with serving(handler) as url, Vllm(url, HEADERS) as vllm:
             for _ in range(2):
                 asked = [
@@ -68,7 +68,7 @@ def test_the_key_does_not_follow_a_redirect() -> None:
         told.append(request.headers.get("Authorization", ""))
         return web.Response()
 
-    async def scene() -> Answer:
+    async def scene() -> HttpAnswer:
         async with serving(thief) as other:
 
             async def moved(request: web.Request) -> web.Response:

@@ -64,6 +64,8 @@ def stack(out: Path) -> Iterator[LocalStack]:
     controller, inference = map(str, free_ports(2))
     command = [
         "demo.py",
+        "--model",
+        "tiny",
         "--out",
         str(out),
         "--controller-port",

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, get_args
 
 import typer
@@ -10,8 +11,8 @@ import typer
 import tandem
 from tandem.cli import data, doctor, jobs, plan, rl, runs, smoke, train
 from tandem.cli.checks import Command, questions
-from tandem.cli.common import Json, exit_code, print_error, show
-from tandem.config import load_settings
+from tandem.cli.common import Json, err, exit_code, print_error, show
+from tandem.config import Settings, load_settings
 from tandem.errors import InvalidInput, TandemError
 
 __all__ = ["app", "main"]
@@ -80,11 +81,23 @@ def up(
             raise InvalidInput(
                 f"{role!r} is not a role; use one of {', '.join(get_args(Role))}", field="--role"
             )
-        status = start(load_settings(), chosen)
+        settings = load_settings()
+        if chosen != "trainer":
+            _name_merged_on_the_cpu(settings)
+        status = start(settings, chosen)
     except InvalidInput as error:
         print_error(error, json=False)
         raise typer.Exit(2) from error
     raise typer.Exit(status)
+
+
+def _name_merged_on_the_cpu(settings: Settings) -> None:
+    from tandem.inference.server.command import serving_device
+
+    with suppress(InvalidInput):  # where no vLLM is installed, the stack itself says so
+        if settings.weights == "adapter" and serving_device(settings) == "cpu":
+            hint = "TANDEM_WEIGHTS=merged samples faster from one run (docs/merged.md)"
+            err.print(f"vLLM runs on the CPU, with adapters: {hint}", soft_wrap=True)
 
 
 def _become(module: str) -> Callable[[], None]:

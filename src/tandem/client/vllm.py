@@ -37,7 +37,7 @@ def vllm_url(given: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """What vLLM says. Its status may be any."""
 
     status: int
@@ -97,7 +97,7 @@ class Vllm:
         path: str,
         body: Mapping[str, Any] | None = None,
         seconds: float = _ANSWER_SECONDS,
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Send a request once. Unreachable where vLLM does not answer within `seconds`."""
         import aiohttp
 
@@ -111,7 +111,7 @@ class Vllm:
                 asyncio.timeout(seconds),
                 self._session.request(method, url, **arguments) as response,
             ):
-                return Answer(response.status, await response.read())
+                return HttpAnswer(response.status, await response.read())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unreachable(f"{url} does not answer ({type(error).__name__}: {error})") from error
 
@@ -153,7 +153,7 @@ async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PAT
         await asyncio.sleep(backoff.next(problem))
 
 
-def listed_models(answer: Answer | httpx.Response) -> list[str]:
+def listed_models(answer: HttpAnswer | httpx.Response) -> list[str]:
     """The models of a list; none where the answer is something else."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]

@@ -30,8 +30,8 @@ class RunSection(Record):
 
 
 class EnvironmentSection(Record):
-    """`use`: "module:name", a class or a coroutine, or "verifiers:module"; `weight`: its share of
-    the groups."""
+    """`use`: "module:name", a class or a coroutine, "verifiers:module" or "reasoning_gym:dataset";
+    `weight`: its share of the groups."""
 
     use: str = Field(pattern=r"^[\w.]+:\S+$")
     weight: float = Field(default=1.0, gt=0)

@@ -1,5 +1,5 @@
-"""Environments: a person's coroutine and its tasks, or a taskset of verifiers; and what samples for
-their rollouts."""
+"""Environments: a person's coroutine and its tasks, a taskset of verifiers, or a dataset of
+reasoning-gym; and what samples for their rollouts."""
 
 import asyncio
 import importlib
@@ -187,10 +187,12 @@ class Environment:
     def __init__(self, section: EnvironmentSection, seed: int, where: str) -> None:
         module_name, _, name = section.use.partition(":")
         arguments = section.arguments
-        if module_name == "verifiers":
+        if module_name in ("verifiers", "reasoning_gym"):
             module_name, name, arguments = (
-                "tandem.client.verifiers",
-                "VerifiersEnvironment",
+                f"tandem.client.{module_name}",
+                {"verifiers": "VerifiersEnvironment", "reasoning_gym": "GymEnvironment"}[
+                    module_name
+                ],
                 {"name": name, **arguments},
             )
         try:

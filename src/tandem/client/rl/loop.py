@@ -29,7 +29,7 @@ from tandem.client.rl.environment import (
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
 from tandem.client.rl.requests import job_names, job_request
-from tandem.client.rl.samples import Samples, sample, samples_file
+from tandem.client.rl.samples import SampleFile, sample, samples_file
 from tandem.client.vllm import Vllm, raise_unless_serving
 from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
@@ -136,7 +136,7 @@ class Loop:
         )
         self.last, self._idle_since = self.state.first + self._rl.steps, time.time()
         self._write_down(None)
-        self._samples = Samples(samples_file(self._file))
+        self._samples = SampleFile(samples_file(self._file))
         first_task = self._environments[0].tasks.first(1)[0]
         self.record.begins(self.config, self.base, self.last, first_task, self._followed)
         await self._until_served(self._followed)

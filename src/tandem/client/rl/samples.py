@@ -112,7 +112,7 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
     return list(found)
 
 
-class Samples:
+class SampleFile:
     """The file of samples. One process writes it, and a kill at any moment costs what was being
     added at most."""
 

@@ -199,8 +199,9 @@ def switch_expert_lora_off() -> None:
     FusedMoEConfig.__post_init__ = without_lora
 
 
-def leave_base_tokens_alone() -> None:
-    """On the CPU, tokens without an adapter (their slot is -1) get nothing from any adapter."""
+def multiply_adapters_on_the_cpu() -> None:
+    """On the CPU, each adapter is multiplied once, by all of its own tokens; tokens without an
+    adapter (their slot is -1) get nothing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -208,10 +209,62 @@ def leave_base_tokens_alone() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    shrink = lora_ops.bgmv_shrink
+    # vLLM calls them by name, too: the parameters are its own.
+    def shrink(
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        scaling: float = 1.0,
+    ) -> None:
+        for slot, rows in _by_slot(lora_indices_tensor):
+            weight = _of_slot(lora_b_weights, slot, output_tensor)
+            product = 0 if slot < 0 else scaling * (inputs[rows].to(weight.dtype) @ weight.T)
+            output_tensor[rows, : len(weight)] = product
 
-    def shrink_adapted(x: Any, weights: Any, output: Any, slots: Any, scaling: float = 1.0) -> None:
-        shrink(x, weights, output, slots, scaling)
-        output[slots < 0] = 0
+    def expand_slice(
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        slice_offset: int,
+        slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        part = output_tensor[:, slice_offset : slice_offset + slice_size]
+        for slot, rows in _by_slot(lora_indices_tensor):
+            product = 0
+            if slot >= 0:
+                weight = _of_slot(lora_b_weights, slot, output_tensor)[:slice_size]
+                product = inputs[rows].to(weight.dtype) @ weight.T
+            part[rows] = part[rows] + product if add_inputs else product
 
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted
+    def expand(
+        inputs: Any,
+        lora_b_weights: Any,
+        output_tensor: Any,
+        lora_indices_tensor: Any,
+        add_inputs: bool = True,
+    ) -> None:
+        # vLLM may pad one of them more than the other.
+        size = min(lora_b_weights.shape[-2], output_tensor.shape[1])
+        expand_slice(
+            inputs, lora_b_weights, output_tensor, lora_indices_tensor, 0, size, add_inputs
+        )
+
+    for module in (lora_ops, punica_cpu):
+        module.bgmv_shrink, module.bgmv_expand = shrink, expand
+        module.bgmv_expand_slice = expand_slice
+
+
+def _by_slot(slots: Any) -> list[tuple[int, Any]]:
+    """The slots of a batch, each with its tokens; -1 is the base model."""
+    found = slots.unique().tolist()
+    if len(found) == 1:
+        return [(found[0], slice(None))]
+    return [(slot, (slots == slot).nonzero().flatten()) for slot in found]
+
+
+def _of_slot(weights: Any, slot: int, output: Any) -> Any:
+    weight = weights[max(slot, 0)]
+    return (weight[0] if weight.dim() == 3 else weight).to(output.dtype)

@@ -1,0 +1,154 @@
+"""The real model's part of `make demo`: `tandem rl` on sums of two numbers from 1 to 9."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import sums
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tandem.client import Tandem
+from tandem.client.vllm import vllm_url
+
+EXAMPLES = Path(__file__).parent
+RUN = "demo"
+SHOWN = 5
+"""How many samples are shown before and after."""
+
+
+def fetch(directory: Path) -> str | None:
+    """Make the model with a process of its own, which gives back the memory; why it could not be
+    made, or None."""
+    command = [sys.executable, str(EXAMPLES / "smollm2.py"), str(directory)]
+    made = subprocess.run(command, check=False, capture_output=True, text=True)
+    return None if made.returncode == 0 else made.stderr.strip()[-2000:]
+
+
+def configuration(steps: int | None) -> str:
+    """`sums_cpu.toml`, with another number of steps where one is given."""
+    text = (EXAMPLES / "sums_cpu.toml").read_text()
+    return text if steps is None else re.sub(r"(?m)^steps = \d+", f"steps = {steps}", text)
+
+
+def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]:
+    """Train by `tandem rl` with this configuration; the lines that it recorded, and samples of the
+    first and the last step. `tell` gets each line in words."""
+    config = out / "sums.toml"  # the loop's files lie beside it
+    config.write_text(text)
+    settings = tomllib.loads(text)
+    last = settings["rl"]["steps"]
+    with Tandem() as client:
+        client.create_run(**settings["run"])
+        client.wait_served(RUN, 0)
+    report: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "before": samples(0)}
+    command = [sys.executable, "-m", "tandem", "rl", str(config), "--json"]
+    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    begun, lines = time.monotonic(), []
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as loop:
+        assert loop.stdout is not None
+        for printed in loop.stdout:
+            lines.append(line := json.loads(printed))
+            tell(described(line))
+    if loop.returncode:
+        raise SystemExit(f"tandem rl ended with {loop.returncode}; {config} is its config")
+    report |= {"rl_seconds": round(time.monotonic() - begun, 3), "after": samples(last)}
+    return report | {
+        "evaluations": [line for line in lines if "evaluated" in line],
+        "steps": [line for line in lines if "step" in line],
+    }
+
+
+def described(line: dict[str, Any]) -> str:
+    """A line of `tandem rl --json` in words."""
+    if "evaluated" in line:
+        return (
+            f"evaluated @{line['evaluated']}: reward {line['reward']:.3f} on"
+            f" {line['samples']} sums, {line['metrics']['right']:.0%} right"
+        )
+    spent = line["seconds"]
+    parts = ", ".join(f"{name} {spent[name]:.0f} s" for name in ("sampling", "training", "serving"))
+    return f"trained @{line['step']}: reward {line['reward']:.3f} of its rollouts; {parts}"
+
+
+def samples(step: int) -> list[dict[str, Any]]:
+    """Answers of the step to the first sums, drawn as in training."""
+    headers = {"Authorization": f"Bearer {os.environ['TANDEM_API_KEY']}"}
+    url = f"{vllm_url(None)}/v1/chat/completions"
+    shown = []
+    for a, b in sums.Sums(largest=9).tasks()[:SHOWN]:
+        asked = {"model": f"{RUN}@{step}", "messages": sums.question(a, b), "max_tokens": 10}
+        answer = httpx.post(url, json=asked, headers=headers, timeout=120, trust_env=False)
+        answer.raise_for_status()
+        said = answer.json()["choices"][0]["message"]["content"]
+        right, alone = sums.judge(said, a + b)
+        shown.append({"sum": f"{a} + {b}", "said": said, "reward": right + 0.2 * alone})
+    return shown
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the samples before and after, and the evaluations."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="HttpAnswer with the number only.")
+    for column in ("sum", "before", "reward", "after", "reward"):
+        table.add_column(column)
+    for before, after in zip(report["before"], report["after"], strict=True):
+        cells = [before["sum"]]
+        for one in (before, after):
+            cells += [repr(one["said"]), f"{one['reward']:g}"]
+        table.add_row(*cells)
+    console.print(table)
+    first, *_, last = report["evaluations"]
+    console.print(
+        f"mean reward of {last['samples']} sums: [bold]{first['reward']:.3f}[/bold] before,"
+        f" [bold]{last['reward']:.3f}[/bold] after {last['evaluated']} steps"
+        " (1 for the right number, 0.2 for a number alone)"
+    )
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Reward against step: what each step was trained on, and the evaluations."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(
+        [line["step"] - 1 for line in report["steps"]],
+        [line["reward"] for line in report["steps"]],
+        marker="o",
+        label="mean reward of the rollouts",
+    )
+    evaluations = report["evaluations"]
+    axes.scatter(
+        [line["evaluated"] for line in evaluations],
+        [line["reward"] for line in evaluations],
+        marker="*",
+        s=160,
+        color="tab:orange",
+        zorder=3,
+        label=f"evaluation on {evaluations[0]['samples']} sums",
+    )
+    axes.axhline(1.2, color="grey", linewidth=0.8, linestyle=":")
+    axes.set(
+        xlabel="policy (step)",
+        ylabel="reward",
+        ylim=(0, 1.23),
+        title=f"{report['model']}: sums, right 1, a number alone 0.2",
+    )
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,60 @@
+"""reasoning-gym: its tasks with their own scorers, as an environment of `tandem rl`.
+
+[[rl.environment]]
+use = "reasoning_gym:chain_sum"
+arguments = { size = 1000, max_terms = 3 }
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.errors import InvalidInput
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+INSTRUCTION = "Give your final answer between <answer> and </answer>."
+
+
+class GymEnvironment:
+    """A dataset of reasoning-gym, by its name (`chain_sum`).
+
+    `size` and `seed`: how many tasks, and which; `instruction`: the system message, none where it
+    is ""; `parameters`: the dataset's own, such as `max_terms`. The reward is the dataset's score,
+    0 to 1, of what is between <answer> and </answer>, or of the whole answer where neither is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int = 1000,
+        seed: int = 0,
+        instruction: str = INSTRUCTION,
+        **parameters: Any,
+    ) -> None:
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise ImportError(
+                "the package reasoning-gym is missing: pip install 'tandem-rl[reasoning-gym]'"
+            ) from error
+        known = reasoning_gym.factory.DATASETS
+        if name not in known:
+            problem = f"reasoning-gym has no dataset {name!r}"
+            raise InvalidInput(f"{problem}; it has {', '.join(sorted(known))}", field="use")
+        self._system = [{"role": "system", "content": instruction}] if instruction else []
+        self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **parameters)
+
+    def tasks(self) -> list[int]:
+        """Numbers of the dataset's entries: it makes each when it is asked."""
+        return list(range(len(self._dataset)))
+
+    async def rollout(self, task: int, sampler: Any) -> Any:
+        """One answer and its score."""
+        entry: Mapping[str, Any] = self._dataset[task]
+        question = {"role": "user", "content": entry["question"]}
+        message = await sampler.chat([*self._system, question])
+        said = message["content"] or ""
+        found = ANSWER.findall(said)
+        score = self._dataset.score_answer((found[-1] if found else said).strip(), entry)
+        return sampler.finish(score, metrics={"tagged": bool(found), "solved": score == 1})

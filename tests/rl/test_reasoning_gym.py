@@ -1,0 +1,64 @@
+"""Tasks of reasoning-gym in the loop of `tandem rl`, scored by the package itself."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.client.rl.config import EnvironmentSection
+from tandem.client.rl.environment import Environment
+from tandem.errors import InvalidInput
+
+# Three of its dependencies are built from source, so the locked environment does not have it.
+pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: uv sync --extra reasoning-gym")
+
+
+def environment(use: str, **arguments: Any) -> Environment:
+    section = EnvironmentSection(use=use, arguments=arguments)
+    return Environment(section, seed=0, where="rl.environment.0")
+
+
+class Answering:
+    """Answers with `said`; keeps what it was asked and how the rollout was rewarded."""
+
+    def __init__(self, said: str | None) -> None:
+        self._said = said
+
+    async def chat(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        self.asked = messages
+        return {"role": "assistant", "content": self._said}
+
+    def finish(self, reward: float, *, metrics: dict[str, float]) -> SimpleNamespace:
+        return SimpleNamespace(reward=reward, metrics=metrics)
+
+
+def test_its_own_scorer_gives_the_reward_of_the_tagged_answer() -> None:
+    import reasoning_gym
+
+    of = environment("reasoning_gym:chain_sum", size=20, seed=3, max_terms=2)
+    entries = reasoning_gym.create_dataset("chain_sum", size=20, seed=3, max_terms=2)
+    assert sorted(of.tasks.first(20)) == list(range(20))
+    (task,) = of.tasks.first(1)
+    right = entries[task]["answer"]
+    for said, reward, tagged in (
+        (right, 1.0, False),
+        (f"1, so <answer>7</answer>, no: <answer> {right} </answer>", 1.0, True),
+        (f"{right} <answer>no</answer>", entries.score_answer("no", entries[task]), True),
+        (None, entries.score_answer("", entries[task]), False),
+    ):
+        sampler = Answering(said)
+        made = asyncio.run(of.rollout(task, sampler))
+        assert (made.reward, made.metrics["tagged"]) == (reward, tagged)
+        assert made.metrics["solved"] == (reward == 1)
+        assert [message["role"] for message in sampler.asked] == ["system", "user"]
+        assert sampler.asked[1]["content"] == entries[task]["question"]
+
+
+def test_what_is_not_a_dataset_or_not_its_parameter_is_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"no dataset 'chain_sums'; it has .*chain_sum, "):
+        environment("reasoning_gym:chain_sums")
+    for wrong in ({"terms": 3}, {"min_terms": 0}):
+        with pytest.raises(InvalidInput, match="can't load 'reasoning_gym:chain_sum'") as refused:
+            environment("reasoning_gym:chain_sum", **wrong)
+        assert refused.value.field == "rl.environment.0.use"
