@@ -56,7 +56,8 @@ class Refusal:
 
 @dataclass
 class CheckpointLoader:
-    """`tolerance`: of verification; `base_model`: the one that vLLM serves, to explain a refusal."""
+    """`tolerance`: the rule of verification; `base_model`: the one that vLLM serves, to explain a
+    refusal."""
 
     spool: Spool
     client: VllmClient

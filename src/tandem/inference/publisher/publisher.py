@@ -295,6 +295,7 @@ class Publisher:
                     "model",
                     "transport",
                     "mean_abs_logprob_error",
+                    "allowed_logprob_error",
                     "tokens_checked",
                     "seconds",
                 }

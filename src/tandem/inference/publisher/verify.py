@@ -144,6 +144,12 @@ def verify(
         )
     expected = _of_prompts(prompts, probe.logprobs)
     base = _of_prompts(prompts, probe.base)
+    for name, rows in (("the trainer", expected), ("the base model", base)):
+        if len(rows) != len(served) or not served:
+            raise WrongWeights(
+                f"the probe is malformed: {len(rows)} log-probs of {name} for {len(served)}"
+                " predictions"
+            )
     base_error = 0.0
     if beside:
         # Not a reference: vLLM's own rounding of the base model is in `served`, too. After a step
