@@ -1,7 +1,6 @@
 """Runs the benchmarks that need no GPU; raw rows go to bench/results/, which is what docs quote."""
 
-from bench import claims, packing, restart
+from bench import claims, restart
 
-packing.main()
 claims.main([])
 restart.main(["--device", "cpu", "--shape", "tiny"])

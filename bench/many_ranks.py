@@ -5,7 +5,7 @@ rank leaves.
     [--out DIR]
 
 Controller, runner and exporter run as in their containers, on the first GPUs, with Qwen3-0.6B's
-layers and a vocabulary of bytes. The first job runs to its end: while it trains, each GPU has its
+layers and a small vocabulary. The first job runs to its end: while it trains, each GPU has its
 own rank's process and no other, the exporter names each rank with its GPU and shows that GPU's
 memory; then `tandem memory` has every rank, and nothing is left. The last rank of the second job,
 which has one attempt, is killed: all GPUs are empty within 30 s (docs/jobs.md). A third job
@@ -22,28 +22,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-import tiny_model
-
+from bench.random_model import write_random_model
 from bench.report import report
-from free_ports import free_ports
-from local_stack import seen, succeeded, train
+from bench.shared import write_tokenizer
+from bench.topologies import MODELS
 from tandem.client import Event, Tandem
 from tandem.spool.schema import TERMINAL
-from tandem.system import processes
-from waiting import alive, answers, until
+from tandem.system import ports, processes
 
 RUN = "ranks"
+VOCABULARY = 512
+EXAMPLES = [
+    {"token_ids": [*range(first, first + 32)], "trainable": [False] * 16 + [True] * 16}
+    for first in (10, 20, 30, 40)
+]
+JOB_SECONDS = 300.0
 BOUND = 30.0
 """Seconds from a rank's end until the GPUs are empty: 20 for the other ranks, 10 for the driver."""
 SAME = 64 * 2**20
@@ -51,6 +52,43 @@ SAME = 64 * 2**20
 ROUNDS = 12
 """Looks at a job that trains; one of them has to agree in everything, since memory changes between
 two readings."""
+
+
+def until(what: str, check: Callable[[], bool], seconds: float, poll: float = 0.05) -> None:
+    """Wait until `check` is true; AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
+        time.sleep(poll)
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(url, timeout=5).status_code == 200
+    return False
+
+
+def alive(pid: int) -> bool:
+    process = processes.read(pid)
+    return process is not None and not process.zombie
+
+
+def train(client: Tandem, epochs: int, **options: Any) -> str:
+    """Submit a job of a step per epoch; its id."""
+    optimizer = {"learning_rate": 1e-4, "epochs": epochs}
+    packing = {"sequence_length": 128}
+    return client.train_sft(RUN, EXAMPLES, packing=packing, optimizer=optimizer, **options).spec.id
+
+
+def first_step(client: Tandem, job: str) -> None:
+    """Wait for the first optimizer step of a job, which must not end before."""
+
+    def stepped() -> bool:
+        kinds = {event.type for event in client.job_events(job)}
+        assert "step" in kinds or not kinds & set(TERMINAL), f"the job ended: {kinds}"
+        return "step" in kinds
+
+    until(f"the first step of {job}", stepped, JOB_SECONDS)
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
@@ -87,7 +125,8 @@ class Trainer:
     """Controller, runner and exporter, and a client."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        controller, metrics = free_ports(2)
+        with ports.reserve() as first, ports.reserve() as second:
+            controller, metrics = first.port, second.port
         key = secrets.token_urlsafe(16)
         source = str(Path(__file__).parent.parent / "src")
         self.out: Path = options.out
@@ -124,8 +163,8 @@ class Trainer:
                 stack.callback(
                     _end, subprocess.Popen(run, env=self.environment, stdout=log, stderr=log)
                 )
-            until("the controller is ready", lambda: answers(f"{self.controller_url}/readyz"))
-            until("the exporter answers", lambda: answers(self.metrics_url))
+            until("the controller is ready", lambda: answers(f"{self.controller_url}/readyz"), 120)
+            until("the exporter answers", lambda: answers(self.metrics_url), 120)
             yield
 
     def tandem(self, *arguments: str) -> str:
@@ -195,8 +234,8 @@ def differences(trainer: Trainer, gpus: Gpus, pids: list[int], number: int) -> l
 def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     """A job to its end: how many looks at it agreed, and the ranks and bytes of `tandem memory`."""
     empty = gpus.used()
-    job = train(trainer.client, RUN, epochs, learning_rate=1e-4)
-    seen(trainer.client, job, "step", 300)
+    job = train(trainer.client, epochs)
+    first_step(trainer.client, job)
     pids = started(trainer.client, job).data["pids"]
     looks = []
     for number in range(ROUNDS):
@@ -211,7 +250,7 @@ def watched_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
         flush=True,
     )
     assert agreed, looks
-    succeeded(trainer.client, job, 300)
+    trainer.client.wait_job(job, JOB_SECONDS)
     [attempt] = json.loads(trainer.tandem("memory", job, "--json"))
     text = trainer.tandem("memory", job)
     (trainer.out / "memory.txt").write_text(text)
@@ -241,8 +280,8 @@ def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     """`kill -9` of the last rank in the middle of a job: seconds until all ranks have ended and the
     GPUs are empty."""
     empty = gpus.used()
-    job = train(trainer.client, RUN, epochs, learning_rate=1e-4, max_attempts=1)
-    seen(trainer.client, job, "step", 300)
+    job = train(trainer.client, epochs, max_attempts=1)
+    first_step(trainer.client, job)
     pids = started(trainer.client, job).data["pids"]
     os.kill(pids[-1], signal.SIGKILL)
     begin = time.monotonic()
@@ -261,7 +300,7 @@ def killed_job(trainer: Trainer, gpus: Gpus, epochs: int) -> dict[str, Any]:
     for uuid in gpus.uuids:
         assert page["tandem_job_gpu_left_bytes"][uuid,] == 0, page["tandem_job_gpu_left_bytes"]
     failed = sum(page["tandem_job_attempts_failed_total"].values())
-    succeeded(trainer.client, train(trainer.client, RUN, 2, learning_rate=1e-4), 300)
+    trainer.client.wait_job(train(trainer.client, 2), JOB_SECONDS)
     return {
         "ranks ended": ended,
         "GPUs empty": seconds,
@@ -289,17 +328,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     options.out = options.out or Path(tempfile.mkdtemp(prefix="tandem-many-ranks-"))
     options.out.mkdir(parents=True, exist_ok=True)
-    large = {
-        "hidden_size": 1024,
-        "layers": 28,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "ffn_size": 3072,
-    }
     model = options.out / "spool" / "models" / "m"
-    shape = large if options.device == "cuda" else {"kv_heads": 4}
-    tiny_model.write_tiny_qwen3(model, **shape)  # type: ignore[arg-type]
+    on_cpu = MODELS["tiny"] | {"num_key_value_heads": 4}
+    shape = on_cpu if options.device == "cpu" else MODELS["0.6b"]
+    write_random_model(model, shape | {"vocab_size": VOCABULARY}, options.device)
+    write_tokenizer(model, VOCABULARY)
     gpus, trainer = Gpus(options.ranks, options.device), Trainer(options)
     empty = gpus.used()
     try:

@@ -4,7 +4,7 @@
 #   on_gpus.sh start [PART...]  these parts of it, from a copy of the tree, in a session of its own: the shell may end
 #   on_gpus.sh wait SECONDS     until it has ended, or for that long; then what there is goes to $OUT as gpu.tgz
 #   on_gpus.sh run [PART...]    the same in this shell
-# Parts, all where none is named: imports shared memory vllm one others tensor data metrics experts kernels rl.
+# Parts, all where none is named: imports shared memory one tensor data experts.
 # Parts only where they are named, of merged weights: swap throughput swap30 faults-merged learn faults-whole publications.
 # Parts only where they are named, of four GPUs: starts4 swap4 learn4 ranks4 groups4 small plan4 (plan4-large: the models of 60 GB).
 # SHAPE=tiny DEVICE=cpu JOBS=2 show what of it runs without a GPU.
@@ -58,13 +58,6 @@ restart() {  # NAME SECONDS ARGUMENT...
     into "$name" "$seconds" python3 -m bench.restart --shape "$shape" --device "$device" --out "$work/$name" "$@"
 }
 
-faults() {  # NAME GPU VICTIM...
-    local name=$1 gpu=$2
-    shift 2
-    wants "$name" || return
-    into "$name" 600 python3 -m bench.shared_faults --device "$gpu" --victims "$@"
-}
-
 learned() {  # NAME WAY...: yes/no/maybe by each way in which weights travel, on the GPUs that the environment names
     local name=$1 way how
     shift
@@ -84,7 +77,7 @@ merged() {
     local faults="python3 -m pytest -v -s --tb=short --durations=0 -p no:cacheprovider --all-cases"
     if named swap; then
         into swap 500 python3 -m bench.swap --shape 8b --swaps 5 --many 0 --name swap-whole --out "$work/models" \
-            --ways nccl-device ipc-device stock-device merge-host &
+            --ways nccl-device merge-host &
         # With 0.68 the ranks of the other vLLM have room on this GPU. A second vLLM could not start beside them.
         into swap-merge 500 python3 -m bench.swap --shape 8b --swaps 5 --gpus 1 --utilization 0.68 --many 0 \
             --name swap-merge --out "$work/models-1" --ways merge-device &
@@ -140,7 +133,7 @@ run() {
     mkdir -p "$metadata"
     printf 'Metadata-Version: 2.1\nName: tandem-rl\nVersion: 0.1.0\n' >"$metadata/METADATA"
     printf '[vllm.general_plugins]\ntandem = tandem.inference.server.plugin:register\n' >"$metadata/entry_points.txt"
-    export PYTHONPATH="$PWD/src:$PWD:$PWD/tests:$work/site${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHONPATH="$PWD/src:$PWD:$work/site${PYTHONPATH:+:$PYTHONPATH}"
     merged
     four
     # Each twice: where the interpreter may write its bytecode, the second time is what a job pays.
@@ -149,26 +142,15 @@ run() {
     done' &
     for part in shared one tensor data; do wants "$part" && model "$part"; done
     wait
-    {
-        wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
-        faults vllm 0 vllm
-    } &
-    faults others 1 rank runner &
-    wait
+    wants shared && into shared 600 python3 -m bench.shared --shape "$shape" --work "$work/shared" --out "$work/shared"
     # Alone on the machine: readers of other ranks would take from the memory's bandwidth.
     restart one 720 --jobs "$jobs" --seconds 650
     restart data 300 --ranks 2 --jobs 4
     wants memory && tests 0 tests/rank/test_memory_gpu.py tests/training/test_offload_gpu.py &
-    {
-        wants experts && tests 1 tests/inference/test_experts_on_a_gpu.py tests/model/test_experts.py \
-            tests/model/test_recompute.py tests/model/test_checkpoint_tensors.py
-        wants kernels && CUDA_VISIBLE_DEVICES=1 into kernels 300 python3 -m bench.model_gpu_check --experts --speed
-    } &
+    wants experts && tests 1 tests/inference/test_experts_on_a_gpu.py tests/model/test_experts.py \
+        tests/model/test_gpu_like_cpu.py tests/model/test_recompute.py tests/model/test_checkpoint_tensors.py &
     wait
     restart tensor 300 --ranks 2 --tensor-parallel 2 --jobs 4
-    wants metrics && into metrics 300 python3 -m bench.gpu_metrics --out "$out/scrapes"
-    wants rl && into rl 900 python3 -m bench.off_policy --shape "$shape" --device "$device" --groups 16 --group-size 8 \
-        --tokens 512 --row 4096 --model-len 4096
     nvidia-smi --query-gpu=index,memory.used --format=csv
     touch "$work/ended"
 }

@@ -52,6 +52,7 @@ from tandem.spool.schema import (
 from tandem.system import processes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
+RUN = "bench"
 WAYS = ("torchrun", "fork", "resident")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -176,7 +177,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
         )
         return SFTJob(
             id=name,
-            run="bench",
+            run=RUN,
             base_step=base,
             created=time.time(),
             fingerprint=name,
@@ -185,7 +186,7 @@ def submit(spool: Spool, job_id: str, vocabulary: int, row: int) -> None:
             max_attempts=1,
         )
 
-    spool.queue.submit(make, run="bench", job_id=job_id, fingerprint=job_id, base_step=None)
+    spool.queue.submit(make, run=RUN, job_id=job_id, fingerprint=job_id, base_step=None)
 
 
 @contextlib.contextmanager
@@ -225,7 +226,7 @@ def measure(
         t for t in LORA_TARGETS if not arch.moe or options.expert_lora or t not in EXPERT_TARGETS
     ]
     lora = LoraShape(rank=16, alpha=32, targets=tuple(targets))
-    spec = RunSpec(name="bench", base_model=str(model), lora=lora, created=time.time())
+    spec = RunSpec(name=RUN, base_model=str(model), lora=lora, created=time.time())
     spool.runs.create(
         spec,
         lambda out: write_identity_adapter(out, arch, lora, base_model=spec.base_model, seed=0),

@@ -8,14 +8,14 @@ it is served.
 vLLM runs with Tandem's settings, the base model and the adapters (rank 16, all linear layers; of a
 mixture attention's) have random weights. `--requests` streams run all the time. A checkpoint is
 committed, and Tandem's publisher copies, loads, verifies and announces it. The stall of a swap is
-the longest gap between two tokens of a running request around it, less the median gap. With nccl,
-ipc and volume the ranks of a trainer send or write whole weights (they don't train: they have the
-random adapters); `sent` is how long that takes, `sending` without the time to connect. These three
-ways share one vLLM, and `stock`, vLLM's own transfer, comes after them. vLLM and the trainer each
-have as many tensor-parallel ranks as GPUs. Then `--many` requests, which are not streamed, measure
-the throughput with the newest checkpoint, from the start of the first to the end of the last. The
-probe is made of vLLM's own log-probs. `--publications`: so many more checkpoints follow one another
-while nobody samples, and the memory of vLLM's processes is read now and then.
+the longest gap between two tokens of a running request around it, less the median gap. With nccl
+and volume the ranks of a trainer send or write whole weights (they don't train: they have the
+random adapters); `sent` is how long that takes, `sending` without the time to connect. These two
+ways share one vLLM. vLLM and the trainer each have as many tensor-parallel ranks as GPUs. Then
+`--many` requests, which are not streamed, measure the throughput with the newest checkpoint, from
+the start of the first to the end of the last. The probe is made of vLLM's own log-probs.
+`--publications`: so many more checkpoints follow one another while nobody samples, and the memory
+of vLLM's processes is read now and then.
 """
 
 import argparse
@@ -45,8 +45,8 @@ from safetensors.numpy import load_file, save_file
 from bench.random_model import write_random_model
 from bench.report import report
 from bench.restart import host_memory
+from bench.senders import Senders
 from bench.shared import write_tokenizer
-from bench.stock_transfer import sender
 from bench.topologies import MODELS
 from tandem.config import Settings
 from tandem.families.adapter import WEIGHTS_FILE, default_targets
@@ -57,16 +57,12 @@ from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, RunSpec
 from tandem.system import ports, processes
 from tandem.vllm_client.client import VllmClient
-from tandem.vllm_client.names import ADMIN_HEADER
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from whole_weights_sender import Senders
-
-WHOLE = ("nccl", "ipc", "volume")
+WHOLE = ("nccl", "volume")
 """Ways in which whole weights travel."""
 WAYS = (
     "adapter",
-    *(f"{way}-{copy}" for way in ("merge", *WHOLE, "stock") for copy in ("device", "host", "auto")),
+    *(f"{way}-{copy}" for way in ("merge", *WHOLE) for copy in ("device", "host", "auto")),
 )
 GROUP = 8
 """Requests of the throughput that share a prompt."""
@@ -109,9 +105,6 @@ def server(
         "GPU_MEMORY_UTILIZATION": str(options.utilization),
         "ENFORCE_EAGER": str(int(options.enforce_eager)),
         "DTYPE": options.dtype,
-        "VLLM_ARGS": (
-            """--weight-transfer-config '{"backend": "nccl"}'""" if "stock" in name else ""
-        ),
     }
     Spool.create(Path(variables["ROOT"]))
     settings = Settings.model_validate({key.lower(): value for key, value in variables.items()})
@@ -334,32 +327,6 @@ class Bench:
                 print(json.dumps({"way": way, "step": self._step, **rows[-1]}), flush=True)
         return {"way": way, "swaps": len(rows)} | _summary(rows)
 
-    def stock(self, model: Path) -> dict[str, Any]:
-        """vLLM's own transfer of the base model's weights, under the same load: medians and
-        maxima."""
-        options, rows = self._options, list[dict[str, Any]]()
-        before = self._client.prompt_logprobs(self.model, PROMPTS[0])
-        admin = {ADMIN_HEADER: str(self._settings.secret("admin_token"))}
-        url, log = self._settings.resolved_inference_url, options.logs / "stock.log"
-        with (
-            self._load() as streams,
-            sender(model, url, admin, log, options.trainer_gpus[0]) as transfer,
-        ):
-            for _ in range(options.swaps):
-                begin = time.time()
-                told = transfer()
-                end = time.time()
-                time.sleep(1.5)
-                rows.append(
-                    {"stall": streams.stall(begin, end + 0.2), **told, "GB": told["bytes"] / 1e9}
-                )
-                print(json.dumps({"way": "stock", **rows[-1]}), flush=True)
-        after = self._client.prompt_logprobs(self.model, PROMPTS[0])
-        assert not np.allclose(before, after, atol=1e-4), (
-            "the base model's weights have not arrived"
-        )
-        return {"way": "stock", "swaps": len(rows)} | _summary(rows)
-
     def throughput(self) -> dict[str, float]:
         """New tokens per second of `--many` requests, from the first one's start to the last one's
         end: the median of `--rounds`, the lowest and the highest. As RL samples, GROUP requests
@@ -443,9 +410,6 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
         bench = Bench(name, vllm, model, options)
         for way in ways:
             transport = way.partition("-")[0]
-            if transport == "stock":
-                rows.append({**bench.stock(model), "ready": ready})
-                continue
             senders: contextlib.AbstractContextManager[Senders | None] = contextlib.nullcontext()
             if transport in WHOLE:
                 variables = vllm.variables | {
@@ -458,7 +422,7 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
                     Spool(vllm.settings.root),
                     options.trainer_gpus,
                 )
-                senders = Senders(directory, spool, "bench", transport, tp=len(ranks), **variables)
+                senders = Senders(directory, spool, len(ranks), options.vocabulary, variables)
             with senders as started:
                 rows.append({**bench.swaps(way, started), "ready": ready})
         if options.many:
@@ -537,7 +501,7 @@ def main() -> None:
     write_tokenizer(model, options.vocabulary)
     rows = list[dict[str, Any]]()
     of_server = itertools.groupby(
-        options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)}|stock)-", "whole-", way)
+        options.ways, key=lambda way: re.sub(f"^({'|'.join(WHOLE)})-", "whole-", way)
     )
     for _, ways in of_server:
         rows += measure(list(ways), model, options)

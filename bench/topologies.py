@@ -40,14 +40,14 @@ from tandem.config import Settings
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings, Trajectory, Turn
 from tandem.data.prepare import prepare_rl
 from tandem.errors import InvalidInput
-from tandem.families import memory, plan
 from tandem.families.adapter import default_targets
 from tandem.families.arch import Arch
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
+from tandem.planning import memory, plan
 from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, LoraShape, OptimizerSettings, RLJob, RunSpec
+from tandem.topology.sizes import Sizes
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -234,7 +234,7 @@ def gpu_memory() -> int:
 
 def recommended(case: Case, arch: Arch, gpus: int) -> Case:
     """The case with the topology that `tandem plan` recommends."""
-    job = memory.Training(arch, lora_of(case, arch), case.row, case.rows)
+    job = memory.Workload(arch, lora_of(case, arch), case.row, case.rows)
     sizes = plan.plan(job, gpus, gpu_memory()).recommended.sizes
     settings = {name.upper(): int(size) for name, size in sizes.fields().items()}
     return replace(case, settings=settings, ranks=gpus, cancelled=case.full)
@@ -346,7 +346,7 @@ def _row(
             {"trainer_ranks": case.ranks} | {k.lower(): v for k, v in case.settings.items()}
         )
     )
-    job = memory.Training(arch, lora, case.row, case.rows)
+    job = memory.Workload(arch, lora, case.row, case.rows)
     planned = None
     if torch.cuda.is_available():
         total = gpu_memory()

@@ -29,15 +29,16 @@ from typing import Any
 
 import torch
 
-from bench.model_gpu_check import QWEN3_8B, QWEN3_30B_A3B_8L
 from bench.report import report
+from bench.restart import SHAPES
 from tandem.families.arch import Arch
 from tandem.families.registry import arch_from_config
 from tandem.spool.schema import LoraShape
 
+QWEN3_8B = {"model_type": "qwen3"} | SHAPES["qwen3-8b"]
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": QWEN3_8B,
-    "qwen3-30b-a3b": QWEN3_30B_A3B_8L | {"num_hidden_layers": 48},
+    "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b-8l"] | {"num_hidden_layers": 48},
     "qwen3-0.6b": (
         QWEN3_8B
         | {

@@ -203,7 +203,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--transport",
-        choices=["auto", "merge", "nccl", "ipc", "volume"],
+        choices=["auto", "merge", "nccl", "volume"],
         default="auto",
         help="how merged weights travel; auto: merge, or volume for --trainable full",
     )

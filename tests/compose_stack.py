@@ -6,6 +6,7 @@ Tests inspect their containers and kill their processes.
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -48,20 +49,51 @@ print(json.dumps(processes))
 until = partial(waiting.until, poll=0.3)  # each check runs docker commands
 
 
+LEAST_COMPOSE = (2, 24)  # the compose files use `!reset` and `!override`
+
+
 def require_engine() -> None:
-    """Skip the test without a Docker engine, or fail it where TANDEM_REQUIRE_DOCKER=1."""
+    """Skip the test without a Docker engine and its Compose, or fail it where
+    TANDEM_REQUIRE_DOCKER=1."""
+    require_compose()
     if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
-        until("the Docker engine answers", _engine_answers)
-    elif not _engine_answers():
-        pytest.skip("needs a Docker engine with Compose")
+        until("the Docker engine answers", lambda: _answer("info") is not None)
+    elif _answer("info") is None:
+        pytest.skip("needs a Docker engine: `docker info` gets no answer from one")
 
 
-def _engine_answers() -> bool:
-    commands = (["docker", "info"], ["docker", "compose", "version"])
-    return bool(shutil.which("docker")) and all(
-        subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
-        for command in commands
-    )
+def require_compose() -> None:
+    """Skip the test without a Compose that reads this repository's files, or fail it where
+    TANDEM_REQUIRE_DOCKER=1. Reading the files takes no engine."""
+    if problem := _compose_problem():
+        if os.environ.get("TANDEM_REQUIRE_DOCKER") == "1":
+            pytest.fail(problem)
+        pytest.skip(problem)
+
+
+def _compose_problem() -> str | None:
+    """The reason why `docker compose` can't read the files; None where it can."""
+    least = ".".join(map(str, LEAST_COMPOSE))
+    if not shutil.which("docker"):
+        return f"needs Docker Compose {least}: no program `docker` is on PATH"
+    answer = _answer("compose", "version", "--short")
+    version = re.match(r"v?(\d+)\.(\d+)", answer or "")
+    if version is None:
+        return f"needs Docker Compose {least}: `docker compose version` gives no version"
+    if tuple(map(int, version.groups())) < LEAST_COMPOSE:
+        return f"needs Docker Compose {least}: this is {version[0]}"
+    return None
+
+
+def _answer(*arguments: str) -> str | None:
+    """The output of `docker ...`; None where it fails or takes a minute."""
+    try:
+        done = subprocess.run(
+            ["docker", *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def build_images() -> None:

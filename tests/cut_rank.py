@@ -16,20 +16,20 @@ import torch
 
 from policies import make_policy
 from ranks import fork_ranks
-from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.families.weight_rules import WeightRule
 from tandem.model import device, parallel, rows
 from tandem.model import policy as policy_module
 from tandem.model.experts import ExpertLinear
-from tandem.model.layer.blocks import MlpBlock
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.moe_sublayer import MoeSublayer
+from tandem.model.layer.sublayers import MlpSublayer
 from tandem.model.lora import LoraLinear
-from tandem.model.pipeline import _Lane, _Received
+from tandem.model.pipeline import _Lane, _Receive
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
+from tandem.model.transfer.parts import buffers
 from tandem.spool.schema import LoraShape, OptimizerSettings
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.publication import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
 
@@ -114,10 +114,10 @@ def _ring(tensor, group):
     return GATHER(tensor, group).view(group.size(), *tensor.shape).roll(1, 0).flatten(0, 1)
 
 
-GATHER, SUM, BLOCK_SUM, ADAPTER_GRADIENTS, ADDED, PRODUCT = (
+GATHER, SUM, TOKEN_SUM, ADAPTER_GRADIENTS, ADDED, PRODUCT = (
     parallel.gather,
     parallel.all_reduce,
-    MoeBlock._sum,
+    MoeSublayer._sum_per_token,
     ExpertLinear.add_gradients,
     ExpertLinear._add_gradients,
     LoraLinear._product,
@@ -138,8 +138,8 @@ def _without_sum(original):
     return call
 
 
-def _residual_twice(self, rows, routing, plus):
-    return BLOCK_SUM(self, rows, routing, plus) + (plus if self._group.rank() else 0)
+def _residual_twice(self, values, routing, plus):
+    return TOKEN_SUM(self, values, routing, plus) + (plus if self._group.rank() else 0)
 
 
 def _scaled(self, *arguments):
@@ -179,30 +179,30 @@ def _no_gradient_of_tokens(self, *arguments):
 
 def _of_shared_expert(original, attribute, mistake):
     def call(*arguments):
-        with mock.patch.object(MlpBlock, attribute, mistake):
+        with mock.patch.object(MlpSublayer, attribute, mistake):
             return original(*arguments)
 
     return call
 
 
-def _bias_on_every_rank(self, ends, rows):
+def _bias_on_every_rank(self, ends, count):
     return (
         None
         if self.bias is None
-        else self.bias[torch.searchsorted(ends, torch.arange(rows), right=True)]
+        else self.bias[torch.searchsorted(ends, torch.arange(count), right=True)]
     )
 
 
 def _other_experts(self, sizes, place):
     return (
         0
-        if self.experts is None
-        else (sizes.expert - 1 - place.expert) * (self.experts // sizes.expert)
+        if self.num_experts is None
+        else (sizes.expert - 1 - place.expert) * (self.num_experts // sizes.expert)
     )
 
 
 def _own_positions(row, topology):
-    row = DEALT(row, topology)
+    row = DEAL_ROW(row, topology)
     return replace(row, positions=torch.arange(len(row.positions))) if row.deal else row
 
 
@@ -240,24 +240,26 @@ def _norm_of_one_stage(self):
 
 
 LAYERS, RECEIVE, NORM = Sizes.layers, _Lane.receive, AdapterOptimizer.gradient_norm
-DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
+DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 
 
 def _own_tokens_only(self, *arguments):
     """Products of this rank's features, not summed over the ranks."""
-    with mock.patch.object(LoraLinear, "_summed", lambda linear, x: _own_part(x, linear.group)):
+    with mock.patch.object(
+        LoraLinear, "_sum_over_ranks", lambda linear, x: _own_part(x, linear.group)
+    ):
         return SHARED_FORWARD(self, *arguments)
 
 
-SHARED_FORWARD, SHARED_BACKWARD = MlpBlock.added_to, MlpBlock.input_gradient
-MOE_FORWARD, MOE_BACKWARD = MoeBlock.forward, MoeBlock.backward
+SHARED_FORWARD, SHARED_BACKWARD = MlpSublayer.add_mlp, MlpSublayer.input_gradient
+MOE_FORWARD, MOE_BACKWARD = MoeSublayer.forward, MoeSublayer.backward
 BREAKS = {
-    "cp: rotations of local positions": (policy_module, "dealt", _own_positions),
+    "cp: rotations of local positions": (policy_module, "deal_row", _own_positions),
     "cp: the mask of the row's first slots": (policy_module, "tree_params", _first_slots),
-    "cp: keys in the ranks' order": (rows, "_reordered", lambda tensor, _order: tensor),
+    "cp: keys in the ranks' order": (rows, "_reorder", lambda tensor, _order: tensor),
     "cp: no sum of keys' gradients": (parallel, "scatter_sum", _own_part),
     "cp: the loss counts on every rank": (
-        rows._Together,
+        rows._GatherItems,
         "backward",
         staticmethod(_gradient_of_all),
     ),
@@ -269,7 +271,7 @@ BREAKS = {
     "pp: stages have one another's layers": (Sizes, "layers", _other_way),
     "pp: hidden states come in another order": (_Lane, "receive", _shifted),
     "pp: the stage before gets no gradient": (
-        _Received,
+        _Receive,
         "backward",
         staticmethod(_no_gradient_back),
     ),
@@ -286,7 +288,7 @@ BREAKS = {
     ),
     "sp: partial products are cut, not summed": (
         LoraLinear,
-        "_summed",
+        "_sum_over_ranks",
         lambda self, x: _own_part(x, self.group),
     ),
     "tokens are gathered in another order": (parallel, "gather", _ring),
@@ -304,18 +306,18 @@ BREAKS = {
         "experts_apart",
         property(lambda _self: False),
     ),
-    "the residual counts on two ranks": (MoeBlock, "_sum", _residual_twice),
+    "the residual counts on two ranks": (MoeSublayer, "_sum_per_token", _residual_twice),
     "bias of o_proj on every rank": (LoraLinear, "_product", _biased_before_the_sum),
-    "biases of experts on every rank": (ExpertLinear, "row_biases", _bias_on_every_rank),
+    "biases of experts on every rank": (ExpertLinear, "assignment_biases", _bias_on_every_rank),
     "shared expert: no gradient of its tokens": (
-        MoeBlock,
+        MoeSublayer,
         "backward",
         _of_shared_expert(MOE_BACKWARD, "input_gradient", _no_gradient_of_tokens),
     ),
     "shared expert: partial products are cut, not summed": (
-        MoeBlock,
+        MoeSublayer,
         "forward",
-        _of_shared_expert(MOE_FORWARD, "added_to", _own_tokens_only),
+        _of_shared_expert(MOE_FORWARD, "add_mlp", _own_tokens_only),
     ),
     "the norm counts copies": (AdapterOptimizer, "_norm_with_experts", _counted_on_every_rank),
 }
@@ -331,7 +333,7 @@ def sent(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
         weights.fill(parts, buffer)
         values = buffer.split([part.size for part in parts])
         found += [
-            (part.name, part.of, value.view(part.shape))
+            (part.name, part.in_tensor, value.view(part.shape))
             for part, value in zip(parts, values, strict=True)
         ]
     return found

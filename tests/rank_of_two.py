@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.weights.base_memory import BaseWeights
 from tandem.model.weights.base_weights import load_weights
+from tandem.topology.sizes import Sizes
 
 
 def shared_reading(model: Path, groups: parallel.ReadingGroups | None) -> dict[str, object]:

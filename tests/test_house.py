@@ -42,6 +42,17 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def imported(tree: ast.AST) -> set[str]:
+    """Every module that a file imports by name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
 @pytest.mark.parametrize("room", sorted(MAY_IMPORT))
 def test_a_room_imports_only_what_the_architecture_allows(room):
     allowed = MAY_IMPORT[room] | GROUND | {room}
@@ -84,12 +95,58 @@ def test_light_programs_stay_light(module, forbidden):
     assert out.stdout.split() == []
 
 
+def module_name(path: Path) -> str:
+    """`tandem.…` of a file, without the leading `tandem.`; a package's for its `__init__.py`."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module → the modules that it imports, wherever in the file. A name that is no module stands
+    for the package that defines it."""
+    paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
+    return {
+        name: {module if module in paths else module.rpartition(".")[0] for module in imports(path)}
+        for name, path in paths.items()
+    }
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of several modules, or of one that imports itself."""
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - found
+            found |= new
+            waiting += new
+        return found
+
+    after = {module: reachable(module) for module in graph}
+    circular = {module for module in graph if module in after[module]}
+    components = {
+        frozenset(other for other in after[module] if module in after.get(other, ()))
+        for module in circular
+    }
+    return [set(component) for component in components]
+
+
+def test_no_modules_import_one_another():
+    """Neither inside a room nor across rooms; imports in functions and for type checkers count."""
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+    assert cycles({"a": {"a"}, "b": {"a"}}) == [{"a"}]
+    graph = import_graph()
+    assert "model.layer.kernels" in graph["model.layer.sublayers"]
+    assert cycles(graph) == []
+
+
 def test_every_package_has_a_rule():
     packages = {
         path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"
     }
     assert packages == set(MAY_IMPORT)
-    assert len(packages) <= 14
+    assert len(packages) <= 16
     assert {path.name for path in SOURCE.glob("*.py")} == {
         "__init__.py",
         "__main__.py",
@@ -115,6 +172,31 @@ def test_lines_are_short_and_formatted():
         for line in (root / name).read_text().splitlines():
             assert len(line) <= 100, f"{name}: {line}"
             assert name == "tests/test_house.py" or not exempt.search(line), f"{name}: {line}"
+
+
+def test_benches_and_tests_share_no_code():
+    """`bench/` measures and `tests/` checks; neither imports a module of the other."""
+    root = SOURCE.parents[1]
+    listed = subprocess.run(
+        ["git", "ls-files", "bench/*.py", "tests/*.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    of_tests = {"tests"} | {
+        Path(name).parts[1].removesuffix(".py") for name in listed if name.startswith("tests/")
+    }
+    for name in listed:
+        text = (root / name).read_text()
+        forbidden = of_tests if name.startswith("bench/") else {"bench"}
+        modules = {module.split(".")[0] for module in imported(ast.parse(text))}
+        assert not modules & forbidden, f"{name} imports {modules & forbidden}"
+        # Programs that are started, and paths by which a module would be found.
+        if name.startswith("bench/"):
+            assert not re.search(r"""["']tests["'/]""", text), f"{name} names tests/"
+        elif name != "tests/test_house.py":
+            assert not re.search(r"\bbench\.\w", text), f"{name} names a module of bench"
 
 
 def test_no_mirror_and_no_path_of_a_machine_is_named():

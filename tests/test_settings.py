@@ -70,10 +70,8 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
             MERGED | {"TANDEM_TRANSPORT": "volume", "TANDEM_BASE_PRECISION": "fp8"},
             "fp8 quantises; use merge",
         ),
-        (
-            MERGED | {"TANDEM_TRANSPORT": "ipc", "TANDEM_DEVICE": "cpu"},
-            "no GPU has memory to share",
-        ),
+        (MERGED | {"TANDEM_SWAP_REQUESTS": "recompute"}, "should be 'keep' or 'wait'"),
+        (MERGED | {"TANDEM_TRANSPORT": "ipc"}, "should be 'auto', 'merge', 'nccl' or 'volume'"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         ({"TANDEM_OPTIMIZER_STATE_EVERY": "2"}, "set TANDEM_LAUNCH=resident"),
         (

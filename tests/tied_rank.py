@@ -16,11 +16,11 @@ import torch.distributed as dist
 from cut_rank import row
 from full import make_full
 from ranks import fork_ranks
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.policy import TABLE
 from tandem.model.weights import base_memory
 from tandem.spool.schema import OptimizerSettings
+from tandem.topology.sizes import Sizes
 
 STEPS = 4
 SETTINGS = OptimizerSettings(learning_rate=1e-2)

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from policies import LORA, make_policy
-from tandem.families.parts import buffers
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
+from tandem.model.transfer.parts import buffers
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.model_files import ModelFiles
 from tandem.trainer.rank.publication import TrainedWeights
 
@@ -31,7 +31,7 @@ def main(directory: Path, tp: int) -> None:
             weights.fill(parts, buffer)
             values = buffer.split([part.size for part in parts])
             sent += [
-                (targets, part.name, part.of, value.view(part.shape))
+                (targets, part.name, part.in_tensor, value.view(part.shape))
                 for part, value in zip(parts, values, strict=True)
             ]
     torch.save(sent, directory / f"sent{top.rank}.pt")

@@ -150,8 +150,8 @@ def main(directory: Path, tp: int, pp: int) -> None:
     import torch
 
     from policies import make_policy
-    from tandem.families.topology import Sizes
     from tandem.model import device, parallel
+    from tandem.topology.sizes import Sizes
     from tandem.trainer.rank import publication as module
 
     module.BUFFER_BYTES = int(os.environ.get("BUFFER_BYTES", module.BUFFER_BYTES))

@@ -97,9 +97,9 @@ class Settings(BaseSettings):
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
     weights: Literal["adapter", "merged"] = "adapter"
-    transport: Literal["auto", "merge", "nccl", "ipc", "volume"] = "auto"
+    transport: Literal["auto", "merge", "nccl", "volume"] = "auto"
     second_copy: Literal["auto", "device", "host"] = "auto"
-    swap_requests: Literal["keep", "recompute", "wait"] = "keep"
+    swap_requests: Literal["keep", "wait"] = "keep"
     swap_seconds: float = Field(default=120.0, gt=0)
     max_model_len: int | None = Field(default=None, ge=66)
     max_loras: int = Field(default=4, ge=1)
@@ -177,7 +177,7 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """What the model says is checked by `families.topology.check`."""
+        """What the model says is checked by `planning.checks.check_sizes`."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
@@ -215,19 +215,14 @@ class Settings(BaseSettings):
                 f"{way} sends the base weights, which TANDEM_BASE_PRECISION=fp8 quantises; use"
                 " merge"
             )
-        if self.transport in ("nccl", "ipc") and self.gpu_mode == "shared":
+        if self.transport == "nccl" and self.gpu_mode == "shared":
             raise ValueError(
                 f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or"
                 " volume"
             )
-        if self.transport == "ipc" and self.device == "cpu":
-            raise ValueError(
-                f"{way}: with TANDEM_DEVICE=cpu no GPU has memory to share; use nccl, volume or"
-                " merge"
-            )
 
     @property
-    def way(self) -> Literal["merge", "nccl", "ipc", "volume"]:
+    def way(self) -> Literal["merge", "nccl", "volume"]:
         """How merged weights reach vLLM."""
         return "merge" if self.transport == "auto" else self.transport
 

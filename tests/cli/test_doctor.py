@@ -108,7 +108,6 @@ def test_a_secret_is_open_only_where_its_directories_are_too(doctor, monkeypatch
         ({}, "second copy", "on the GPU if half of the memory for the KV cache is left"),
         ({}, "transport", "merge: only adapters travel"),
         ({"TRANSPORT": "nccl"}, "transport", "nccl: whole weights"),
-        ({"TRANSPORT": "ipc"}, "transport", "ipc: whole weights"),
         ({"TRANSPORT": "volume"}, "transport", "volume: whole weights"),
     ],
 )

@@ -257,7 +257,7 @@ def test_zero_variance_is_dropped_and_counted(tmp_path: Path) -> None:
     assert (data.reward_min, data.reward_max) == (0.0, 1.0)
     data = run(tmp_path / "b", [flat, varied], keep_zero_variance=True)
     assert (data.dropped_groups, data.num_groups, data.num_trajectories) == (0, 2, 5)
-    advantages = [row.item_advantage[row.item_trajectory < 3] for row in rows(tmp_path / "b")]
+    advantages = [row.item_weight[row.item_trajectory < 3] for row in rows(tmp_path / "b")]
     assert np.concatenate(advantages).tolist() == [0, 0, 0]
     with pytest.raises(NothingToLearn, match="1 groups have no variance"):
         run(tmp_path / "c", [flat])
@@ -299,7 +299,7 @@ def test_advantages(
     found = {
         t: a
         for row in rows(tmp_path / "a")
-        for t, a in zip(row.item_trajectory, row.item_advantage, strict=True)
+        for t, a in zip(row.item_trajectory, row.item_weight, strict=True)
     }
     assert [found[number] for number in sorted(found)] == pytest.approx(expected, rel=1e-5)
 
@@ -357,7 +357,7 @@ def test_turns_may_be_as_old_as_the_bound(
         ([good, group([one([1], [2] * 32, 0)])], "groups.1.trajectories.0", "33 tokens .* 32"),
         (
             [group([one([1], [2], 3e38), one([1], [3], -3e38)])],
-            "item_advantage",
+            "item_weight",
             "an advantage is not finite",
         ),
     ],

@@ -7,14 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jinja2.sandbox import (
-    ImmutableSandboxedEnvironment,
-    SandboxedEnvironment,
-    modifies_known_mutable,
-)
 
 from data.chat_tokenizer import chat_tokenizer
-from tandem.data.chat_template import _remember_what_is_safe, load_tokenizer
+from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.packed_format import PackedBatch, PackedRow
@@ -106,9 +101,7 @@ def test_weights_and_raw_tokens(tmp_path: Path) -> None:
     data, row = run(tmp_path / "a", examples, "/nonexistent", sequence_length=8)
     assert (data.num_items, data.num_tokens, data.num_unshared_tokens) == (2, 3, 5)
     assert row.tokens[:3].tolist() == [1, 2, 5]
-    items = zip(
-        row.item_trajectory, row.item_target, row.item_source, row.item_advantage, strict=True
-    )
+    items = zip(row.item_trajectory, row.item_target, row.item_source, row.item_weight, strict=True)
     assert list(items) == [(0, 1, 0, 0.5), (1, 2, 1, 1.0)]
 
 
@@ -244,6 +237,24 @@ def test_a_pair_is_in_one_row_or_in_none(tmp_path: Path, tokenizer_path: str) ->
         pack(short, vocab=100)
 
 
+def test_items_of_a_pair_say_whether_their_answer_was_rejected(
+    tokenizer_path: str, tmp_path: Path
+) -> None:
+    answers = [("a", "b"), ("b", "a")]
+    pairs = [PreferencePair(prompt="q", chosen=yes, rejected=no) for yes, no in answers]
+    packing = PackingSettings(sequence_length=64)
+    prepare_dpo(
+        pairs, tokenizer_path=tokenizer_path, vocab_size=VOCAB, packing=packing, out=tmp_path / "a"
+    )
+    with PackedBatch.open(tmp_path / "a") as batch:
+        row = batch.row(0)
+        assert batch.trajectory_group.tolist() == [0, 0, 1, 1]
+    assert len(batch) == 1
+    assert set(row.item_weight) == {1}
+    # The trajectories of a pair are its chosen and its rejected answer, in this order.
+    assert np.array_equal(row.item_rejected, row.item_trajectory % 2 == 1)
+
+
 def test_an_answer_that_is_not_trained_may_be_blank() -> None:
     ask, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     silent = {"role": "assistant", "content": "", "train": False}
@@ -270,42 +281,3 @@ def test_pairs_without_a_difference_are_refused() -> None:
             render(trimming, [one], ["x"])
         assert refused.value.field == field
     assert render(trimming, [pair("yes", "no")], ["x"])
-
-
-def test_what_a_template_may_read_is_remembered_as_the_sandbox_says() -> None:
-    sandbox, plain = ImmutableSandboxedEnvironment(), SandboxedEnvironment
-    objects: list[Any] = [
-        "x",
-        {},
-        [],
-        (),
-        1,
-        None,
-        str,
-        len,
-        lambda: 0,
-        (i for i in ()),
-        set(),
-        b"",
-        "".join,
-        type,
-    ]
-    _remember_what_is_safe()
-    for again in range(2):
-        for value in objects:
-            for name in [
-                *dir(value),
-                "mro",
-                "gi_frame",
-                "append",
-                "update",
-                "unknown",
-                "__globals__",
-            ]:
-                safe = plain.is_safe_attribute(sandbox, value, name, None)
-                expected = safe and not modifies_known_mutable(value, name)
-                assert sandbox.is_safe_attribute(value, name, None) == expected, (
-                    again,
-                    value,
-                    name,
-                )

@@ -14,7 +14,7 @@ from tandem.data.prepare import prepare_rl
 from tandem.data.routing import Mixture
 from tandem.errors import InvalidInput
 
-MIXTURE = Mixture(layers=3, experts=300, per_token=2)
+MIXTURE = Mixture(layers=3, num_experts=300, per_token=2)
 
 
 def encoded(array) -> str:

@@ -1,13 +1,12 @@
 """Compose and chart start the same programs with the same settings."""
 
 import re
-import shutil
 from functools import cache
 from typing import Any
 
 import pytest
 
-from compose_stack import CPU, MAIN, ROOT, SHARED, everything
+from compose_stack import CPU, MAIN, ROOT, SHARED, everything, require_compose
 from helm import matrix
 from helm.charts import Rendered, merged
 from helm.matrix import ROLES, VALUES, at
@@ -17,14 +16,18 @@ from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
 from tandem.supervise.supervisord import PROGRAMS, stop_seconds
 
-pytestmark = pytest.mark.skipif(
-    not shutil.which("docker"), reason="`docker compose config` reads the files"
-)
+pytestmark = pytest.mark.usefixtures("compose")
 BOTH_DEVICES = pytest.mark.parametrize(
     ("name", "files"), [("defaults", (MAIN,)), ("values-cpu.yaml", (MAIN, CPU))]
 )
 FIELDS = {f"TANDEM_{name.upper()}": field for name, field in Settings.model_fields.items()}
 """Variable → the setting's field."""
+
+
+@pytest.fixture(scope="module")
+def compose() -> None:
+    require_compose()
+
 
 OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
     "baseModel": ({"baseModel": "models/other"}, {"TANDEM_BASE_MODEL": "models/other"}),

@@ -150,7 +150,6 @@ def test_the_operator_overrides_arguments_and_environment() -> None:
         ({"vllm_args": "--api-k=x"}, "vllm_args"),
         ({"base_model": None}, "TANDEM_BASE_MODEL"),
         ({"expert_lora": True, "device": "cpu"}, "expert_lora"),
-        ({"weights": "merged", "transport": "ipc", "device": "auto"}, "transport"),
         ({"weights": "merged", "vllm_args": "--seed 1 --enable-expert-parallel"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "-q fp8"}, "vllm_args"),
         ({"weights": "merged", "vllm_args": "-qfp8"}, "vllm_args"),

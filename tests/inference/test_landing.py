@@ -13,9 +13,9 @@ from torch import Tensor
 from inference.test_merged_weights import SOME, whole_model
 from inference.worker_models import Core, Model, Workers
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.families.parts import Part
 from tandem.inference.server.worker import extension, landing
 from tandem.inference.server.worker.model_weights import BASE
+from tandem.model.transfer.parts import Part
 
 
 def test_the_version_before_comes_back_without_its_files(dense: Model, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Engine:
         self.generated.append(request_id)
 
     def swaps(self) -> list[str]:
-        return [args[2] for method, args in self.calls if method == "swap"]
+        return [args[1] for method, args in self.calls if method == "swap"]
 
 
 FAULTS: dict[str, Any] = {
@@ -386,7 +386,7 @@ async def test_two_swaps_at_once_come_one_after_the_other(world: World) -> None:
         nonlocal inside
         inside += 1
         assert inside == 1
-        deadlines.append(order[3])
+        deadlines.append(order[2])
         await asyncio.sleep(0.05)
         inside -= 1
         return [{"seconds": 0.0, "tokens": {}}]

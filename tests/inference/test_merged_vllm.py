@@ -14,13 +14,11 @@ from threading import Event
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import tiny_model
 
 from inference.stage import commit, make_run
 from inference.test_real_vllm import SEQUENCES, Trainer, distance
-from policies import linear_row, make_policy
 from tandem.config import Settings
 from tandem.data.inputs import turn_from_openai
 from tandem.inference.merged_model import SpotCheck
@@ -238,7 +236,7 @@ def test_one_name_serves_each_step_bit_by_bit(
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("requests", ["keep", "recompute", "wait"])
+@pytest.mark.parametrize("requests", ["keep", "wait"])
 def test_requests_that_run_during_a_swap(
     vllm: VllmServer, trainer: MergedTrainer, client: VllmClient, requests: str
 ) -> None:
@@ -247,14 +245,14 @@ def test_requests_that_run_during_a_swap(
     )
     trainer.step(1)
     trainer.publish(trainer.run)
-    adapter = trainer.step(2)
+    trainer.step(2)
     prompt = SEQUENCES[1]
     undisturbed = complete(
         vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
     ).json()["choices"][0]
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(
-            complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True, logprobs=0
+            complete, vllm, trainer.run, prompt, max_tokens=1500, return_token_ids=True
         )
         until("it runs", lambda: client.merged()["in_flight"] == 1)
         begun = Event()
@@ -282,20 +280,6 @@ def test_requests_that_run_during_a_swap(
     assert [
         event["weight_versions"][0]["spans"][1][0] for event in events if "weight_versions" in event
     ] == [second]
-    if requests == "recompute":
-        # Every token after the swap has the log-prob of the new weights, as if they had computed
-        # all before it.
-        row = linear_row([*prompt, *tokens])
-        expected = (
-            make_policy(trainer.model, EVERYWHERE, adapter)(row)
-            .logprobs.detach()
-            .numpy()[len(prompt) - 1 :]
-        )
-        told = np.array(body["choices"][0]["logprobs"]["token_logprobs"])
-        # vLLM's rounding is that of its batches: of 1,260 tokens the worst differs by up to 0.001.
-        assert np.abs(told - expected)[change + 1 :].mean() < 1e-4
-        assert np.abs(told - expected)[change + 1 :].max() < 5e-3
-        assert np.abs(told - expected)[:change].mean() > 0.1
 
 
 def test_every_sequence_of_a_request_tells_its_versions(

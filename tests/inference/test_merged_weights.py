@@ -19,7 +19,7 @@ from tandem.inference.merged_model import SpotCheck
 from tandem.inference.server.worker import extension, model_weights
 from tandem.inference.server.worker.landing import LandingWeights, Source
 from tandem.inference.server.worker.model_weights import BASE
-from tandem.inference.server.worker.weight_plan import CannotWrite, plan
+from tandem.inference.server.worker.weight_layout import CannotWrite, weight_layout
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 from waiting import until
@@ -36,12 +36,18 @@ def test_the_workers_blocks_are_the_whole_model(model: Model, tp: int) -> None:
         worker = model.worker(tp, rank)
         parameters = dict(worker.model.named_parameters())
         places = {name: np.zeros(value.shape, int) for name, value in parameters.items()}
-        for block in plan(worker.model):
-            parts = zip(block.names, block.view(parameters[block.parameter]), strict=True)
+        for rectangle in weight_layout(worker.model):
+            parts = zip(
+                rectangle.names, rectangle.view(parameters[rectangle.parameter]), strict=True
+            )
             for index, (name, part) in enumerate(parts):
-                assert torch.equal(part, model.tensors[name][block.of]), name
-                times[name][block.of] += 1
-                places[block.parameter][(index, *block.at) if block.stacked else block.at] += 1
+                assert torch.equal(part, model.tensors[name][rectangle.in_tensor]), name
+                times[name][rectangle.in_tensor] += 1
+                places[rectangle.parameter][
+                    (index, *rectangle.in_parameter)
+                    if rectangle.stacked
+                    else rectangle.in_parameter
+                ] += 1
         for name, place in places.items():
             if name in ("model.embed_tokens.weight", "lm_head.weight"):  # vLLM pads them
                 shard = worker[name.removesuffix(".weight")].shard_indices

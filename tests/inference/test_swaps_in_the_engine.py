@@ -49,17 +49,14 @@ def hashes(monkeypatch: pytest.MonkeyPatch) -> Any:
     return utils
 
 
-@pytest.mark.parametrize(("requests", "running"), [("keep", 8), ("recompute", 7)])
-def test_a_token_on_its_way_is_of_the_weights_before_unless_vllm_samples_it_again(
-    requests: str, running: int
-) -> None:
+def test_a_token_on_its_way_is_of_the_weights_before() -> None:
     """A waiting request with such a token was evicted before the swap: vLLM 0.26 delivers the
     token."""
     scheduler = Scheduler(
         [Request("running", 7, 1, b"first")], [Request("evicted", 3, 1, b"first")]
     )
-    told = extension._tend(SimpleNamespace(scheduler=scheduler), requests, "run@1")
-    assert told == {"running": running, "evicted": 4}
+    told = extension._tend(SimpleNamespace(scheduler=scheduler), "run@1")
+    assert told == {"running": 8, "evicted": 4}
 
 
 def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
@@ -68,11 +65,11 @@ def test_what_is_on_its_way_to_an_evicted_request_is_discarded() -> None:
     evicted, waits = Request("evicted", 3, 0, b"first"), Request("waits", 0, 0, b"first")
     evicted.num_stale_output_tokens = 1
     core = SimpleNamespace(scheduler=Scheduler([], [evicted, waits]))
-    assert extension._tend(core, "keep", "run@1") == {"evicted": 3, "waits": 0}
+    assert extension._tend(core, "run@1") == {"evicted": 3, "waits": 0}
     assert (evicted.drop_stale_output, waits.drop_stale_output) == (True, False)
     evicted.drop_stale_output = False
     core.scheduler.aux_output_connector = object()  # with --enable-return-routed-experts
-    extension._tend(core, "keep", "run@2")
+    extension._tend(core, "run@2")
     assert not evicted.drop_stale_output
 
 
@@ -80,13 +77,13 @@ def test_drafts_on_their_way_are_discarded() -> None:
     """Nobody knows yet how many of them will be accepted."""
     scheduler = Scheduler([Request("running", 10, 4, b"first")], [])
     scheduler.num_spec_tokens = 3  # type: ignore[attr-defined]
-    told = extension._tend(SimpleNamespace(scheduler=scheduler), "keep", "run@1")
+    told = extension._tend(SimpleNamespace(scheduler=scheduler), "run@1")
     assert (told, scheduler.running) == ({"running": 10}, [])
 
 
 def test_no_request_that_waits_finds_blocks_of_the_weights_before(hashes: Any) -> None:
     waits, comes = (Request(name, 0, 0, b"first") for name in ("waits", "comes"))
-    extension._tend(SimpleNamespace(scheduler=Scheduler([], [waits])), "keep", "run@1")
+    extension._tend(SimpleNamespace(scheduler=Scheduler([], [waits])), "run@1")
     assert hashes.NONE_HASH != b"first"
     assert waits.block_hashes == [hashes.NONE_HASH]
     assert comes.block_hashes == [b"first"], "the engine had hashed it, and takes it after the swap"

@@ -259,7 +259,7 @@ class Core:
         self.aborted += requests
 
     def swap(self, version: Path, deadline: float = float("inf")) -> dict[str, Any]:
-        return extension.swap(self, Core.collective_rpc, str(version), "keep", "run@1", deadline)
+        return extension.swap(self, Core.collective_rpc, str(version), "run@1", deadline)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

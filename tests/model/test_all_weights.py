@@ -14,10 +14,10 @@ import transformers
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from full import make_full, saved, tensors
 from policies import assert_close
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import OptimizerSettings
 from tandem.training import sharded_adam
-from tandem.training.sharded_adam import joined, split
+from tandem.training.sharded_adam import join_master, split_master
 from tiny import write_random_model
 
 SUPPORTED = {
@@ -85,9 +85,9 @@ def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
         tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case]
     )
     expected, full = reference(model, tmp_path), make_full(model, SETTINGS)
-    for keep in Keep:
+    for keep in SaveLevel:
         for layer in full.policy.gpt.decoder.layers:
-            layer.keep = keep
+            layer.save_level = keep
         full.optimizer.zero_grad()
         loss = (full.policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum()
         loss.backward()
@@ -116,13 +116,13 @@ def test_master_values_in_bf16_lose_nothing():
         torch.empty(10_000, dtype=torch.bfloat16),
         torch.empty(10_000, dtype=torch.int16),
     )
-    split(master.clone(), weights, remainder)
-    assert torch.equal(joined(weights, remainder), master)
+    split_master(master.clone(), weights, remainder)
+    assert torch.equal(join_master(weights, remainder), master)
     assert torch.equal(weights, master.bfloat16())  # no exact tie is among random values
     tie = torch.tensor([1.0 + 2.0**-8, -1.0 - 2.0**-8])
-    split(tie.clone(), weights[:2], remainder[:2])
+    split_master(tie.clone(), weights[:2], remainder[:2])
     assert weights[:2].tolist() == [1.0 + 2.0**-7, -1.0 - 2.0**-7]
-    assert torch.equal(joined(weights[:2], remainder[:2]), tie)
+    assert torch.equal(join_master(weights[:2], remainder[:2]), tie)
 
 
 def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
@@ -141,5 +141,5 @@ def test_bf16_steps_add_up_below_its_resolution(alone, tmp_path):
             full.optimizer.step(1.0, 2e-6)
     remainders = half.optimizer.whole("remainder")
     for name, weight in exact.policy.base().items():
-        master = joined(half.policy.base()[name].data.flatten(), remainders[name].flatten())
+        master = join_master(half.policy.base()[name].data.flatten(), remainders[name].flatten())
         assert torch.equal(master, weight.data.flatten()), name

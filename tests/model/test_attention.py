@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import LORA, logits, make_policy, write_random_adapter
-from tandem.model import attention
+from tandem.model import attention, flex_attention
 from tandem.model.rows import RowTensors
 from tandem.trainer.rank import probe
 from tiny import write_random_model
@@ -45,7 +45,7 @@ def test_a_window_drops_blocks_that_are_out_of_it():
     end = torch.full((1024,), 1024)
     counts = [
         int((b.kv_num_blocks + b.full_kv_num_blocks).sum())
-        for b in (attention.block_mask(end, end.device, window) for window in (None, 256, 1))
+        for b in (flex_attention.block_mask(end, end.device, window) for window in (None, 256, 1))
     ]
     assert counts == [36, 8 + 7 + 6, 8]
 
@@ -55,7 +55,7 @@ def test_the_block_mask_is_the_dense_one(length):
     for seed in range(5):
         end = random_tree(length, length - 7 * seed, torch.Generator().manual_seed(seed))
         dense = attention.dense_mask(end)
-        ours = attention.block_mask(end, end.device)
+        ours = flex_attention.block_mask(end, end.device)
         theirs = create_block_mask(
             lambda b, h, q, k, dense=dense: dense[q, k],
             None,
@@ -83,10 +83,10 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
     "config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"]
 )
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
-    """Forward only: FlexAttention has no backward on the CPU. bench/model_gpu_check.py compares
+    """Forward only: FlexAttention has no backward on the CPU. `test_gpu_like_cpu.py` compares
     gradients on a GPU."""
     # Not compiled: PyTorch's reference, with the same blocks.
-    monkeypatch.setattr(attention, "flex", attention._attend)
+    monkeypatch.setattr(attention, "flex", flex_attention._attend)
     model = write_random_model(tmp_path / "model", **config)
     lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))

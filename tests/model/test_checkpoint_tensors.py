@@ -1,4 +1,4 @@
-"""R16: if an adapter's files are wrong in any way, loading fails and names it; LoRA is never
+"""If an adapter's files are wrong in any way, loading fails and names it; LoRA is never
 silently reset."""
 
 from pathlib import Path

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.model.attention import BLOCK, Blocks, TreeParams, dense_mask, seen_blocks, tree_params
-from tandem.model.rows import Deal, RowTensors, dealt_blocks, padded
+from tandem.model.attention import TreeParams, dense_mask, tree_params
+from tandem.model.flex_attention import BLOCK, FlexMask, seen_blocks
+from tandem.model.rows import Deal, RowTensors, deal_blocks, pad_row
 
 SEQUENCE = np.full(64 * BLOCK, 64 * BLOCK)
 # 16 x (2048 + 512)
@@ -20,7 +21,7 @@ GROUP = np.array([10240] * 2048 + [2048 + 512 * (1 + slot // 512) for slot in ra
 @pytest.mark.parametrize("ends", [SEQUENCE, GROUP], ids=["sequence", "group"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_see_about_as_many_blocks(ends, ranks):
-    blocks = dealt_blocks(ends, ranks)
+    blocks = deal_blocks(ends, ranks)
     assert sorted(np.concatenate(blocks)) == list(range(len(ends) // BLOCK))
     assert len({len(of_rank) for of_rank in blocks}) == 1
     partial, full = seen_blocks(ends, len(ends))
@@ -38,7 +39,7 @@ def test_the_masks_of_some_slots_are_the_rows_of_the_whole(window):
     part = tree_params(ends, "sdpa", (angles, angles), window, deal)
     assert torch.equal(part.mask, whole[slots])
     blocks = tree_params(ends, "flex", (angles, angles), window, deal)
-    assert torch.equal(evaluated(blocks), whole[slots])
+    assert torch.equal(evaluate(blocks), whole[slots])
     assert int(blocks.mask.full_kv_num_blocks.sum()) > 0
 
 
@@ -47,24 +48,24 @@ def test_padding_keeps_a_longer_row_of_the_attention():
     few = RowTensors(
         torch.arange(5), torch.arange(5), torch.arange(512) + 1, torch.arange(4), torch.arange(4)
     )
-    row = padded(few, 6)
+    row = pad_row(few, 6)
     assert (len(row.tokens), len(row.positions)) == (6, 6)
     assert torch.equal(row.subtree_end, few.subtree_end)
-    assert torch.equal(padded(few, 640).subtree_end, torch.arange(640) + 1)
+    assert torch.equal(pad_row(few, 640).subtree_end, torch.arange(640) + 1)
 
 
-def evaluated(row: TreeParams) -> torch.Tensor:
+def evaluate(tree: TreeParams) -> torch.Tensor:
     """What FlexAttention sees: of a block that it sees partly the mask's part, of others
     everything."""
-    mask = row.mask
-    assert isinstance(mask, Blocks)
-    assert row.deal is not None
-    slots = row.deal.slots
+    mask = tree.mask
+    assert isinstance(mask, FlexMask)
+    assert tree.deal is not None
+    slots = tree.deal.slots
     seen = torch.zeros(len(slots), len(mask.ends), dtype=torch.bool)
     keys = torch.arange(len(mask.ends))
     exact = (keys <= slots[:, None]) & (slots[:, None] < mask.ends)
-    if row.reach[0] is not None:
-        exact &= row.reach[0] > row.reach[1][:, None]
+    if tree.reach[0] is not None:
+        exact &= tree.reach[0] > tree.reach[1][:, None]
     for query in range(len(slots) // BLOCK):
         of_query = slice(query * BLOCK, (query + 1) * BLOCK)
         for counts, indices, wholly in (

@@ -21,8 +21,9 @@ from tandem.families.arch import Arch, LinearScaling, MoE, RopeScaling
 from tandem.families.gpt_oss import _YARN
 from tandem.families.model_config import ModelConfig, model_directory
 from tandem.families.registry import FAMILIES, arch_from_config, read_arch
-from tandem.families.topology import Sizes, check
+from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes
 from tiny import GLM4_MOE, GPT_OSS, MOE, SHAPE, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
@@ -469,9 +470,9 @@ def test_a_mixture_of_experts():
 def test_a_model_that_cannot_be_cut_is_refused_with_the_nearest_that_works(
     config, sizes, says, nearest
 ):
-    check(arch_from_config(config), Sizes())
+    check_sizes(arch_from_config(config), Sizes())
     with pytest.raises(InvalidInput) as refused:
-        check(arch_from_config(config), sizes)
+        check_sizes(arch_from_config(config), sizes)
     reason, _, remedy = str(refused.value).partition("The nearest that works")
     assert says in reason
     assert nearest in remedy

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tandem.model import fp8, logprobs
 from tandem.model.layer import kernels
-from tandem.model.layer.kernels import HeadShape
+from tandem.model.layer.heads import HeadShape
 
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BOUND = {"cpu": 3e-6, "cuda": 1e-5}
@@ -114,10 +114,10 @@ def test_fp8_products(random):
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_sum_rows(random, where):
-    rows, plus, of = random(20, 48), random(5, 48), torch.randperm(20).view(5, 4)
-    actual = kernels.sum_rows(rows.to(where), of.to(where), plus.to(where))
-    close(actual, plus.double() + rows.double()[of].sum(1), where)
+def test_sum_assignments(random, where):
+    values, plus, assignments = random(20, 48), random(5, 48), torch.randperm(20).view(5, 4)
+    actual = kernels.sum_assignments(values.to(where), assignments.to(where), plus.to(where))
+    close(actual, plus.double() + values.double()[assignments].sum(1), where)
 
 
 @pytest.mark.parametrize("where", WHERE)

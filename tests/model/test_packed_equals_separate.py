@@ -66,9 +66,7 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
             rows = [packed.row(index) for index in range(len(packed))]
     total = torch.zeros(())
     for row in rows:
-        one = loss(
-            policy(row_tensors(row, torch.device("cpu"))), torch.from_numpy(row.item_advantage)
-        )
+        one = loss(policy(row_tensors(row, torch.device("cpu"))), torch.from_numpy(row.item_weight))
         one.backward()
         total += one.detach()
     together = gradients(policy)

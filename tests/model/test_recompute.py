@@ -1,5 +1,4 @@
-"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it
-(R27)."""
+"""What layers keep for the backward pass: less memory, the same gradients, and nothing after it."""
 
 import gc
 
@@ -8,9 +7,9 @@ import torch
 
 from live_bytes import counted
 from policies import gradients, linear_row, make_policy, write_random_adapter
-from tandem.families.memory import Kept, choose_levels
 from tandem.model import recompute
-from tandem.model.layer.blocks import AttentionBlock, Keep
+from tandem.model.layer.sublayers import AttentionSublayer, SaveLevel
+from tandem.planning.memory import SavedBytes, choose_levels
 from tandem.spool.schema import LoraShape
 from tiny import write_random_model
 
@@ -29,7 +28,7 @@ def make(directory, family, lora=None):
 
 def keep(policy, *levels):
     for layer, level in zip(policy.gpt.decoder.layers, levels, strict=True):
-        layer.keep = level
+        layer.save_level = level
 
 
 def backward(policy):
@@ -44,12 +43,12 @@ def backward(policy):
 )
 def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, family, lora):
     policy = make(tmp_path, family, lora)
-    keep(policy, *[Keep.ALL] * 3)
+    keep(policy, *[SaveLevel.ALL] * 3)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     expected = backward(policy)
     assert all(gradient.any() for gradient in expected.values())
-    for levels in ([Keep.INPUT] * 3, [Keep.ATTENTION] * 3, list(Keep)):
+    for levels in ([SaveLevel.INPUT] * 3, [SaveLevel.ATTENTION] * 3, list(SaveLevel)):
         keep(policy, *levels)
         actual = backward(policy)
         assert all(torch.equal(actual[name], gradient) for name, gradient in expected.items()), (
@@ -64,7 +63,7 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
     next forward."""
     policy = make(tmp_path, family)
     held = []
-    for level in Keep:
+    for level in SaveLevel:
         keep(policy, *[level] * 3)
         backward(policy)  # what is made once, such as buffers
         gc.collect()
@@ -82,13 +81,13 @@ def test_levels_keep_less_and_nothing_stays(alone, tmp_path, family):
     assert held[0] < held[1] < held[2]
 
 
-@pytest.mark.parametrize("level", list(Keep))
+@pytest.mark.parametrize("level", list(SaveLevel))
 def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
     """So a step that ran out of memory can begin again with layers that keep less."""
     policy = make(tmp_path, "qwen3")
     keep(policy, *[level] * 3)
     backward(policy)
-    first, compute = policy.gpt.decoder.layers[0].blocks[0], AttentionBlock.backward
+    first, compute = policy.gpt.decoder.layers[0].sublayers[0], AttentionSublayer.backward
 
     def fail(block, *arguments):
         if block is first:
@@ -99,7 +98,7 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
         policy(linear_row(range(50), padding=14))  # and no backward pass
         gc.collect()
         assert live() == 0
-        monkeypatch.setattr(AttentionBlock, "backward", fail)
+        monkeypatch.setattr(AttentionSublayer, "backward", fail)
         with pytest.raises(torch.OutOfMemoryError):
             backward(policy)
         policy.zero_grad()
@@ -112,7 +111,9 @@ def test_a_step_that_fails_leaves_nothing(alone, tmp_path, monkeypatch, level):
 def test_the_levels_that_a_budget_allows():
     """How many of four layers keep everything, and how many the attention block."""
     budgets = {360: (4, 0), 359: (3, 1), 160: (1, 2), 59: (0, 0), -1: (0, 0)}
-    assert {budget: choose_levels(Kept(10, 30, 90), 4, budget) for budget in budgets} == budgets
+    assert {
+        budget: choose_levels(SavedBytes(10, 30, 90), 4, budget) for budget in budgets
+    } == budgets
 
 
 def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path, monkeypatch):
@@ -122,9 +123,9 @@ def test_a_rank_that_has_no_room_for_one_whole_layer_chooses_too(alone, tmp_path
         raise torch.OutOfMemoryError
 
     policy = make(tmp_path, "qwen3")
-    keep(policy, *[Keep.INPUT] * 3)
+    keep(policy, *[SaveLevel.INPUT] * 3)
     # On the CPU everything is kept.
-    assert recompute.fit(policy, linear_row(range(50))) == [Keep.ALL] * 3
+    assert recompute.fit(policy, linear_row(range(50))) == [SaveLevel.ALL] * 3
     monkeypatch.setattr(recompute.device, "is_cuda", lambda: True)
-    monkeypatch.setattr(recompute, "_fitting", no_room)
-    assert recompute.fit(policy, linear_row(range(50))) == [Keep.INPUT] * 3
+    monkeypatch.setattr(recompute, "_fitting_levels", no_room)
+    assert recompute.fit(policy, linear_row(range(50))) == [SaveLevel.INPUT] * 3

@@ -20,7 +20,7 @@ from policies import (
     write_random_adapter,
 )
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import LoraShape
 from tiny import MOE, SHAPE, write_random_model
 
@@ -91,9 +91,9 @@ def test_values_and_gradients_with_forced_experts(alone, tmp_path, norm_topk_pro
     with torch.no_grad():
         assert (logits(policy, row) - expected).abs().max() <= 1e-4
     found = []
-    for keep in Keep:
+    for keep in SaveLevel:
         for layer in policy.gpt.decoder.layers:
-            layer.keep = keep
+            layer.save_level = keep
         loss(policy(row).logprobs).backward()
         found.append(gradients(policy))
     for others in found[1:]:  # what is computed again in the backward pass has the same experts
@@ -108,9 +108,9 @@ def test_the_routers_own_choice_gives_the_same_bits(alone, tmp_path):
     model = write_random_model(tmp_path / "model", family="qwen3_moe")
     policy, chosen = make_policy(model), []
     for layer in policy.gpt.decoder.layers:
-        block = layer.blocks[1]
-        route = block._route
-        block._route = lambda *given, route=route: chosen.append(route(*given)) or chosen[-1]
+        mixture = layer.sublayers[1]
+        route = mixture._route
+        mixture._route = lambda *given, route=route: chosen.append(route(*given)) or chosen[-1]
     with torch.no_grad():
         free = logits(policy, linear_row(TOKENS))
         own = torch.stack([routing.experts for routing in chosen], 1).to(torch.int16)

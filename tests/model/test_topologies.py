@@ -97,11 +97,11 @@ def results(request, tmp_path_factory):
     (file := tmp_path_factory.mktemp("orders") / "orders.json").write_text(json.dumps(orders))
     run_program(str(SCRIPT), str(file), seconds=500)
     for family, world in asked:
-        of_world = {}
+        all_sizes = {}
         for number in asked[family, world]:
             paths = [found[family] / f"{world}.{number}.{rank}.pt" for rank in range(world)]
-            of_world[number] = [torch.load(path, weights_only=False) for path in paths]
-        found[family, world] = of_world
+            all_sizes[number] = [torch.load(path, weights_only=False) for path in paths]
+        found[family, world] = all_sizes
     return found
 
 

@@ -8,9 +8,9 @@ import torch
 from ranks import run_ranks
 from tandem.errors import InvalidInput
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import parallel
 from tandem.model.weights.base_memory import BaseWeights
+from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
 SCRIPT = Path(__file__).parent.parent / "rank_of_two.py"

@@ -15,8 +15,8 @@ from oracle.cases import MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import logprobs
 from tandem.model import policy as policy_module
-from tandem.model.layer import blocks, kernels
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer import kernels, sublayers
+from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -60,7 +60,7 @@ def unclipped(self, part, offset, length, _scale, rate):
 
 
 def slots_as_positions(row, topology):
-    row = DEALT(row, topology)
+    row = DEAL_ROW(row, topology)
     return replace(row, positions=torch.arange(len(row.positions)))
 
 
@@ -68,8 +68,8 @@ def longer_window(ends, kernel, rotation, window=None, deal=None):
     return TREE_PARAMS(ends, kernel, rotation, None if window is None else window + 1, deal)
 
 
-def entropy_without_gradient(ctx, of_logprobs, of_entropy):
-    return STATISTICS_BACKWARD(ctx, of_logprobs, torch.zeros_like(of_entropy))
+def entropy_without_gradient(ctx, grad_logprobs, grad_entropy):
+    return STATISTICS_BACKWARD(ctx, grad_logprobs, torch.zeros_like(grad_entropy))
 
 
 def not_summed(self):
@@ -86,7 +86,7 @@ def never_clipped(self, _norm, rate):
     STEP(self, 0.0, rate)
 
 
-DEALT, TREE_PARAMS = policy_module.dealt, policy_module.tree_params
+DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
     kernels.head_norm_gradients,
@@ -115,7 +115,7 @@ def cut(case: Case, dimension: str) -> bool:
 
 BREAKS = {
     "positions count slots, not the path": Break(
-        (policy_module, "dealt", slots_as_positions),
+        (policy_module, "deal_row", slots_as_positions),
         lambda c: not cut(c, "context"),
     ),
     "a window is a token longer": Break(
@@ -137,13 +137,13 @@ BREAKS = {
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
     # Where all weights are trained.
-    "norms have no gradient": Break((blocks, "_add_norm_gradient", nothing), full()),
+    "norms have no gradient": Break((sublayers, "_add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
     ),
     "embedding: a token counts once": Break((torch.Tensor, "index_put_", last_only), full()),
     "router has no gradient": Break(
-        (MoeBlock, "_logits_gradient", not_of_the_router), full("qwen3_moe")
+        (MoeSublayer, "_logits_gradient", not_of_the_router), full("qwen3_moe")
     ),
     "Adam: bias correction of the next step": Break((ShardedAdam, "_update", late), full()),
     "Adam: vectors decay": Break((ShardedAdam, "_update", decayed), full()),

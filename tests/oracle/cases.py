@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.model.rows import RowTensors, padded
+from tandem.model.rows import RowTensors, pad_row
 from tandem.spool.schema import LORA_TARGETS, LoraShape
 from tiny import SHAPE
 
@@ -85,7 +85,7 @@ class Case:
         least = 300 if self.sizes["context"] > 1 else 40
         rows = [_row(rng, least) for _ in range(2 * self.sizes["data"])]
         longest = max(len(row.tensors.tokens) for row in rows)
-        return [replace(row, tensors=padded(row.tensors, longest)) for row in rows]
+        return [replace(row, tensors=pad_row(row.tensors, longest)) for row in rows]
 
 
 def draw(seed: int) -> Case:

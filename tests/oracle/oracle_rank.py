@@ -24,11 +24,11 @@ from oracle.breaks import BREAKS
 from oracle.cases import Case, draw
 from policies import make_policy
 from ranks import fork_ranks
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
+from tandem.topology.sizes import Sizes
 from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -113,7 +113,7 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
 
 def _keep(case: Case, policy: Policy) -> None:
     for layer in policy.gpt.decoder.layers:
-        layer.keep = Keep(case.keep)
+        layer.save_level = SaveLevel(case.keep)
 
 
 def run(

@@ -18,11 +18,11 @@ from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.data.routing import Mixture
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.spool import Spool, schema
 from tandem.spool.paths import error_file
 from tandem.spool.schema import LoraShape, OptimizerSettings, RLJob, RLLoss, SFTJob, SFTLoss
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank import worker
 from tiny import MOE, SHAPE, write_random_model
 

@@ -14,7 +14,7 @@ from tandem.data.inputs import Group, Trajectory, Turn
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import CheckpointDamaged, InvalidInput, VolumeFull
 from tandem.families.adapter import WEIGHTS_FILE
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.events import Events
@@ -105,7 +105,7 @@ def test_a_step_whose_event_a_full_volume_refuses_is_trained_all_the_same(
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_missing_optimizer_state_fails_the_job(listed: bool, spool: Spool) -> None:
-    """R16: also if the manifest doesn't list it. Nothing is reset. (`test_resident` alters an
+    """Also if the manifest doesn't list it; nothing is reset. (`test_resident` alters an
     adapter.)"""
     directory = jobs.run_here(spool, jobs.submit_sft(spool, job_id="first"))
     (directory / checkpoint.OPTIMIZER_FILE).unlink()
@@ -127,7 +127,7 @@ def test_packed_data_that_was_altered_fails_the_job(spool: Spool) -> None:
     job = jobs.submit_sft(spool)
     directory = spool.paths.data_dir(job)
     with PackedBatch.open(directory) as batch:
-        weights = batch.row(0).item_advantage
+        weights = batch.row(0).item_weight
     for file in directory.iterdir():
         file.write_bytes(file.read_bytes().replace(weights.tobytes(), (2 * weights).tobytes()))
     PackedBatch.open(directory).close()
@@ -241,10 +241,10 @@ def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     spool: Spool, monkeypatch
 ) -> None:
     """Its checkpoint has the same bytes. Layers that keep nothing can't be helped."""
-    original, levels = Policy.forward, list[list[Keep]]()
+    original, levels = Policy.forward, list[list[SaveLevel]]()
 
     def small(policy, *arguments, **options):
-        levels.append([layer.keep for layer in policy.gpt.decoder.layers])
+        levels.append([layer.save_level for layer in policy.gpt.decoder.layers])
         outputs = original(policy, *arguments, **options)
         if torch.is_grad_enabled() and sum(levels[-1]) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -253,7 +253,7 @@ def test_a_step_that_runs_out_of_memory_begins_again_with_layers_that_keep_less(
     room = 1000
     monkeypatch.setattr(Policy, "forward", small)
     expected = (jobs.run_here(spool, jobs.submit_sft(spool, epochs=2)) / WEIGHTS_FILE).read_bytes()
-    assert {max(row) for row in levels} == {Keep.ALL}
+    assert {max(row) for row in levels} == {SaveLevel.ALL}
     spool.checkpoints.rollback("r", 0)
     room = 1
     again = jobs.run_here(spool, jobs.submit_sft(spool, epochs=2, job_id="again"))

@@ -1,4 +1,4 @@
-"""R26, in bytes after each phase: exactly what policy and optimizer need is allocated; a step and a
+"""Bytes after each phase: exactly what policy and optimizer need is allocated; a step and a
 checkpoint leave nothing behind, and when the ranks are gone the device is empty.
 
 On a GPU torch's allocator knows; the CPU has none, and what Python can reach takes its place where

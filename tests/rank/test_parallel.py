@@ -84,7 +84,7 @@ def results(spool: Spool, model: Path, tmp_path_factory: pytest.TempPathFactory)
         path = jobs.run_here(spool, job)
         made[kind, "one"] = jobs.steps_of(spool, job, measured=False), path, {}
     for kind, topology in PAIRS:
-        # The default for two data-parallel ranks is two rows per step (R19).
+        # The default for two data-parallel ranks is two rows per step.
         rows = {} if topology == "dp" else {"grad_accumulation_sequences": 2}
         submit(spool, f"{topology}-{kind}", kind, models[kind], **rows)
     ran = jobs.run_two_ranks(spool, {f"{topology}-{kind}": topology for kind, topology in PAIRS})

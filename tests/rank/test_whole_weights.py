@@ -16,10 +16,10 @@ from inference.worker_models import merged
 from policies import LORA, write_random_adapter
 from ranks import run_ranks
 from tandem.families.adapter import stacked_name
-from tandem.families.parts import buffers, own_parts, shares
-from tandem.families.plan import describe
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.families.topology import Sizes
+from tandem.model.transfer.parts import buffers, rule_parts, shares
+from tandem.planning.plan import describe
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank import model_files
 from tiny import write_random_model
 
@@ -136,21 +136,21 @@ def test_ranks_write_what_they_hold_and_each_element_once(sizes: Sizes) -> None:
     for rank in range(sizes.world):
         place = sizes.place(rank)
         held = {
-            part.name: part.of
+            part.name: part.in_tensor
             for rule in weight_rules(arch)
-            for part in own_parts(rule, sizes, place)
+            for part in rule_parts(rule, sizes, place)
         }
         for part in chain(*shares(arch, sizes=sizes, rank=rank, most=100)):
-            inside = zip(part.of, held[part.name], strict=True)
+            inside = zip(part.in_tensor, held[part.name], strict=True)
             assert all(own.start <= at.start and at.stop <= own.stop for at, own in inside), (
                 rank,
                 part,
             )
-            written[part.name].append(part.of)
+            written[part.name].append(part.in_tensor)
     for rule in weight_rules(arch):
         for name, shape in rule.sources.items():
             stacked = stacked_name(name)
-            count = np.zeros(shape if stacked == name else (rule.experts, *shape), int)
+            count = np.zeros(shape if stacked == name else (rule.num_experts, *shape), int)
             for of in written[stacked]:
                 count[of] += 1
             assert (count == 1).all(), (name, np.unique(count))

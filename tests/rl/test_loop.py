@@ -71,7 +71,7 @@ def test_no_group_is_older_than_the_bound(tmp_path: Path, bound: int, seed: int)
         assert max(line["off_policy_steps"]["max"] for line in written) > 0, (
             "nothing overlapped, so this proves little"
         )
-        # Workers don't run ahead of what the bound can use.
+        # Rollouts don't run ahead of what the bound can use.
         assert sum(line["left_out"]["stale"] for line in written) <= 30 / 2
 
 
@@ -233,7 +233,7 @@ def test_where_the_controller_trains_no_batch_the_loop_ends(
         asyncio.run(some_time())
     assert loop.error.startswith("the controller refused a batch: 9 trajectories don't fit")
     assert loop.counts["uninformative"] == 3 * batches
-    assert len(loop.state.open) <= loop.workers
+    assert len(loop.state.open) <= loop.groups_in_flight
 
 
 def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_path: Path) -> None:
@@ -242,9 +242,8 @@ def test_a_batch_that_the_controller_does_not_train_is_counted_and_replaced(tmp_
     run(config(steps=2), stack, tmp_path)
     check(stack, 2, 0)
     assert lines(tmp_path)[0]["left_out"]["uninformative"] >= 6
-    assert not load_state(
-        tmp_path / "state.json", State(run=RUN, environments=["fake:fake"], first=0, cursors=[0])
-    ).open
+    other = State(run=RUN, environments=["fake:fake"], created=0, first=0, cursors=[0])
+    assert not load_state(tmp_path / "state.json", other).open
 
 
 def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(
@@ -628,7 +627,7 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
     settings = config(steps=3, evaluation={"groups": 2})
     loop = make_loop(settings, stack, Environment(stack), tmp_path)
 
-    assert "0 of 3 busy" in shown(loop)  # before the first step
+    assert "0 of 3 in flight" in shown(loop)  # before the first step
     asyncio.run(loop.run())
     text = shown(loop)
     assert "fake@3 of 3, served @3" in text
@@ -637,7 +636,7 @@ def test_the_live_view_shows_the_loop(tmp_path: Path) -> None:
         "off policy ",
         "time ",
         "evaluated ",
-        "workers ",
+        "groups ",
         "left out ",
         "last sample, reward",
         "user: ",

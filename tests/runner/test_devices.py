@@ -9,7 +9,7 @@ from fake_nvml import MIB, gpu
 from runner.runner_stack import Stack
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.families.topology import Sizes
+from tandem.topology.sizes import Sizes
 from tandem.trainer.launch.launcher import rank_environment
 from tandem.trainer.runner.loop import with_topology
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.soak.check import Ledger, leftovers, violations
 from safetensors.numpy import save
 
+from soak.check import Ledger, leftovers, violations
 from spool import spool_tools
 from tandem.spool import Spool
 from tandem.spool.schema import JobError, JobResult, Served
@@ -302,7 +302,7 @@ def test_a_process_that_is_left_is_found(tmp_path: Path) -> None:
 
 def test_the_checker_shares_no_code_with_tandem() -> None:
     code = (
-        "import sys, bench.soak.check; print([name for name in sys.modules if name.split('.')[0] =="
+        "import sys, tests.soak.check; print([name for name in sys.modules if name.split('.')[0] =="
         " 'tandem'])"
     )
     root = Path(__file__).parents[2]

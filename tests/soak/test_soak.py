@@ -1,4 +1,4 @@
-"""Kills of the soak, with a seed that is printed. `python -m bench.soak --seed N` repeats its
+"""Kills of the soak, with a seed that is printed. `python -m tests.soak --seed N` repeats its
 plan."""
 
 import os
@@ -26,7 +26,7 @@ def test_kills_break_no_promise(
     command = [
         sys.executable,
         "-m",
-        "bench.soak",
+        "tests.soak",
         "--kills",
         str(kills),
         "--seed",

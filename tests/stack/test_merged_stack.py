@@ -29,7 +29,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ways = [
         "merge",
         "nccl",
-        *(["ipc"] if ON_GPUS else []),
         *(["volume"] if metafunc.config.option.all_cases else []),
     ]
     metafunc.parametrize("stack", ways, indirect=True, scope="module")

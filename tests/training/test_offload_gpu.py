@@ -97,7 +97,7 @@ def test_nothing_stays_and_the_host_buffers_are_used_again(training, empty) -> N
 
 
 def test_offloading_after_a_save_gives_back_what_it_gave_before(training, empty, tmp_path) -> None:
-    """R25: nothing of a checkpoint stays on the device."""
+    """Nothing of a checkpoint stays on the device."""
     training.step(0, LENGTH)
     training.optimizer.zero_grad()
     before = allocated()

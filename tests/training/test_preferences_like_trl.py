@@ -105,11 +105,11 @@ class Batch:
             lp[rows, columns],
             torch.zeros(len(rows)),
             torch.tensor(weights / parts.sum()),
-            torch.tensor(np.where(rows < PAIRS, 1.0, -1.0)),
             torch.tensor(pair),
             num_sequences=2 * PAIRS,
             reference_logprobs=self.ref[rows, columns],
             pair=torch.tensor(pair),
+            rejected=torch.tensor(rows >= PAIRS),
         )
         output = preference_loss(items, loss)
         output.loss.backward()

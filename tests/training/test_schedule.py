@@ -12,7 +12,7 @@ from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl, prepare_sft
 from tandem.errors import InvalidInput
 from tandem.spool.schema import OptimizerSettings, RLLoss, SFTLoss
-from tandem.training.row_plan import Plan, advantage_divisor, denominators, plan_steps
+from tandem.training.schedule import Schedule, advantage_divisor, denominators, make_schedule
 
 PACKING = PackingSettings(sequence_length=32)
 
@@ -30,13 +30,13 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> PackedBatch:
     return PackedBatch.open(out)
 
 
-def plan_of(
+def schedule_of(
     batch: PackedBatch, rows: int | None, *, epochs=1, seed=0, base_step=0, ranks=1
-) -> Plan:
+) -> Schedule:
     optimizer = OptimizerSettings(
         learning_rate=1.0, epochs=epochs, grad_accumulation_sequences=rows
     )
-    return plan_steps(batch, optimizer, seed, base_step, ranks)
+    return make_schedule(batch, optimizer, seed, base_step, ranks)
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,27 +49,31 @@ def plan_of(
 def test_rows_are_dealt_once_and_evenly(
     batch: PackedBatch, ranks: int, per_rank: int, epochs: int, seed: int
 ) -> None:
-    plan = plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
-    assert plan == plan_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
-    rows = [row for step in plan.steps for row in step]
+    schedule = schedule_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
+    assert schedule == schedule_of(batch, ranks * per_rank, epochs=epochs, seed=seed, ranks=ranks)
+    rows = [row for step in schedule.steps for row in step]
     for epoch in range(epochs):
         assert sorted(rows[epoch * len(batch) : (epoch + 1) * len(batch)]) == list(
             range(len(batch))
         )
-    for step, expected in enumerate(plan.steps):
-        dealt = [plan.micro_steps(step, rank) for rank in range(ranks)]
+    for step, expected in enumerate(schedule.steps):
+        dealt = [schedule.micro_steps(step, rank) for rank in range(ranks)]
         assert len({len(micro) for micro in dealt}) == 1
         assert sorted(row for micro in dealt for row, counts in micro if counts) == sorted(expected)
     for rank in range(ranks):
-        needed = {row for step in range(len(plan.steps)) for row, _ in plan.micro_steps(step, rank)}
-        assert sorted(plan.visited_rows(rank)) == sorted(needed)
-    own = [row for rank in range(ranks) for row in plan.own_rows(epochs, rank)]
+        needed = {
+            row
+            for step in range(len(schedule.steps))
+            for row, _ in schedule.micro_steps(step, rank)
+        }
+        assert sorted(schedule.visited_rows(rank)) == sorted(needed)
+    own = [row for rank in range(ranks) for row in schedule.rank_rows(epochs, rank)]
     assert sorted(own) == list(range(len(batch)))  # each row counts once
 
 
 def test_the_order_depends_on_seed_step_and_epoch(batch: PackedBatch) -> None:
     def order(seed: int, base_step: int, epochs: int = 1) -> tuple[tuple[int, ...], ...]:
-        return plan_of(batch, len(batch), epochs=epochs, seed=seed, base_step=base_step).steps
+        return schedule_of(batch, len(batch), epochs=epochs, seed=seed, base_step=base_step).steps
 
     two_epochs = order(0, 0, 2)
     assert len({order(0, 0), order(1, 0), order(0, 1), two_epochs[1:]}) == 4
@@ -77,22 +81,22 @@ def test_the_order_depends_on_seed_step_and_epoch(batch: PackedBatch) -> None:
 
 
 def test_rows_per_step_default_to_the_ranks_and_must_divide(batch: PackedBatch) -> None:
-    assert {len(step) for step in plan_of(batch, None, ranks=3).steps[:-1]} == {3}
+    assert {len(step) for step in schedule_of(batch, None, ranks=3).steps[:-1]} == {3}
     with pytest.raises(InvalidInput, match="multiple of 3") as caught:
-        plan_of(batch, 4, ranks=3)
+        schedule_of(batch, 4, ranks=3)
     assert caught.value.field == "optimizer.grad_accumulation_sequences"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_denominators_count_the_items_of_all_ranks(batch: PackedBatch, ranks: int) -> None:
-    plan = plan_of(batch, 64, ranks=ranks)
+    schedule = schedule_of(batch, 64, ranks=ranks)
     trajectories, groups = len(batch.trajectory_group), len(batch.group_num_items)
     totals = {"token": batch.item_offsets[-1], "trajectory": trajectories, "group": groups}
     for kind, total in (totals | {"constant": 5.0 * trajectories}).items():
         loss = RLLoss(
             normalisation=kind, normalisation_constant=5.0 if kind == "constant" else None
         )
-        np.testing.assert_allclose(denominators(batch, plan.steps, loss), [total], rtol=1e-12)
+        np.testing.assert_allclose(denominators(batch, schedule.steps, loss), [total], rtol=1e-12)
 
 
 def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
@@ -106,7 +110,7 @@ def test_sft_counts_each_example_by_its_weight(tmp_path) -> None:
         "trajectory": sum(example.weight for example in examples),
     }.items():
         assert denominators(
-            batch, plan_of(batch, 64).steps, SFTLoss(normalisation=kind)
+            batch, schedule_of(batch, 64).steps, SFTLoss(normalisation=kind)
         ) == pytest.approx([total])
 
 
@@ -114,7 +118,7 @@ def test_advantages_are_divided_by_their_weighted_mean_size(batch: PackedBatch) 
     """Per token the mean of |A| over tokens, per trajectory the mean over trajectories; SFT has
     none."""
     trajectory = np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))])
-    advantage = np.concatenate([batch.row(row).item_advantage for row in range(len(batch))]).astype(
+    advantage = np.concatenate([batch.row(row).item_weight for row in range(len(batch))]).astype(
         np.float64
     )
     of_trajectory = [abs(advantage[trajectory == t][0]) for t in range(len(batch.trajectory_group))]

@@ -13,12 +13,13 @@ from tandem.cli.common import Check
 from tandem.client.http import connection
 from tandem.config import Settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
-from tandem.families.plan import automatic, describe
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes, check
 from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
+from tandem.planning.checks import check_sizes
+from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool
 from tandem.system.gpus import Devices
+from tandem.topology.sizes import Sizes
 
 _SHORTEST_SECRET = 16
 _PLACES = {"device": "on the GPU", "host": "in pinned host memory"}
@@ -174,7 +175,7 @@ def model_checks(settings: Settings) -> Iterator[Check]:
         "ok", "base model", f"{model}: {arch.model_type}, {shape}, {arch.max_positions} positions"
     )
     try:
-        check(arch, Sizes.of(settings))
+        check_sizes(arch, Sizes.of(settings))
         if settings.topology == "auto":
             yield Check("ok", "topology", _automatic(settings))
     except InvalidInput as error:
@@ -262,7 +263,6 @@ _TRANSPORTS = {
     "nccl": (
         "nccl: whole weights, from the trainer's ranks; vLLM must reach the trainer on every port"
     ),
-    "ipc": "ipc: whole weights, from GPU to GPU; both containers must see all GPUs",
     "volume": "volume: whole weights, as files on the volume",
 }
 

@@ -84,12 +84,11 @@ def check(
                 )
                 continue
             trained += rendering.trained
-            slots = rendering.slots or max(rendering.lengths)  # an older controller sends no slots
-            lengths.append(slots)
+            lengths.append(rendering.slots)
             for what in rendering.left_out:
                 left_out[what].append(place)
-            if slots > sequence_length:
-                too_long.append(f"{place} ({slots})")
+            if rendering.slots > sequence_length:
+                too_long.append(f"{place} ({rendering.slots})")
             same = seen.setdefault(
                 hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place
             )

@@ -11,10 +11,10 @@ from rich.markup import escape
 from tandem.cli.common import Json, Targets, data_extra, show, table
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
-from tandem.families.memory import GIB, Memory, Training
-from tandem.families.plan import ROW, Candidate, describe
-from tandem.families.plan import plan as make_plan
 from tandem.families.registry import read_arch
+from tandem.planning.memory import GIB, Memory, Workload
+from tandem.planning.plan import ROW, Candidate, describe
+from tandem.planning.plan import plan as make_plan
 from tandem.spool.schema import LoraShape
 
 SOURCE = (
@@ -78,7 +78,7 @@ def plan(
         )
     except ValidationError as error:
         raise InvalidInput(from_validation_error(error).message, field="--target") from error
-    made = make_plan(Training(arch, None if full else lora, slots, rows), gpus, gpu_memory * GIB)
+    made = make_plan(Workload(arch, None if full else lora, slots, rows), gpus, gpu_memory * GIB)
     shown = (
         made.candidates
         if every

@@ -129,7 +129,8 @@ def panel(loop: Loop) -> RenderableType:
     if evaluated:
         table.add_row("evaluated", sparkline(evaluated))
     table.add_row(
-        "workers", f"{len(loop.running)} of {loop.workers} busy, {len(loop.ready)} groups ready"
+        "groups",
+        f"{len(loop.running)} of {loop.groups_in_flight} in flight, {len(loop.ready)} ready",
     )
     left_out = {
         why: loop.counts[why] + sum(line["left_out"][why] for line in steps) for why in LEFT_OUT

@@ -16,7 +16,7 @@ from tandem.data.inputs import policy_step_of
 from tandem.errors import InvalidInput, TandemError
 from tandem.vllm_client.sampling import distorting, loop_options
 
-Group = dict[str, list[dict[str, Any]]]
+GroupDict = dict[str, list[dict[str, Any]]]
 
 
 def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
@@ -51,7 +51,7 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
 
 def outputs_to_groups(
     outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int | None = None
-) -> list[Group]:
+) -> list[GroupDict]:
     """The outputs of the old API's `env.generate(..., state_columns=["trajectory"])`, one group per
     example.
 
@@ -151,7 +151,7 @@ class Environment:
         group_size: int = 8,
         tasks: Iterable[Any] | None = None,
         concurrency: int = 32,
-    ) -> AsyncIterator[Group]:
+    ) -> AsyncIterator[GroupDict]:
         """A group of trajectories of `<run>@<step>` for each task, in the order in which they end;
         by default for all tasks. Rollouts that fail are left out; TandemError where all of a task
         fail."""
@@ -159,7 +159,7 @@ class Environment:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)
 
-        async def group(agent: Any, task: Any) -> Group:
+        async def group(agent: Any, task: Any) -> GroupDict:
             async def one() -> Any:
                 async with gate:
                     return await agent.run(task)

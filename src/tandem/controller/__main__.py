@@ -18,7 +18,6 @@ from tandem.controller.middleware import OPEN_PATHS
 from tandem.errors import TandemError, VolumeFull
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
-from tandem.system.path_names import free_path_names
 
 # Seconds for requests under way when the process is stopped; the spool loses nothing either way.
 GRACE_SECONDS = 10
@@ -31,7 +30,6 @@ M_ARENA_MAX = -8
 def main() -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could
     not listen."""
-    free_path_names()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Exit status 0 for a signal before uvicorn handles signals, and for the one that it raises
         # again at its end.

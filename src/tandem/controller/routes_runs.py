@@ -24,9 +24,10 @@ from tandem.families.adapter import default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check
+from tandem.planning.checks import check_sizes
 from tandem.spool import removal
 from tandem.spool.schema import LoraShape, Origin, RunName, RunSpec
+from tandem.topology.sizes import Sizes
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
 
@@ -73,7 +74,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
     if spec.lora is None and (settings.weights != "merged" or settings.way == "merge"):
         now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
-        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume, nccl or ipc"
+        remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume or nccl"
         raise InvalidInput(
             f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
         )
@@ -96,7 +97,7 @@ def _check(deployment: Deployment, spec: RunSpec) -> None:
                 " TANDEM_WEIGHTS=adapter"
             )
             raise Conflict(f"{problem}; {remedy}", field="weights")
-    check(deployment.arch, Sizes.of(settings))
+    check_sizes(deployment.arch, Sizes.of(settings))
     if spec.lora is not None:
         _check_lora(deployment, spec.lora)
 

@@ -32,9 +32,9 @@ from tandem.data.prepare import prepare_dpo, prepare_rl, prepare_sft
 from tandem.data.render import preview
 from tandem.data.routing import Mixture
 from tandem.errors import InvalidInput
-from tandem.families.topology import Sizes
 from tandem.spool import fs
 from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, SFTJob
+from tandem.topology.sizes import Sizes
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10

@@ -196,7 +196,7 @@ class RLRequest(_TrainRequest):
 
     kind: Literal["rl"] = "rl"
     groups: list[Group] = Field(min_length=1, fail_fast=True)
-    loss: schema.AskedRLLoss = schema.RLLoss()
+    loss: schema.RLLoss = schema.RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     max_off_policy_steps: int | None = Field(
         default=None,

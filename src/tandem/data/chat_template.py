@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,6 @@ def load_tokenizer(path: str) -> Any:
             # Imported here, because it takes seconds and RL doesn't need it.
             from transformers import AutoTokenizer
 
-            _remember_what_is_safe()
             return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise InvalidInput(
@@ -54,26 +53,9 @@ def load_tokenizer(path: str) -> Any:
         ) from exc
 
 
-@cache
-def _remember_what_is_safe() -> None:
-    """Jinja works out anew for each attribute that a template reads whether it may, which takes a
-    fifth of all preparation. The answer depends on the object's type and the attribute's name
-    alone."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
-
-    work_out, known = Sandbox.is_safe_attribute, dict[tuple[type, str], bool]()
-
-    def is_safe_attribute(self: Sandbox, obj: Any, attr: str, value: Any) -> bool:
-        if (safe := known.get((type(obj), attr))) is None:
-            safe = known[type(obj), attr] = work_out(self, obj, attr, value)
-        return safe
-
-    Sandbox.is_safe_attribute = is_safe_attribute  # type: ignore[method-assign]
-
-
 @dataclass(slots=True)
-class Plan:
-    """A sequence before it is tokenised."""
+class SequenceText:
+    """A sequence as text, before it is tokenised."""
 
     text: str
     # Its trained characters [start, end), and what errors call these.
@@ -111,7 +93,7 @@ class Renderer:
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
-    def text(self, prompt: str, completion: str, name: str) -> Plan:
+    def text(self, prompt: str, completion: str, name: str) -> SequenceText:
         """A text as completions' API of vLLM would tokenise and end it: after BOS where the
         tokenizer adds it, and ended by EOS where there is one."""
         eos = self.tokenizer.eos_token or ""
@@ -121,12 +103,12 @@ class Renderer:
             if self.tokenizer.bos_token and whole.startswith(self.tokenizer.bos_token)
             else self.lead
         )
-        return Plan(whole, [(len(prompt), len(whole), name)], lead=lead)
+        return SequenceText(whole, [(len(prompt), len(whole), name)], lead=lead)
 
     def chat(
         self, messages: list[Message], names: list[str], trained: set[int], tools: Any
-    ) -> list[Plan]:
-        """The plans of a conversation, of whose messages (called `names` in errors) those in
+    ) -> list[SequenceText]:
+        """The texts of a conversation, of whose messages (called `names` in errors) those in
         `trained` are trained."""
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
@@ -135,11 +117,11 @@ class Renderer:
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
         if _has_marks(template):
-            plans = [self._marked(template, plain, names, trained, tools)]
+            sources = [self._marked(template, plain, names, trained, tools)]
         else:
-            plans = self._turns(template, plain, names, trained, tools)
+            sources = self._turns(template, plain, names, trained, tools)
         self._check_roles(template, plain[: max(trained) + 1], names, tools)
-        return plans
+        return sources
 
     def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
         """Refuses a message of a role that the template passes over, there or everywhere: it would
@@ -164,8 +146,8 @@ class Renderer:
 
     def _marked(
         self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
-    ) -> Plan:
-        """The plan of a template with `{% generation %}`."""
+    ) -> SequenceText:
+        """The text of a template with `{% generation %}`."""
         last = names[max(trained)]
         text, spans = self._apply(template, plain, tools, last, marks=True)
         spans = [span for span in spans if span[0] < span[1]]
@@ -187,16 +169,16 @@ class Renderer:
             raise InvalidInput(
                 f"the chat template marks nothing as trained; {_INSTEAD}", field=last
             )
-        return Plan(text, [(start, end, last) for start, end in spans], marked=True)
+        return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(
         self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
-    ) -> list[Plan]:
-        """The plans of a template without: one for all turns of which each continues the one before
-        it. So the trained tokens are exact too where old messages are rendered differently (Qwen3
-        leaves out old reasoning).
+    ) -> list[SequenceText]:
+        """The texts of a template without marks: one for all turns of which each continues the one
+        before it. So the trained tokens are exact too where old messages are rendered differently
+        (Qwen3 leaves out old reasoning).
         """
-        plans: list[Plan] = []
+        sources: list[SequenceText] = []
         for index in sorted(trained):
             name = names[index]
             prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
@@ -212,11 +194,11 @@ class Renderer:
             _check_calls(completion, [plain[index]], name)
             if completion.rstrip().endswith(self.endings):
                 completion = completion.rstrip()  # sampling stops before the white space
-            if not plans or not prompt.startswith(plans[-1].text):
-                plans.append(Plan("", []))
-            plans[-1].text = prompt + completion
-            plans[-1].spans.append((len(prompt), len(prompt + completion), name))
-        return plans
+            if not sources or not prompt.startswith(sources[-1].text):
+                sources.append(SequenceText("", []))
+            sources[-1].text = prompt + completion
+            sources[-1].spans.append((len(prompt), len(prompt + completion), name))
+        return sources
 
     def _apply(
         self,
@@ -246,55 +228,55 @@ class Renderer:
             ) from exc
         return text, spans[0] if marks else []
 
-    def finish(self, plan: Plan, ids: Int32) -> list[LinearSequence]:
-        """The sequences of a plan, from the tokens of its text."""
+    def finish(self, source: SequenceText, ids: Int32) -> list[LinearSequence]:
+        """The sequences of a text, from its tokens."""
         at = np.flatnonzero(self.special[np.minimum(ids, len(self.special) - 1)])
-        spans = [match.span() for match in self.marks.finditer(plan.text)]
+        spans = [match.span() for match in self.marks.finditer(source.text)]
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
             """Of the token that begins at this character, if the tokens before it are those of the
             text before it."""
-            if position == len(plan.text):
+            if position == len(source.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
             first, start = (int(at[before]), spans[before][0]) if before >= 0 else (0, 0)
             encode = self._encode_short if position - start <= _SHORT else self.encoder.encode
-            tail = encode(plan.text[start:position])
+            tail = encode(source.text[start:position])
             return (
                 first + len(tail) if np.array_equal(ids[first : first + len(tail)], tail) else None
             )
 
         trained: list[int] = []
-        for start, end in ((index(start), index(end)) for start, end, _ in plan.spans):
+        for start, end in ((index(start), index(end)) for start, end, _ in source.spans):
             if start is None or end is None:
-                return self._apart(plan)
+                return self._apart(source)
             trained.extend(range(start, end))
-        return [_sequence(plan, ids, trained, plan.spans[-1][2])]
+        return [_sequence(source, ids, trained, source.spans[-1][2])]
 
-    def _apart(self, plan: Plan) -> list[LinearSequence]:
-        """The sequences of a plan where a token spans a border. Sampling starts after the prompt's
+    def _apart(self, source: SequenceText) -> list[LinearSequence]:
+        """The sequences of a text where a token spans a border. Sampling starts after the prompt's
         own tokens, so each trained text is tokenised alone."""
         found = []
-        for start, end, name in plan.spans:
+        for start, end, name in source.spans:
             prompt, whole = (
-                self.encoder.encode(plan.text[:start]),
-                self.encoder.encode(plan.text[:end]),
+                self.encoder.encode(source.text[:start]),
+                self.encoder.encode(source.text[:end]),
             )
             if not np.array_equal(whole[: len(prompt)], prompt):
-                completion = plan.text[start:end]
+                completion = source.text[start:end]
                 alone = self.encoder.encode(completion)
                 # Some tokenizers begin each text with a space, and leave it out where they decode
                 # that text alone.
                 decode = partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
-                if plan.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
+                if source.marked or decode([*prompt, *alone]) != decode(prompt) + completion:
                     problem = (
                         "a token spans the border between context and trained text, so the mask is"
                         " ambiguous"
                     )
                     raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])
-            found.append(_sequence(plan, whole, range(len(prompt), len(whole)), name))
+            found.append(_sequence(source, whole, range(len(prompt), len(whole)), name))
         return found
 
 
@@ -327,14 +309,16 @@ def _check_calls(text: str, messages: list[Any], name: str) -> None:
             )
 
 
-def _sequence(plan: Plan, ids: Int32, trained: Sequence[int], name: str) -> LinearSequence:
-    where = np.array(trained, np.int32) + len(plan.lead)
+def _sequence(
+    source: SequenceText, ids: Int32, trained: Sequence[int], name: str
+) -> LinearSequence:
+    where = np.array(trained, np.int32) + len(source.lead)
     where = where[where > 0]
     if not len(where):
         raise InvalidInput(
             "nothing predicts the first token, and there is no other; leave it out", field=name
         )
-    return LinearSequence.of(np.concatenate([np.array(plan.lead, np.int32), ids]), where)
+    return LinearSequence.of(np.concatenate([np.array(source.lead, np.int32), ids]), where)
 
 
 @lru_cache(maxsize=2)

@@ -23,8 +23,10 @@ slots, N items, T trajectories and G groups:
                                                contiguous, in order, in one row
     item_trajectory       int32 [N]            index into `trajectory_*`
     item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT
-    item_advantage        float32 [N]          advantage; for SFT the item's weight; in a pair
-                                               1 (chosen) or -1 (rejected)
+    item_weight           float32 [N]          the factor of the item's loss: for RL the advantage,
+                                               for SFT the weight; in a pair 1
+    item_rejected         bool [N]             in a pair whether the item is of the rejected
+                                               answer; else False
     trajectory_group      int32 [T]            index into `group_*`
     trajectory_num_items  int32 [T]            items that train this trajectory, over all rows
     trajectory_reward     float32 [T]          reward; NaN for SFT
@@ -46,13 +48,14 @@ from numpy.typing import NDArray
 from tandem.errors import InvalidInput
 from tandem.spool import fs
 
-FORMAT = 3
+FORMAT = 4
 FILE = "arrays.npy"
 LARGEST_BYTES = 2**31 - 1  # of a NumPy record
 Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
 Arrays = dict[str, NDArray[Any]]  # by the names in the table
 
 
@@ -73,7 +76,8 @@ class PackedRow:
     item_sequence: Int32
     item_trajectory: Int32
     item_logprob: Float32
-    item_advantage: Float32
+    item_weight: Float32
+    item_rejected: Bool
 
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
@@ -88,12 +92,13 @@ _FIELDS = (
     "subtree_end",
     "row_num_tokens",
     "row_batch",
-    *_ROW_ITEMS,
+    *(name for name in _ROW_ITEMS if name != "item_rejected"),
     "trajectory_group",
     "trajectory_num_items",
     "trajectory_reward",
     "group_num_items",
     "slot_experts",
+    "item_rejected",
 )
 
 
@@ -133,7 +138,7 @@ def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
 class PackedBatch(AbstractContextManager["PackedBatch"]):
     """A packed directory, memory-mapped. Slots and items stay on disk; the small arrays are read
     into memory. After the context or `close()` the process does not map the file, so the directory
-    can be removed on any file system (R18)."""
+    can be removed on any file system."""
 
     def __init__(self, path: Path, arrays: Arrays) -> None:
         self.path = path
@@ -154,10 +159,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:
-            problem = (
-                f"there is no {FILE}: the job is of another version of Tandem, or has ended; submit"
-                " it again"
-            )
+            problem = f"there is no {FILE}: the job has ended; submit it again"
             raise InvalidInput(f"packed data in {path}: {problem}", field=FILE) from exc
         if altered:
             raise InvalidInput(

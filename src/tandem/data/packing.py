@@ -27,8 +27,8 @@ class LinearSequence:
     """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of
     the trained ones, rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to
     predict there; `weights` [k] float32: the factors of their losses; `logprobs` [k] float32: the
-    sampler's, nats; NaN where nothing was sampled; `experts` int16 [.., layers, experts per token]:
-    `slot_experts` of the first tokens, as many as are known.
+    sampler's, nats; NaN where nothing was sampled; `expert_ids` int16 [.., layers, experts per
+    token]: `slot_experts` of the first tokens, as many as are known.
     """
 
     tokens: Int32
@@ -36,7 +36,7 @@ class LinearSequence:
     targets: Int32
     weights: Float32
     logprobs: Float32
-    experts: Int16 | None = None
+    expert_ids: Int16 | None = None
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class LinearSequence:
         targets: Int32 | None = None,
         weights: Float32 | None = None,
         logprobs: Float32 | None = None,
-        experts: Int16 | None = None,
+        expert_ids: Int16 | None = None,
     ) -> Self:
         """Without the tokens after the last trained one: no trained token attends to them. By
         default the targets are the tokens themselves, and the weights 1."""
@@ -57,7 +57,7 @@ class LinearSequence:
             tokens[trained] if targets is None else targets,
             np.ones(len(trained), np.float32) if weights is None else weights,
             np.full(len(trained), np.nan, np.float32) if logprobs is None else logprobs,
-            experts,
+            expert_ids,
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
@@ -72,7 +72,7 @@ class LinearSequence:
             targets=self.targets[:count],
             weights=self.weights[:count],
             logprobs=self.logprobs[:count],
-            experts=self.experts,
+            expert_ids=self.expert_ids,
         )
 
 
@@ -83,10 +83,11 @@ class PackedTrajectory:
 
     sequences: list[LinearSequence]
     group: int
-    advantage: float
+    weight: float
     reward: float
     truncated: bool
     batch: int = 0
+    rejected: bool = False
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
@@ -180,35 +181,40 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
     placed = {
         batch: _place(groups.values(), tokens, sequence_length) for batch, groups in batches.items()
     }
-    rows = [row for of_batch in placed.values() for row in of_batch]
+    rows = [row for batch_rows in placed.values() for row in batch_rows]
     shape = (len(rows), sequence_length)
-    of_token = next(
-        (sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None),
+    token_shape = next(
+        (
+            sequence.expert_ids.shape[1:]
+            for sequence in sequences
+            if sequence.expert_ids is not None
+        ),
         (0, 0),
     )
     # Few tokens can make many rows (each batch has its own), so their memory is not taken before
     # the check.
-    check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(of_token)))
+    check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(token_shape)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
-    slot_experts = np.full((*shape, *of_token), -1, np.int16)
+    slot_experts = np.full((*shape, *token_shape), -1, np.int16)
     targets, sources = [], []
     for r, row in enumerate(rows):
         paths = row.lay_out(row_tokens[r], positions[r], subtree_end[r])
         for index, path in zip(row.sequences, paths, strict=True):
             targets.append(path[sequences[index].trained])
             sources.append(path[sequences[index].trained - 1])
-            if (experts := sequences[index].experts) is not None:
-                slots = path[: len(experts)]
+            if (expert_ids := sequences[index].expert_ids) is not None:
+                slots = path[: len(expert_ids)]
                 # A shared slot keeps those of the sequence before.
                 new = slot_experts[r, slots, 0, 0] < 0
-                slot_experts[r, slots[new]] = experts[: len(slots)][new]
+                slot_experts[r, slots[new]] = expert_ids[: len(slots)][new]
 
     order = [index for row in rows for index in row.sequences]
     ordered = [sequences[index] for index in order]
     item_counts = [len(sequence.trained) for sequence in ordered]
     item_trajectory = np.repeat([owned[index][1] for index in order], item_counts).astype(np.int32)
-    advantages = np.array([trajectory.advantage for trajectory in trajectories], np.float32)
+    weights = np.array([trajectory.weight for trajectory in trajectories], np.float32)
+    rejected = np.array([trajectory.rejected for trajectory in trajectories], np.bool_)
     items_of_row = [sum(len(sequences[index].trained) for index in row.sequences) for row in rows]
     return {
         "tokens": row_tokens,
@@ -217,7 +223,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "slot_experts": slot_experts,
         "row_num_tokens": np.array([row.num_slots for row in rows], np.int32),
         "row_batch": (
-            np.repeat(list(placed), [len(of_batch) for of_batch in placed.values()]).astype(
+            np.repeat(list(placed), [len(batch_rows) for batch_rows in placed.values()]).astype(
                 np.int32
             )
         ),
@@ -228,9 +234,10 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
         "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
-        "item_advantage": (
-            advantages[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
+        "item_weight": (
+            weights[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
         ),
+        "item_rejected": rejected[item_trajectory],
         "trajectory_group": group_of,
         "trajectory_num_items": (
             np.bincount(item_trajectory, minlength=len(trajectories)).astype(np.int32)

@@ -15,7 +15,7 @@ from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSet
 from tandem.data.packed_format import write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
 from tandem.data.render import check_ids, check_vocabulary, render
-from tandem.data.routing import Mixture, experts_of, joined
+from tandem.data.routing import Mixture, joined, routed_expert_ids
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
 
@@ -48,14 +48,14 @@ def prepare_rl(
     if not groups:
         raise InvalidInput("there is no group", field="groups")
     dropped_groups, trajectories = 0, list[PackedTrajectory]()
-    of_group = [
+    group_rewards = [
         np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
         for group in groups
     ]
-    rewards = np.concatenate(of_group)
+    rewards = np.concatenate(group_rewards)
     batch_spread = spread(rewards)
     for g, group in enumerate(groups):
-        advantages = group_advantages(of_group[g], advantage, batch_spread=batch_spread)
+        advantages = group_advantages(group_rewards[g], advantage, batch_spread=batch_spread)
         members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
@@ -102,8 +102,7 @@ def prepare_sft(
     batch_size: int | None = None,
     signed: bool = False,
 ) -> PackedData:
-    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with its weight
-    as advantage.
+    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with a weight.
 
     `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the
     tokenizer (a directory or a hub's name) only if an example is not `token_ids`;
@@ -146,8 +145,8 @@ def prepare_dpo(
     held_out: Sequence[PreferencePair] = (),
     batch_size: int | None = None,
 ) -> PackedData:
-    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row, of the
-    advantages 1 (chosen) and -1 (rejected). The tokens that the two begin with are stored once.
+    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row,
+    chosen and rejected. The tokens that the two begin with are stored once.
     Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
@@ -164,9 +163,10 @@ def prepare_dpo(
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
         check_vocabulary(everything[p], both, vocab_size, fields[p])
-        for sequence, sign in zip(both, (1.0, -1.0), strict=True):
+        for sequence, is_rejected in zip(both, (False, True), strict=True):
+            kept = [sequence] if fits else []
             trajectories.append(
-                PackedTrajectory([sequence] if fits else [], p, sign, float("nan"), not fits, batch)
+                PackedTrajectory(kept, p, 1.0, float("nan"), not fits, batch, is_rejected)
             )
     return _write(trajectories, vocab_size, packing, out, batch_size, dropped_groups=0)
 
@@ -232,15 +232,17 @@ def _linked_turns(
         )
         check_ids(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
         check_ids(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
-        experts = experts_of(turn, mixture, f"{field}.turns.{k}.routed_experts")
+        expert_ids = routed_expert_ids(turn, mixture, f"{field}.turns.{k}.routed_experts")
         tokens, logprobs = np.concatenate([prompt, sampled]), np.array(turn.logprobs, np.float32)
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
         if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
             before = sequences.pop()
             trained = np.concatenate([before.trained, trained])
             logprobs = np.concatenate([before.logprobs, logprobs])
-            experts = joined(before.experts, experts)
-        sequences.append(LinearSequence.of(tokens, trained, logprobs=logprobs, experts=experts))
+            expert_ids = joined(before.expert_ids, expert_ids)
+        sequences.append(
+            LinearSequence.of(tokens, trained, logprobs=logprobs, expert_ids=expert_ids)
+        )
     return sequences
 
 
@@ -292,10 +294,8 @@ def _write(
             limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
             reasons.append(f"{dropped} trajectories don't fit {limit}")
         raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
-    if any(abs(trajectory.advantage) > MAX_FLOAT32 for trajectory in kept):
-        raise InvalidInput(
-            f"packed data in {out}: an advantage is not finite", field="item_advantage"
-        )
+    if any(abs(trajectory.weight) > MAX_FLOAT32 for trajectory in kept):
+        raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_weight")
     arrays = pack(kept, packing.sequence_length)
     unshared = sum(
         len(sequence.tokens) for trajectory in trained for sequence in trajectory.sequences

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data.chat_template import Plan, renderer
+from tandem.data.chat_template import SequenceText, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence, common_prefix, slots_of_pair
@@ -30,11 +30,13 @@ def render(
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
-        planned = [_plans(tokenizer, item, field) for item, field in chunk]
-        texts = [plan.text for plans in planned for plan in plans]
+        chunk_sources = [_texts(tokenizer, item, field) for item, field in chunk]
+        texts = [source.text for sources in chunk_sources for source in sources]
         tokens = iter(renderer(tokenizer).encoder.encode_all(texts) if texts else ())
-        for (item, field), plans in zip(chunk, planned, strict=True):
-            found.append(_finish(tokenizer, item, field, [(plan, next(tokens)) for plan in plans]))
+        for (item, field), sources in zip(chunk, chunk_sources, strict=True):
+            found.append(
+                _finish(tokenizer, item, field, [(source, next(tokens)) for source in sources])
+            )
     return found
 
 
@@ -53,13 +55,13 @@ def check_vocabulary(
     item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str
 ) -> None:
     """`check_ids` of the sequences that `render` made of an item."""
-    of_tokens = of_targets = field
+    tokens_field = targets_field = field
     if isinstance(item, SFTExample):
         form = next(form for form in _FORMS if getattr(item, form) is not None)
-        of_tokens, of_targets = f"{field}.{form}", f"{field}.targets"
+        tokens_field, targets_field = f"{field}.{form}", f"{field}.targets"
     for one in sequences:
-        check_ids(one.tokens, vocab_size, of_tokens)
-        check_ids(one.targets, vocab_size, of_targets)
+        check_ids(one.tokens, vocab_size, tokens_field)
+        check_ids(one.targets, vocab_size, targets_field)
 
 
 def preview(
@@ -136,14 +138,15 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
     tools = item.tools is not None and not renderer(tokenizer).shows_tools
     if not (reasoning or tools):
         return []
-    texts = [plan.text for plan in _plans(tokenizer, item, "")]
+    texts = [source.text for source in _texts(tokenizer, item, "")]
     found = (
         ["reasoning"] if not all(any(one in text for text in texts) for one in reasoning) else []
     )
     if tools:
         try:
             without = [
-                plan.text for plan in _plans(tokenizer, item.model_copy(update={"tools": None}), "")
+                source.text
+                for source in _texts(tokenizer, item.model_copy(update={"tools": None}), "")
             ]
         except InvalidInput:  # the template asks for them
             without = []
@@ -152,10 +155,10 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
     return found
 
 
-def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:
+def _texts(tokenizer: Any, item: Item, field: str) -> list[SequenceText]:
     """The texts to tokenise: none for `token_ids`, of a pair one for each answer."""
     if isinstance(item, PreferencePair):
-        return _plans_of_pair(tokenizer, item, field)
+        return _pair_texts(tokenizer, item, field)
     if item.token_ids is not None:
         return []
     if item.text is not None or isinstance(item.completion, str):
@@ -175,22 +178,22 @@ def _plans(tokenizer: Any, item: Item, field: str) -> list[Plan]:
     return renderer(tokenizer).chat([message for _, _, message in named], names, chosen, item.tools)
 
 
-def _plans_of_pair(tokenizer: Any, pair: PreferencePair, field: str) -> list[Plan]:
+def _pair_texts(tokenizer: Any, pair: PreferencePair, field: str) -> list[SequenceText]:
     if isinstance(pair.chosen, str):
         halves = {"chosen": pair.chosen, "rejected": str(pair.rejected)}
         return [
             renderer(tokenizer).text(str(pair.prompt or ""), half, f"{field}.{name}")
             for name, half in halves.items()
         ]
-    plans = []
+    sources = []
     for name, (prompt, answer) in zip(("chosen", "rejected"), pair.conversations(), strict=True):
         names = [f"{field}.{name}"] * (len(prompt) + 1)
-        plans += renderer(tokenizer).chat([*prompt, *answer], names, {len(prompt)}, pair.tools)
-    return plans
+        sources += renderer(tokenizer).chat([*prompt, *answer], names, {len(prompt)}, pair.tools)
+    return sources
 
 
 def _finish(
-    tokenizer: Any, item: Item, field: str, tokenised: list[tuple[Plan, Int32]]
+    tokenizer: Any, item: Item, field: str, tokenised: list[tuple[SequenceText, Int32]]
 ) -> list[LinearSequence]:
     if isinstance(item, SFTExample) and item.token_ids is not None:
         flags = np.array(item.weights if item.trainable is None else item.trainable)
@@ -203,7 +206,7 @@ def _finish(
             )
         ]
     sequences = [
-        one for plan, tokens in tokenised for one in renderer(tokenizer).finish(plan, tokens)
+        one for source, tokens in tokenised for one in renderer(tokenizer).finish(source, tokens)
     ]
     return _paired(item, field, *sequences) if isinstance(item, PreferencePair) else sequences
 

@@ -1,5 +1,5 @@
-"""The experts that vLLM's router chose, as a turn brings them (R3: Ma et al., 2025,
-arXiv:2510.11370)."""
+"""The experts that vLLM's router chose, as a turn brings them for routing replay
+(Ma et al., 2025, arXiv:2510.11370)."""
 
 import base64
 import io
@@ -17,13 +17,13 @@ class Mixture(NamedTuple):
     """The sizes of the base model's mixtures of experts."""
 
     layers: int
-    experts: int
+    num_experts: int
     per_token: int
     dense: int = 0
     """The first so many layers have no experts. vLLM returns zeros for them."""
 
 
-def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
+def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
     """[tokens - 1, layers, experts per token], of the prompt's and the sampled tokens but the last;
     None: not given."""
     if turn.routed_experts is None:
@@ -47,8 +47,8 @@ def experts_of(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
         raise InvalidInput(
             f"{experts.dtype} {list(experts.shape)}, expected {expected}", field=field
         )
-    if experts.min(initial=0) < 0 or experts.max(initial=0) >= mixture.experts:
-        raise InvalidInput(f"an expert is outside [0, {mixture.experts})", field=field)
+    if experts.min(initial=0) < 0 or experts.max(initial=0) >= mixture.num_experts:
+        raise InvalidInput(f"an expert is outside [0, {mixture.num_experts})", field=field)
     chosen = experts[:, mixture.dense :].astype(np.int16)
     twice = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any((1, 2))
     if twice.any():

@@ -13,8 +13,8 @@ from pathlib import Path
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
 from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.topology.sizes import Sizes
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,7 +38,7 @@ def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in sources.items()
-        if chosen(name, lora.targets)
+        if in_targets(name, lora.targets)
     }
 
 
@@ -67,9 +67,9 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
         raise InvalidInput(f"{arch.model_type} {problem}; {remedy}", field="lora.targets")
 
 
-def chosen(name: str, targets: Collection[str] | None) -> bool:
-    """Whether a tensor is the weight of a linear layer in `targets`; of None every tensor is
-    chosen."""
+def in_targets(name: str, targets: Collection[str] | None) -> bool:
+    """Whether a tensor is the weight of a linear layer in `targets`; with None every tensor
+    is."""
     path, _, kind = name.rpartition(".")
     return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 

@@ -84,7 +84,7 @@ class Decoder:
         else:
             chosen = [kind == "sliding_attention" for kind in kinds]
         if kinds is not None and kinds != [
-            "sliding_attention" if own else "full_attention" for own in chosen
+            "sliding_attention" if windowed else "full_attention" for windowed in chosen
         ]:
             raise config.unsupported(f"layer_types {kinds!r}")
         if len(chosen) != layers:
@@ -129,53 +129,67 @@ class Decoder:
             )
         return rules
 
-    def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
-        """One layer's; `to` and `of` are the beginnings of Megatron's and Hugging Face's names.
+    def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
+        """One layer's rules. `parameter` and `source` begin Megatron's and Hugging Face's names.
         Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key
         head, the value head."""
-        hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, of + "self_attn."
+        hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
         qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
         o_proj = {attention + "o_proj.weight": (hidden, arch.query_size)}
         rules = [
-            WeightRule(to + "input_layernorm.weight", {of + "input_layernorm.weight": (hidden,)}),
-            WeightRule(to + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups),
-            WeightRule(to + "self_attention.linear_proj.weight", o_proj, "columns"),
             WeightRule(
-                to + "pre_mlp_layernorm.weight", {of + "post_attention_layernorm.weight": (hidden,)}
+                parameter + "input_layernorm.weight", {source + "input_layernorm.weight": (hidden,)}
             ),
-            *self.mlp_rules(arch, layer, to + "mlp.", of + "mlp."),
+            WeightRule(
+                parameter + "self_attention.linear_qkv.weight", qkv_weights, "rows", groups=groups
+            ),
+            WeightRule(parameter + "self_attention.linear_proj.weight", o_proj, "columns"),
+            WeightRule(
+                parameter + "pre_mlp_layernorm.weight",
+                {source + "post_attention_layernorm.weight": (hidden,)},
+            ),
+            *self.mlp_rules(arch, layer, parameter + "mlp.", source + "mlp."),
         ]
         if arch.output_bias:
             rules.append(
                 WeightRule(
-                    to + "self_attention.linear_proj.bias", {attention + "o_proj.bias": (hidden,)}
+                    parameter + "self_attention.linear_proj.bias",
+                    {attention + "o_proj.bias": (hidden,)},
                 )
             )
         if arch.sinks:
             rules.append(
                 WeightRule(
-                    to + "self_attention.sinks", {attention + "sinks": (arch.num_heads,)}, "rows"
+                    parameter + "self_attention.sinks",
+                    {attention + "sinks": (arch.num_heads,)},
+                    "rows",
                 )
             )
         if arch.qkv_bias:
             biases = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
             rules.append(
-                WeightRule(to + "self_attention.linear_qkv.bias", biases, "rows", groups=groups)
+                WeightRule(
+                    parameter + "self_attention.linear_qkv.bias", biases, "rows", groups=groups
+                )
             )
         if arch.qk_norm:
             for letter in "qk":
                 norm = {f"{attention}{letter}_norm.weight": (arch.head_dim,)}
-                rules.append(WeightRule(f"{to}self_attention.{letter}_layernorm.weight", norm))
+                rules.append(
+                    WeightRule(f"{parameter}self_attention.{letter}_layernorm.weight", norm)
+                )
         return rules
 
-    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
+    def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
         """One layer's MLP, where `linear_fc1` is gate above up; or its router, and all experts,
         stacked."""
         hidden, moe = arch.hidden_size, arch.moe
         ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
         each = (
-            [of] if moe is None else [f"{of}experts.{expert}." for expert in range(moe.num_experts)]
+            [source]
+            if moe is None
+            else [f"{source}experts.{expert}." for expert in range(moe.num_experts)]
         )
         gates_and_ups = {
             f"{one}{name}_proj.weight": (ffn, hidden) for one in each for name in ("gate", "up")
@@ -183,13 +197,19 @@ class Decoder:
         downs = {f"{one}down_proj.weight": (hidden, ffn) for one in each}
         if moe is None:
             return [
-                WeightRule(to + "linear_fc1.weight", gates_and_ups, "rows"),
-                WeightRule(to + "linear_fc2.weight", downs, "columns"),
+                WeightRule(parameter + "linear_fc1.weight", gates_and_ups, "rows"),
+                WeightRule(parameter + "linear_fc2.weight", downs, "columns"),
             ]
         return [
-            WeightRule(to + "router.weight", {of + "gate.weight": (moe.num_experts, hidden)}),
-            WeightRule(to + "experts.fc1.weight", gates_and_ups, "rows", experts=moe.num_experts),
-            WeightRule(to + "experts.fc2.weight", downs, "columns", experts=moe.num_experts),
+            WeightRule(
+                parameter + "router.weight", {source + "gate.weight": (moe.num_experts, hidden)}
+            ),
+            WeightRule(
+                parameter + "experts.fc1.weight", gates_and_ups, "rows", num_experts=moe.num_experts
+            ),
+            WeightRule(
+                parameter + "experts.fc2.weight", downs, "columns", num_experts=moe.num_experts
+            ),
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:

@@ -46,7 +46,7 @@ class Gemma3(Decoder):
             config.get("rope_scaling") or {}
         )
 
-    def layer_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
+    def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
         """Hugging Face's `post_attention_layernorm` comes after the attention here, not before the
         MLP."""
         norms = {
@@ -54,11 +54,13 @@ class Gemma3(Decoder):
             "pre_mlp_layernorm": "pre_feedforward_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         }
-        rules, shape = super().layer_rules(arch, layer, to, of), (arch.hidden_size,)
-        others = [rule for rule in rules if rule.parameter != to + "pre_mlp_layernorm.weight"]
+        rules, shape = super().layer_rules(arch, layer, parameter, source), (arch.hidden_size,)
+        others = [
+            rule for rule in rules if rule.parameter != parameter + "pre_mlp_layernorm.weight"
+        ]
         return others + [
-            WeightRule(f"{to}{own}.weight", {f"{of}{name}.weight": shape})
-            for own, name in norms.items()
+            WeightRule(f"{parameter}{norm}.weight", {f"{source}{name}.weight": shape})
+            for norm, name in norms.items()
         ]
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:

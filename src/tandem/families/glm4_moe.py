@@ -35,33 +35,38 @@ class Glm4Moe(Decoder):
             dense_layers=dense,
             shared_size=size * config.positive("n_shared_experts", int, 1),
         )
-        layers, of_group = config.positive("num_hidden_layers", int), moe.num_experts // moe.groups
+        layers, group_size = (
+            config.positive("num_hidden_layers", int),
+            moe.num_experts // moe.groups,
+        )
         if not isinstance(dense, int) or not 0 <= dense < layers:
             raise config.invalid(
                 f"first_k_dense_replace is {dense!r} of {layers} layers; one must be a mixture"
             )
-        if moe.num_experts % moe.groups or not of_group > 1 or moe.groups_per_token > moe.groups:
+        if moe.num_experts % moe.groups or not group_size > 1 or moe.groups_per_token > moe.groups:
             problem = (
                 f"{moe.groups_per_token} of {moe.groups} groups for each token of {moe.num_experts}"
                 " experts"
             )
             raise config.invalid(f"n_group, topk_group and n_routed_experts ask for {problem}")
-        if moe.experts_per_token > of_group * moe.groups_per_token:
+        if moe.experts_per_token > group_size * moe.groups_per_token:
             raise config.invalid(
-                f"{moe.experts_per_token} experts per token, of {of_group * moe.groups_per_token}"
+                f"{moe.experts_per_token} experts per token, of {group_size * moe.groups_per_token}"
             )
         return moe
 
-    def mlp_rules(self, arch: Arch, layer: int, to: str, of: str) -> list[WeightRule]:
+    def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
         assert arch.moe is not None
         if layer < arch.moe.dense_layers:
-            return super().mlp_rules(replace(arch, moe=None), layer, to, of)
-        bias = {of + "gate.e_score_correction_bias": (arch.moe.num_experts,)}
+            return super().mlp_rules(replace(arch, moe=None), layer, parameter, source)
+        bias = {source + "gate.e_score_correction_bias": (arch.moe.num_experts,)}
         shared = replace(arch, ffn_hidden_size=arch.moe.shared_size, moe=None)
         return [
-            *super().mlp_rules(arch, layer, to, of),
-            WeightRule(to + "router.correction_bias", bias, fp32=True),
-            *super().mlp_rules(shared, layer, to + "shared_experts.", of + "shared_experts."),
+            *super().mlp_rules(arch, layer, parameter, source),
+            WeightRule(parameter + "router.correction_bias", bias, fp32=True),
+            *super().mlp_rules(
+                shared, layer, parameter + "shared_experts.", source + "shared_experts."
+            ),
         ]
 
 

@@ -31,8 +31,8 @@ class GptOss(Decoder):
         """Without `layer_types`, every other layer has it, the first one too."""
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
-        own = {"layer_types": config.get("layer_types") or kinds}
-        return super().window(replace(config, values={**config.values, **own}))
+        layer_types = {"layer_types": config.get("layer_types") or kinds}
+        return super().window(replace(config, values={**config.values, **layer_types}))
 
     def moe(self, config: ModelConfig) -> MoE:
         total = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
@@ -49,44 +49,46 @@ class GptOss(Decoder):
             )
         return moe
 
-    def mlp_rules(self, arch: Arch, _layer: int, to: str, of: str) -> list[WeightRule]:
+    def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
         assert arch.moe is not None
-        experts, hidden, ffn, at = (
+        num_experts, hidden, ffn, prefix = (
             arch.moe.num_experts,
             arch.hidden_size,
             arch.moe.ffn_hidden_size,
-            of + "experts.",
+            source + "experts.",
         )
-        gate_up, down = at + "gate_up_proj", at + "down_proj"
+        gate_up, down = prefix + "gate_up_proj", prefix + "down_proj"
         return [
-            WeightRule(to + "router.weight", {of + "router.weight": (experts, hidden)}),
-            WeightRule(to + "router.bias", {of + "router.bias": (experts,)}),
             WeightRule(
-                to + "experts.fc1.weight",
-                {gate_up: (experts, hidden, 2 * ffn)},
+                parameter + "router.weight", {source + "router.weight": (num_experts, hidden)}
+            ),
+            WeightRule(parameter + "router.bias", {source + "router.bias": (num_experts,)}),
+            WeightRule(
+                parameter + "experts.fc1.weight",
+                {gate_up: (num_experts, hidden, 2 * ffn)},
                 "rows",
-                experts=experts,
-                turns=2,
+                num_experts=num_experts,
+                interleaved=2,
             ),
             WeightRule(
-                to + "experts.fc1.bias",
-                {gate_up + "_bias": (experts, 2 * ffn)},
+                parameter + "experts.fc1.bias",
+                {gate_up + "_bias": (num_experts, 2 * ffn)},
                 "rows",
-                experts=experts,
-                turns=2,
+                num_experts=num_experts,
+                interleaved=2,
             ),
             WeightRule(
-                to + "experts.fc2.weight",
-                {down: (experts, ffn, hidden)},
+                parameter + "experts.fc2.weight",
+                {down: (num_experts, ffn, hidden)},
                 "columns",
-                experts=experts,
-                turns=1,
+                num_experts=num_experts,
+                interleaved=1,
             ),
             WeightRule(
-                to + "experts.fc2.bias",
-                {down + "_bias": (experts, hidden)},
-                experts=experts,
-                turns=1,
+                parameter + "experts.fc2.bias",
+                {down + "_bias": (num_experts, hidden)},
+                num_experts=num_experts,
+                interleaved=1,
             ),
         ]
 

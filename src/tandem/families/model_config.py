@@ -26,10 +26,10 @@ def model_directory(
         return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=cached))
     # The client raises a dozen types: bad names, no access, no network, no such file.
     except Exception as error:
-        raise _of_the_client(error, model, cached=cached) from error
+        raise _from_client(error, model, cached=cached) from error
 
 
-def _of_the_client(error: Exception, model: str, *, cached: bool) -> TandemError:
+def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
     """What an error of the hub's client means: the model's name is wrong, or something that may
     pass."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled

@@ -1,10 +1,12 @@
 """How Megatron's parameters are made of Hugging Face tensors and cut over ranks."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.families.topology import Place, Sizes
+from tandem.families.arch import Arch
+from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
 """The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
@@ -21,11 +23,11 @@ class WeightRule:
     # Blocks of rows, each with its share of every source; for Megatron's `linear_qkv`.
     groups: int = 1
     # Stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert.
-    experts: int | None = None
+    num_experts: int | None = None
     # The only source stacks all experts, [experts, columns, rows] or [experts, rows], and its rows
-    # take turns among so many blocks of the parameter's: with 2 the even ones are gate, the odd
-    # ones up. None: the sources are matrices.
-    turns: int | None = None
+    # are interleaved from so many blocks of the parameter's: with 2 the even ones are gate, the
+    # odd ones up. None: the sources are matrices.
+    interleaved: int | None = None
     # The parameter is fp32, whatever the dtype of the others; only where it is not cut.
     fp32: bool = False
 
@@ -36,9 +38,9 @@ class WeightRule:
             sum(shape[0] for shape in self.sources.values()),
             next(iter(self.sources.values()))[1:],
         )
-        if self.turns is not None:
+        if self.interleaved is not None:
             rows, rest = rows * rest[-1], rest[:-1]
-        parts, experts = self.parts(sizes), self.experts
+        parts, experts = self.num_parts(sizes), self.num_experts
         if self.cut == "rows":
             rows //= parts
         if self.cut == "columns":
@@ -47,19 +49,28 @@ class WeightRule:
             (rows, *rest) if experts is None else (experts // sizes.expert, rows // experts, *rest)
         )
 
-    def parts(self, sizes: Sizes) -> int:
-        """How many parts the rows or columns are cut into."""
+    def num_parts(self, sizes: Sizes) -> int:
+        """Number of parts that the rows or columns are cut into."""
         if self.cut == "whole":
             return 1
-        return sizes.tensor if self.experts is None else sizes.expert_tensor
+        return sizes.tensor if self.num_experts is None else sizes.expert_tensor
 
-    def part(self, place: Place) -> int:
-        """Which of `parts` the rank has."""
+    def part_number(self, place: Place) -> int:
+        """Number of this rank's part, from 0."""
         if self.cut == "whole":
             return 0
-        return place.tensor if self.experts is None else place.expert_tensor
+        return place.tensor if self.num_experts is None else place.expert_tensor
 
     def first_expert(self, sizes: Sizes, place: Place) -> int:
         """The first of the experts that the rank has; expert-parallel ranks have equal consecutive
         parts."""
-        return 0 if self.experts is None else place.expert * (self.experts // sizes.expert)
+        return 0 if self.num_experts is None else place.expert * (self.num_experts // sizes.expert)
+
+
+def on_stage(parameter: str, arch: Arch, sizes: Sizes, stage: int) -> bool:
+    """Whether a pipeline stage has the parameter of a `WeightRule`. A tied table is on the first
+    stage and the last."""
+    if layer := re.search(r"layers\.(\d+)\.", parameter):
+        return int(layer[1]) in sizes.layers(arch.num_layers, stage)
+    first, last = stage == 0, stage == sizes.pipeline - 1
+    return (first or (last and arch.tie_embeddings)) if parameter.startswith("embedding.") else last

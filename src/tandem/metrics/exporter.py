@@ -38,7 +38,6 @@ from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool
 from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
-from tandem.system.path_names import free_path_names
 
 log = Log("exporter")
 
@@ -117,7 +116,6 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status."""
     configure()
-    free_path_names()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

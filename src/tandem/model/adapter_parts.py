@@ -30,8 +30,8 @@ class AdapterParts:
         for key in self._shapes:
             if layer_of(key) in layers:
                 self._keys.setdefault(stacked_name(key), []).append(key)
-        found = _tensors(gpt, layers)
-        self.tensors = {name: found[name] for name in self._keys}
+        whole_tensors = _tensors(gpt, layers)
+        self.tensors = {name: whole_tensors[name] for name in self._keys}
         """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all
         ranks of a stage."""
 
@@ -39,22 +39,22 @@ class AdapterParts:
         """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every
         rank's `local`, by LoRA parameter. A collective of all ranks that hold one copy of the
         model."""
-        found: dict[str, torch.Tensor] = {}
+        whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
-            found |= self.gather(name, tensor)
+            whole_tensors |= self.gather(name, tensor)
         sizes = self._topology.sizes
         for stage in range(sizes.pipeline if sizes.pipeline > 1 else 0):
             layers = sizes.layers(self._num_layers, stage)
-            of_stage = {
+            stage_shapes = {
                 key: shape for key, shape in self._shapes.items() if layer_of(key) in layers
             }
-            memory, views = allocate(of_stage, torch.float32, torch.device("cpu"))
+            memory, views = allocate(stage_shapes, torch.float32, torch.device("cpu"))
             if stage == self._topology.place.pipeline:
                 for key, view in views.items():
-                    view.copy_(found[key])
+                    view.copy_(whole_tensors[key])
             dist.broadcast(memory, group=self._topology.pipeline, group_src=stage)
-            found |= views
-        return {key: found[key] for key in self._shapes}
+            whole_tensors |= views
+        return {key: whole_tensors[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
         """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of
@@ -62,16 +62,16 @@ class AdapterParts:
         ranks, in the same order on each.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
-        group = self._topology.experts if tensor.experts else self._topology.tensor
+        group = self._topology.expert_group if tensor.stacked else self._topology.tensor
         local = local.detach().contiguous()
-        if group.size() == 1 or (tensor.cut == "whole" and not tensor.experts):
+        if group.size() == 1 or (tensor.cut == "whole" and not tensor.stacked):
             whole = local.to("cpu", copy=True)
         else:
             parts = [torch.empty_like(local) for _ in range(group.size())]
             dist.all_gather(parts, local, group=group)
-            each = sizes.expert_tensor if tensor.experts else group.size()  # parts of the same rows
+            each = sizes.expert_tensor if tensor.stacked else group.size()  # parts of the same rows
             several = [parts[start : start + each] for start in range(0, len(parts), each)]
-            whole = torch.cat([_joined(of_rows, tensor.cut) for of_rows in several]).cpu()
+            whole = torch.cat([_join(row_parts, tensor.cut) for row_parts in several]).cpu()
         keys = self._keys[name]
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
@@ -105,11 +105,11 @@ class AdapterParts:
             self._topology.sizes,
             self._topology.place,
         )
-        if self.tensors[name].experts:
-            mine = len(keys) // sizes.expert
-            own = keys[place.expert * mine : (place.expert + 1) * mine]
-            for key, of_expert in zip(own, local, strict=True):
-                yield _piece(stored[key + suffix], cut, place.expert_tensor, of_expert)
+        if self.tensors[name].stacked:
+            count = len(keys) // sizes.expert
+            rank_keys = keys[place.expert * count : (place.expert + 1) * count]
+            for key, matrix in zip(rank_keys, local, strict=True):
+                yield _piece(stored[key + suffix], cut, place.expert_tensor, matrix)
         else:
             yield _piece(stored[name + suffix], cut, place.tensor, local)
 
@@ -130,7 +130,7 @@ def _tensors(gpt: GPTModel, layers: range) -> dict[str, LoraTensor]:
     return tensors
 
 
-def _joined(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
+def _join(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
     """The whole tensor of its parts, or of equal copies."""
     return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
 

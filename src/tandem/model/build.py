@@ -10,15 +10,15 @@ from typing import Literal
 import torch
 
 from tandem.families.arch import Arch, LinearScaling, RopeScaling, YarnScaling
-from tandem.families.topology import check
 from tandem.model import device, mcore, parallel
-from tandem.model.layer.blocks import Keep
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.norm import make_norm
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.lora import AdapterSwitch
 from tandem.model.pipeline import Pipeline
 from tandem.model.policy import Policy
 from tandem.model.weights.base_memory import BaseWeights
+from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 
 Recompute = Literal["auto", "none", "full"]
@@ -46,9 +46,8 @@ def build_policy(
     Args:
         lora: None trains all weights (`Policy.train_base`).
         dtype: of base weights and activations (LoRA is fp32); the default is the device's.
-        recompute: "full" keeps only each layer's input and its attention's output for the backward
-        pass. The others
-            keep everything, until `recompute.fit` chooses.
+        recompute: "full" saves only each layer's input and its attention's output for the backward
+        pass. The others save everything, until `recompute.fit` chooses.
         base: returns the memory for the base weights (`BaseWeights.parameters`); the default
         allocates it.
 
@@ -56,7 +55,7 @@ def build_policy(
         InvalidInput: the model can't be cut over the ranks so.
     """
     topology = parallel.current()
-    check(arch, topology.sizes)
+    check_sizes(arch, topology.sizes)
     stage, switch, dtype = (
         Pipeline(topology, arch.num_layers),
         AdapterSwitch(),
@@ -85,7 +84,7 @@ def build_policy(
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for layer in gpt.decoder.layers:
-        layer.keep = Keep.INPUT if recompute == "full" else Keep.ALL
+        layer.save_level = SaveLevel.INPUT if recompute == "full" else SaveLevel.ALL
     policy = Policy(gpt, arch, lora, switch, stage, inv_freq=rope_frequencies(arch))
     policy.place(
         base() if base is not None else BaseWeights(arch, dtype, topology.sizes).parameters
@@ -123,13 +122,15 @@ def rope_frequencies(arch: Arch) -> torch.Tensor:
     if isinstance(arch.rope_scaling, YarnScaling):
         frequencies = _yarn(frequencies, arch.rope_scaling, arch.rope_theta)
     else:
-        frequencies = _scaled(frequencies, arch.rope_scaling)
+        frequencies = _scale_rope(frequencies, arch.rope_scaling)
     if arch.window is None or arch.window.rope_theta is None:
         return frequencies[None]
     return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
 
 
-def _scaled(frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | None) -> torch.Tensor:
+def _scale_rope(
+    frequencies: torch.Tensor, scaling: RopeScaling | LinearScaling | None
+) -> torch.Tensor:
     if scaling is None:
         return frequencies
     if isinstance(scaling, LinearScaling):

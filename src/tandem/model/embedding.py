@@ -10,19 +10,21 @@ from tandem.model.mcore import GPTModel
 from tandem.model.parallel import Topology
 
 
-def embedded(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
+def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
     """tokens int64 [S] -> [S, 1, hidden]; with sequence parallelism this rank's part of the slots,
     which divide evenly.
 
     The vocabulary is cut over tensor-parallel ranks.
     """
     # A leaf, so that autograd comes back here.
-    leaf = torch.empty((), requires_grad=gradients.wanted(gpt.embedding.word_embeddings.weight))
-    hidden: torch.Tensor = _Embedded.apply(leaf, tokens, gpt, arch.embedding_scale, topology)
+    leaf = torch.empty(
+        (), requires_grad=gradients.has_gradient_buffer(gpt.embedding.word_embeddings.weight)
+    )
+    hidden: torch.Tensor = _Embed.apply(leaf, tokens, gpt, arch.embedding_scale, topology)
     return hidden
 
 
-class _Embedded(torch.autograd.Function):
+class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -54,9 +56,11 @@ class _Embedded(torch.autograd.Function):
             gradient = parallel.gather(gradient, topology.tensor)
         if ctx.scale is not None:
             gradient = gradient * ctx.scale
-        own = ctx.tokens - topology.place.tensor * rows
-        here = (own >= 0) & (own < rows)
-        of_own = torch.where(here[:, None], gradient.float(), 0.0)
+        local = ctx.tokens - topology.place.tensor * rows
+        here = (local >= 0) & (local < rows)
+        grad_local = torch.where(here[:, None], gradient.float(), 0.0)
         # Deterministic on CUDA too, where torch sorts the indices.
-        ctx.weight.gradient_sum.index_put_((torch.where(here, own, 0),), of_own, accumulate=True)
+        ctx.weight.gradient_sum.index_put_(
+            (torch.where(here, local, 0),), grad_local, accumulate=True
+        )
         return None, None, None, None, None

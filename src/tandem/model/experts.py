@@ -57,9 +57,9 @@ class ExpertLinear(Adapters):
     """The same linear layer of each of this rank's experts: frozen, with adapters; or trained
     itself. Uninitialised.
 
-    Ranks that cut the same experts (ETP) have the same rows in the same order. Outputs, gradients
-    of rows and gradients of probabilities are then this rank's summands; gradients of adapters are
-    complete.
+    Ranks that cut the same experts (ETP) have the same assignments in the same order. Outputs,
+    gradients of x and gradients of probabilities are then this rank's summands; gradients of
+    adapters are complete.
     """
 
     aligned = _ALIGNED
@@ -68,7 +68,7 @@ class ExpertLinear(Adapters):
         self,
         experts: int,
         in_features: int,
-        rows: Mapping[str, int],
+        out_features: Mapping[str, int],
         cut: Cut,
         lora: LoraShape | None,
         switch: AdapterSwitch,
@@ -76,70 +76,70 @@ class ExpertLinear(Adapters):
         dtype: torch.dtype,
         bias: bool,
     ) -> None:
-        """`experts`, `in_features` and `rows` are of all ranks together; see `Adapters`."""
+        """`experts`, `in_features` and `out_features` are of all ranks together; see `Adapters`."""
         topology = parallel.current()
         sizes = topology.sizes
         if cut == "rows":
-            rows = {target: count // sizes.expert_tensor for target, count in rows.items()}
+            out_features = {
+                target: count // sizes.expert_tensor for target, count in out_features.items()
+            }
         else:
             in_features //= sizes.expert_tensor
         experts //= sizes.expert
-        super().__init__(in_features, rows, cut, lora, switch, experts=experts)
+        super().__init__(in_features, out_features, cut, lora, switch, experts=experts)
         self.topology = topology
         self.weight = nn.Parameter(
-            torch.empty(experts, sum(rows.values()), in_features, dtype=dtype)
+            torch.empty(experts, sum(out_features.values()), in_features, dtype=dtype)
         )
         self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
-    def row_biases(self, ends: torch.Tensor, rows: int) -> torch.Tensor | None:
-        """The bias of each of the `rows` rows, or None. Where ranks cut an expert and their outputs
-        are summed, only the first has one."""
+    def assignment_biases(self, ends: torch.Tensor, count: int) -> torch.Tensor | None:
+        """The bias of each of the `count` assignments, or None. Where ranks cut an expert and their
+        outputs are summed, only the first has one."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
-        row = torch.arange(rows, device=ends.device)
-        return self.bias[torch.searchsorted(ends, row, right=True)]
+        assignments = torch.arange(count, device=ends.device)
+        return self.bias[torch.searchsorted(ends, assignments, right=True)]
 
     def forward(
-        self, rows: torch.Tensor, ends: torch.Tensor
+        self, x: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows [N, in], whose groups end at `ends` -> (output [N, out] without bias; A x [N,
-        targets * rank], padded)."""
-        output = grouped_product(rows, self.weight.transpose(1, 2), ends)
+        """x [N, in] of N assignments, whose groups end at `ends` -> (output [N, out] without bias;
+        A x [N, targets * rank], padded)."""
+        output = grouped_product(x, self.weight.transpose(1, 2), ends)
         if not self.adapted:
             return output, None
-        of_a, of_b = self.cast(rows.dtype)
-        inner = grouped_product(rows, of_a.transpose(1, 2), ends)
-        return output.add_(grouped_product(inner, of_b.transpose(1, 2), ends)), inner
+        a, b = self.cast(x.dtype)
+        inner = grouped_product(x, a.transpose(1, 2), ends)
+        return output.add_(grouped_product(inner, b.transpose(1, 2), ends)), inner
 
     def input_gradient(
         self, gradient: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From the gradient of the output, those of the rows and of A x."""
-        of_rows = grouped_product(gradient, self.weight, ends)
+        """From the gradient of the output, those of x and of A x."""
+        grad_x = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
-            return of_rows, None
-        of_a, of_b = self.cast(gradient.dtype)
-        of_inner = grouped_product(gradient, of_b, ends)
-        return of_rows.add_(grouped_product(of_inner, of_a, ends)), of_inner
+            return grad_x, None
+        a, b = self.cast(gradient.dtype)
+        grad_inner = grouped_product(gradient, b, ends)
+        return grad_x.add_(grouped_product(grad_inner, a, ends)), grad_inner
 
     def add_gradients(
         self,
         gradient: torch.Tensor,
-        of_inner: torch.Tensor | None,
-        rows: torch.Tensor,
+        grad_inner: torch.Tensor | None,
+        x: torch.Tensor,
         inner: torch.Tensor | None,
         ends: torch.Tensor,
     ) -> None:
         """Add the gradients of the adapters, and of the weight where it is trained, to theirs."""
-        if gradients.wanted(self.weight):
-            gradients.add(self.weight, grouped_outer(gradient, rows, ends))
-        if of_inner is None or inner is None:
+        if gradients.has_gradient_buffer(self.weight):
+            gradients.add(self.weight, grouped_outer(gradient, x, ends))
+        if grad_inner is None or inner is None:
             return
-        of_a, of_b = (
-            grouped_outer(of_inner, rows, ends).float(),
-            grouped_outer(gradient, inner, ends).float(),
-        )
-        # The tensor that all ranks have whole; of_inner of gate and up, and A x of down, are this
+        grad_a = grouped_outer(grad_inner, x, ends).float()
+        grad_b = grouped_outer(gradient, inner, ends).float()
+        # The tensor that all ranks have whole; grad_inner of gate and up, and A x of down, are this
         # rank's summands.
-        parallel.all_reduce(of_a if self.column else of_b, group=self.topology.expert_tensor)
-        self._add_gradients(of_a, of_b)
+        parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
+        self._add_gradients(grad_a, grad_b)

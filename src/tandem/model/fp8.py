@@ -23,8 +23,8 @@ class Fp8Weight:
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight`: bfloat16, contiguous, on a GPU."""
         out_features, in_features = weight.shape
-        by_row, self._row_scales = _quantised(weight)
-        by_column, self._column_scales = _quantised(weight.t().contiguous())
+        by_row, self._row_scales = _quantise(weight)
+        by_column, self._column_scales = _quantise(weight.t().contiguous())
         memory = weight.view(-1).view(E4M3)
         self._by_row = memory[: weight.numel()].view(out_features, in_features)
         self._by_column = memory[weight.numel() :].view(in_features, out_features)
@@ -58,7 +58,7 @@ def fits(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.bfloat16 and not any(size % _MULTIPLE for size in weight.shape)
 
 
-def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(FP8 [n, columns], fp32 scales [n, 1]): `rows` is their product."""
     from tandem.model.layer import triton_kernels
 
@@ -67,7 +67,7 @@ def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """rows [S, k] and weight [n, k] with scales [n, 1] -> rows weight^T, bfloat16 [S, n]."""
-    quantised, row_scales = _quantised(rows)
+    quantised, row_scales = _quantise(rows)
     return torch._scaled_mm(
         quantised,
         weight.t(),

@@ -18,7 +18,7 @@ def attach(parameter: Tensor, buffer: Tensor) -> None:
     parameter.gradient_sum = buffer  # type: ignore[attr-defined]
 
 
-def wanted(parameter: Tensor | None) -> bool:
+def has_gradient_buffer(parameter: Tensor | None) -> bool:
     """Whether the parameter has a buffer."""
     return getattr(parameter, "gradient_sum", None) is not None
 
@@ -40,7 +40,7 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
         buffer.add_(product(part, right))
 
 
-def own(parameter: Tensor) -> Tensor:
+def accumulator(parameter: Tensor) -> Tensor:
     """The parameter's own gradient, which is zero at first."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

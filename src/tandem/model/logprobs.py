@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tandem.families.memory import CHUNK_ELEMENTS
 from tandem.model import gradients, parallel
+from tandem.planning.memory import CHUNK_ELEMENTS
 
 
 def item_logprobs(
@@ -79,26 +79,26 @@ class _Statistics(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
         hidden, targets, weight, normaliser, entropy = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.empty_like(hidden)
         for chunk in _chunks(len(targets), len(weight)):
-            of_logits = _logits_gradient(
+            grad_logits = _logits_gradient(
                 linear(hidden[chunk], weight),
                 targets[chunk],
                 normaliser[chunk],
                 entropy[chunk],
-                of_logprobs[chunk],
-                of_entropy[chunk],
+                grad_logprobs[chunk],
+                grad_entropy[chunk],
                 ctx.temperature,
             )
-            torch.mm(of_logits, weight, out=of_hidden[chunk])
-            if gradients.wanted(ctx.parameter):
-                gradients.add_product(ctx.parameter, of_logits, hidden[chunk])
-            del of_logits  # before the next chunk's exist
+            torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if gradients.has_gradient_buffer(ctx.parameter):
+                gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
+            del grad_logits  # before the next chunk's exist
         if ctx.group is not None:
-            parallel.all_reduce(of_hidden, dist.ReduceOp.SUM, ctx.group)
-        return of_hidden, None, None, None, None
+            parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
+        return grad_hidden, None, None, None, None
 
 
 def _chunks(items: int, vocabulary: int) -> list[slice]:
@@ -118,9 +118,9 @@ def _statistics(
     else:
         scaled = logits.float() / temperature
         largest = scaled.amax(-1)
-        mine = (targets >= 0) & (targets < scaled.shape[-1])
+        in_part = (targets >= 0) & (targets < scaled.shape[-1])
         target = torch.where(
-            mine, scaled.gather(-1, torch.where(mine, targets, 0)[:, None]).squeeze(-1), 0.0
+            in_part, scaled.gather(-1, torch.where(in_part, targets, 0)[:, None]).squeeze(-1), 0.0
         )
         shifted = scaled - largest[:, None]
         weights = shifted.exp()
@@ -141,8 +141,8 @@ def _logits_gradient(
     targets: torch.Tensor,
     normaliser: torch.Tensor,
     entropy: torch.Tensor,
-    of_logprobs: torch.Tensor,
-    of_entropy: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
     """The gradient of `logits`, in their dtype; on CUDA it is written over them. `normaliser`: m +
@@ -151,13 +151,13 @@ def _logits_gradient(
         from tandem.model.layer import triton_softmax
 
         return triton_softmax.logits_gradient(
-            logits, targets, normaliser, entropy, of_logprobs, of_entropy, temperature
+            logits, targets, normaliser, entropy, grad_logprobs, grad_entropy, temperature
         )
     log_p = logits.float() / temperature - normaliser[:, None]
     gradient = -log_p.exp() * (
-        of_logprobs[:, None] + of_entropy[:, None] * (log_p + entropy[:, None])
+        grad_logprobs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
     )
-    mine = (targets >= 0) & (targets < logits.shape[-1])
+    in_part = (targets >= 0) & (targets < logits.shape[-1])
     rows = torch.arange(len(logits), device=logits.device)
-    gradient[rows, torch.where(mine, targets, 0)] += torch.where(mine, of_logprobs, 0.0)
+    gradient[rows, torch.where(in_part, targets, 0)] += torch.where(in_part, grad_logprobs, 0.0)
     return (gradient / temperature).to(logits.dtype)

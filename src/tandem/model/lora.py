@@ -4,7 +4,7 @@ Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank]
 where Megatron fuses the base weights. All are fp32 and cast to the activations' dtype in use, so
 they are their own master weights.
 
-Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is kept for
+Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is saved for
 them. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. Backward
@@ -49,7 +49,7 @@ class LoraTensor:
 
     parameter: nn.Parameter
     cut: Cut
-    experts: bool = False  # stacked, [experts, rows, columns]; the ranks of the experts have it
+    stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
 
 
 class Adapters(nn.Module):
@@ -67,7 +67,7 @@ class Adapters(nn.Module):
     def __init__(
         self,
         in_features: int,
-        rows: Mapping[str, int],
+        out_features: Mapping[str, int],
         cut: Cut,
         lora: LoraShape | None,
         switch: AdapterSwitch,
@@ -75,24 +75,24 @@ class Adapters(nn.Module):
         groups: int = 1,
         experts: int | None = None,
     ) -> None:
-        """`in_features`, `rows`: of this rank, the latter for each target, adapted or not; `cut`:
-        how ranks cut the weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv` has one
-        per key head."""
+        """`in_features`, `out_features`: of this rank, the latter for each target, adapted or not;
+        `cut`: how ranks cut the weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv`
+        has one per key head."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self.rank, self.scale = (lora.rank, lora.alpha / lora.rank) if lora else (0, 0.0)
-        self.targets = [target for target in rows if lora and target in lora.targets]
+        self.targets = [target for target in out_features if lora and target in lora.targets]
         self.blocks = groups if experts is None else experts
-        self.block_rows = {target: count // groups for target, count in rows.items()}
+        self.block_features = {target: count // groups for target, count in out_features.items()}
         stack = () if experts is None else (experts,)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         for target in self.targets:
             self.lora_a[target] = nn.Parameter(torch.empty(*stack, self.rank, in_features))
-            self.lora_b[target] = nn.Parameter(torch.empty(*stack, rows[target], self.rank))
+            self.lora_b[target] = nn.Parameter(torch.empty(*stack, out_features[target], self.rank))
         self._a, self._b = list(self.lora_a.values()), list(self.lora_b.values())
         self._columns = -(-len(self.targets) * self.rank // self.aligned) * self.aligned
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._written = False
+        self._cast_memory: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._cast_is_written = False
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B."""
@@ -112,44 +112,44 @@ class Adapters(nn.Module):
         and alpha / rank * B of them [out, targets * rank] in the order of the weight's rows, of
         experts [experts, out, targets * rank]. Both are padded. B is zero where a row is of one
         target and a column of another."""
-        if self._held is None:
-            of_a, of_b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
-            return self._write_cast(of_a, of_b)
-        if not self._written:
-            self._write_cast(*self._held)
-            self._written = True
-        return self._held
+        if self._cast_memory is None:
+            a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
+            return self._write_cast(a, b)
+        if not self._cast_is_written:
+            self._write_cast(*self._cast_memory)
+            self._cast_is_written = True
+        return self._cast_memory
 
     def hold(self, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with
         None. Meanwhile the parameters may not change."""
-        self._held, self._written = memory, False
+        self._cast_memory, self._cast_is_written = memory, False
 
     def cast_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of what `cast` returns."""
         stack = (self.blocks,) if self.stacked else ()
-        rows = sum(self.block_rows.values()) * (1 if self.stacked else self.blocks)
-        return (*stack, self._columns, self._a[0].shape[-1]), (*stack, rows, self._columns)
+        features = sum(self.block_features.values()) * (1 if self.stacked else self.blocks)
+        return (*stack, self._columns, self._a[0].shape[-1]), (*stack, features, self._columns)
 
     @torch.no_grad()
-    def _write_cast(
-        self, of_a: torch.Tensor, of_b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        torch._foreach_copy_(self._target_rows(of_a), self._a)
-        blocks = self._target_blocks(of_b.view(self.blocks, -1, self._columns))
-        for b, block in zip(self._b, blocks, strict=True):
-            torch.mul(b.view(block.shape), self.scale, out=block)
-        return of_a, of_b
+    def _write_cast(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._foreach_copy_(self._target_rows(a), self._a)
+        blocks = self._target_blocks(b.view(self.blocks, -1, self._columns))
+        for target_b, block in zip(self._b, blocks, strict=True):
+            torch.mul(target_b.view(block.shape), self.scale, out=block)
+        return a, b
 
-    def _add_gradients(self, of_a: torch.Tensor, of_b: torch.Tensor) -> None:
-        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `of_b` before it is
+    def _add_gradients(self, grad_a: torch.Tensor, grad_b: torch.Tensor) -> None:
+        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `grad_b` before it is
         scaled."""
-        blocks = self._target_blocks(of_b.view(self.blocks, -1, of_b.shape[-1]))
-        own_b = [
-            gradients.own(b).view(block.shape) for b, block in zip(self._b, blocks, strict=True)
+        blocks = self._target_blocks(grad_b.view(self.blocks, -1, grad_b.shape[-1]))
+        sums_a = [gradients.accumulator(a) for a in self._a]
+        sums_b = [
+            gradients.accumulator(b).view(block.shape)
+            for b, block in zip(self._b, blocks, strict=True)
         ]
-        torch._foreach_add_([gradients.own(a) for a in self._a], self._target_rows(of_a))
-        torch._foreach_add_(own_b, blocks, alpha=self.scale)
+        torch._foreach_add_(sums_a, self._target_rows(grad_a))
+        torch._foreach_add_(sums_b, blocks, alpha=self.scale)
 
     def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Of A of all targets each one's own."""
@@ -160,7 +160,7 @@ class Adapters(nn.Module):
         after those of the adapted targets before it."""
         blocks: list[torch.Tensor] = []
         begin = 0
-        for target, count in self.block_rows.items():
+        for target, count in self.block_features.items():
             if target in self.targets:
                 column = len(blocks) * self.rank
                 blocks.append(whole[:, begin : begin + count, column : column + self.rank])
@@ -175,7 +175,7 @@ class LoraLinear(Adapters):
     def __init__(
         self,
         in_features: int,
-        rows: Mapping[str, int],
+        out_features: Mapping[str, int],
         cut: Cut,
         lora: LoraShape | None,
         switch: AdapterSwitch,
@@ -184,21 +184,23 @@ class LoraLinear(Adapters):
         groups: int = 1,
         bias: bool = False,
     ) -> None:
-        """`in_features` and `rows` are of all ranks together, `groups` is of this rank; see
+        """`in_features` and `out_features` are of all ranks together, `groups` is of this rank; see
         `Adapters`."""
         topology = parallel.current()
         parts = topology.sizes.tensor
         if cut == "rows":
-            rows = {target: count // parts for target, count in rows.items()}
+            out_features = {target: count // parts for target, count in out_features.items()}
         else:
             in_features //= parts
-        super().__init__(in_features, rows, cut, lora, switch, groups=groups)
+        super().__init__(in_features, out_features, cut, lora, switch, groups=groups)
         self.group, self.sequence, self._alone = (
             topology.tensor,
             topology.sizes.sequence,
             parts == 1,
         )
-        self.weight = nn.Parameter(torch.empty(sum(rows.values()), in_features, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(sum(out_features.values()), in_features, dtype=dtype)
+        )
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
         """The frozen weight, where it is quantised; `weight` then has no values."""
@@ -218,55 +220,55 @@ class LoraLinear(Adapters):
         else:
             output = self._product(x)
             if not self.column:
-                output = self._summed(output)
+                output = self._sum_over_ranks(output)
             if bias is not None:
                 output += bias
             if residual is not None:
                 output += residual
         if not self.adapted:
             return output, None
-        of_a, of_b = self.cast(x.dtype)
-        inner = linear(x, of_a)
+        a, b = self.cast(x.dtype)
+        inner = linear(x, a)
         if not self.column:
-            inner = self._summed(inner)
-        return output.addmm_(inner, of_b.t()), inner
+            inner = self._sum_over_ranks(inner)
+        return output.addmm_(inner, b.t()), inner
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""
-        of_a, of_b = self.cast(gradient.dtype) if self.adapted else (None, None)
-        of_inner = None if of_b is None else gradient @ of_b
+        a, b = self.cast(gradient.dtype) if self.adapted else (None, None)
+        grad_inner = None if b is None else gradient @ b
         if self.sequence and not self.column:
             gradient = parallel.gather(gradient, self.group)
-            of_inner = None if of_inner is None else parallel.gather(of_inner, self.group)
-        of_x = gradient @ self.weight if self.fp8 is None else self.fp8.backward(gradient)
+            grad_inner = None if grad_inner is None else parallel.gather(grad_inner, self.group)
+        grad_x = gradient @ self.weight if self.fp8 is None else self.fp8.backward(gradient)
         if self.column:
-            of_x = self._summed(of_x)
-        if of_inner is None or of_a is None:
-            return of_x, None
+            grad_x = self._sum_over_ranks(grad_x)
+        if grad_inner is None or a is None:
+            return grad_x, None
         if self.column:
-            of_inner = self._summed(of_inner)
-        return of_x.addmm_(of_inner, of_a), of_inner
+            grad_inner = self._sum_over_ranks(grad_inner)
+        return grad_x.addmm_(grad_inner, a), grad_inner
 
     def add_gradients(
         self,
         gradient: torch.Tensor,
-        of_inner: torch.Tensor | None,
+        grad_inner: torch.Tensor | None,
         x: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> None:
         """Add the gradients of the adapters, and of the layer's own weight and bias where these are
-        trained, to theirs. `of_inner`: from `input_gradient`; `inner`: from the forward."""
-        if gradients.wanted(self.weight):
+        trained, to theirs. `grad_inner`: from `input_gradient`; `inner`: from the forward."""
+        if gradients.has_gradient_buffer(self.weight):
             self._add_base_gradients(gradient, x)
-        if of_inner is None or inner is None:
+        if grad_inner is None or inner is None:
             return
-        of_a, of_b = gradients.product(of_inner, x), gradients.product(gradient, inner)
+        grad_a, grad_b = gradients.product(grad_inner, x), gradients.product(gradient, inner)
         if self.sequence:  # each rank has that of its own tokens
-            parallel.all_reduce(of_a if self.column else of_b, group=self.group)
-        self._add_gradients(of_a, of_b)
+            parallel.all_reduce(grad_a if self.column else grad_b, group=self.group)
+        self._add_gradients(grad_a, grad_b)
 
     def _add_base_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> None:
-        if gradients.wanted(self.bias):
+        if gradients.has_gradient_buffer(self.bias):
             gradients.add(self.bias, gradient.sum(0, dtype=torch.float32))
         if self.sequence and self.column:
             x = parallel.gather(x, self.group)
@@ -274,7 +276,7 @@ class LoraLinear(Adapters):
             gradient = parallel.gather(gradient, self.group)
         gradients.add_product(self.weight, gradient, x)
 
-    def _summed(self, partial: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""
         if self._alone:
             return partial

@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.errors import InvalidInput
-from tandem.families.topology import Place, Sizes
 from tandem.model import device
 from tandem.model.mcore import parallel_state
+from tandem.topology.sizes import Place, Sizes
 
 # torch 2.13 has new names for these, and warns of the old ones.
 _COLLECTIVES: Any = dist
@@ -37,7 +37,7 @@ class Topology:
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
-    experts: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
     """The ranks that the experts are cut over: expert_tensor and expert together, in the order of
     their ranks."""
     expert_data: dist.ProcessGroup
@@ -100,8 +100,10 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
             f"{world_size} ranks don't divide into groups of {sizes.world}", field="tensor_parallel"
         )
     sizes = replace(sizes, data=world_size // sizes.world)
-    if sizes.stage % sizes.experts:
-        problem = f"{sizes.stage} ranks don't divide into groups of {sizes.experts} for the experts"
+    if sizes.stage % sizes.expert_ranks:
+        problem = (
+            f"{sizes.stage} ranks don't divide into groups of {sizes.expert_ranks} for the experts"
+        )
         raise InvalidInput(problem, field="expert_parallel")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,
@@ -126,24 +128,24 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
         pipeline=state.get_pipeline_model_parallel_group(),
         expert_tensor=state.get_expert_tensor_parallel_group(),
         expert=state.get_expert_model_parallel_group(),
-        experts=state.get_expert_tensor_and_model_parallel_group(),
+        expert_group=state.get_expert_tensor_and_model_parallel_group(),
         expert_data=state.get_expert_data_parallel_group(),
-        forward=_own_group(pipelines, timeout),
-        backward=_own_group(pipelines, timeout),
-        ends=_own_group([[ranks[0], ranks[-1]] for ranks in pipelines], timeout),
+        forward=_new_group(pipelines, timeout),
+        backward=_new_group(pipelines, timeout),
+        ends=_new_group([[ranks[0], ranks[-1]] for ranks in pipelines], timeout),
     )
     return _current
 
 
-def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
     """A new group of this rank's: the one of `groups` that it is in. The pipeline's where that is
     one rank, or where it is in none."""
-    own: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-    if own.size() > 1:
+    group_of_rank: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+    if group_of_rank.size() > 1:
         for ranks in groups:
             group = dist.new_group(ranks, timeout=timeout)
-            own = group if dist.get_rank() in ranks else own
-    return own
+            group_of_rank = group if dist.get_rank() in ranks else group_of_rank
+    return group_of_rank
 
 
 def reading_groups() -> ReadingGroups | None:
@@ -216,7 +218,7 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def destroy() -> None:
-    """Destroy all process groups, after all ranks have come here (R3)."""
+    """Destroy all process groups, after all ranks have come here."""
     if dist.is_initialized():
         device.synchronize()
         gather_objects(None)  # a barrier that makes no communicator

@@ -78,20 +78,20 @@ class Pipeline:
         self._forward.finish()
         self._backward.finish()
 
-    def received(
+    def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
         """The hidden states that the stage before sends. Going back, it gets their gradient."""
         hidden = self._forward.receive(shape, dtype, where)
         if not torch.is_grad_enabled():
             return hidden
-        got: torch.Tensor = _Received.apply(hidden.requires_grad_(), self._backward)
-        return got
+        leaf: torch.Tensor = _Receive.apply(hidden.requires_grad_(), self._backward)
+        return leaf
 
-    def sent(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
+    def send(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
         """Send hidden states to the next stage; returns zeros [items], fp32. Going back from them,
         whatever their gradient, the next stage sends that of `hidden`."""
-        zeros: torch.Tensor = _Sent.apply(hidden, items, self._forward, self._backward)
+        zeros: torch.Tensor = _Send.apply(hidden, items, self._forward, self._backward)
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Pipeline:
         return shared.to(values.device)
 
 
-class _Received(torch.autograd.Function):
+class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, back: _Lane) -> torch.Tensor:
         ctx.back = back
@@ -116,7 +116,7 @@ class _Received(torch.autograd.Function):
         return None, None
 
 
-class _Sent(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, items: int, there: _Lane, back: _Lane

@@ -17,12 +17,12 @@ from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, rotation, tree_params
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
-from tandem.model.embedding import embedded
+from tandem.model.embedding import embed
 from tandem.model.logprobs import item_logprobs
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.mcore import GPTModel
 from tandem.model.pipeline import Pipeline
-from tandem.model.rows import RowTensors, dealt, padded
+from tandem.model.rows import RowTensors, deal_row, pad_row
 from tandem.model.weights.checkpoint_tensors import check_adapter
 from tandem.spool.schema import LoraShape
 
@@ -73,11 +73,11 @@ class Policy(nn.Module):
         weights, the adapter becomes zero, which leaves the base model's function unchanged. Waits
         for the device to start.
         """
-        where, own = device.device(), self.base()
-        assert base.keys() == own.keys(), (
-            f"the rules and the model differ in {sorted(base.keys() ^ own.keys())}"
+        where, parameters = device.device(), self.base()
+        assert base.keys() == parameters.keys(), (
+            f"the rules and the model differ in {sorted(base.keys() ^ parameters.keys())}"
         )
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             assert parameter.shape == base[name].shape, (
                 f"{name} is {parameter.shape}, not {base[name].shape}"
             )
@@ -163,8 +163,8 @@ class Policy(nn.Module):
         self.stage.finish()
         for layer in self._linear_layers():
             layer.fp8 = None
-        own = [*self.lora_parameters().values(), self._inv_freq]
-        return self._base_memory.park(self.base().values()) + self._own_memory.park(own)
+        trained = [*self.lora_parameters().values(), self._inv_freq]
+        return self._base_memory.park(self.base().values()) + self._own_memory.park(trained)
 
     def restore(self) -> None:
         """Undo `offload`: the same memory and adapter, but frozen base weights are
@@ -228,11 +228,11 @@ class Policy(nn.Module):
         Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`).
         Every stage goes back from its own, by `Pipeline.backward`.
         """
-        items, row = len(row.item_token), self.laid_out(row)
+        items, row = len(row.item_token), self.lay_out(row)
         hidden = self.gpt.decoder(self._first_hidden(row), **self.decoder_inputs(row))[:, 0]
         if self.stage.last:
             return self._outputs(row, hidden, temperature)
-        zeros = self.stage.sent(hidden, items)
+        zeros = self.stage.send(hidden, items)
         return ItemOutputs(zeros, zeros.detach())
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ class Policy(nn.Module):
         with whatever is in the weights' memory, which may be written meanwhile. A collective of the
         ranks that share layers.
         """
-        decoder, row = self.gpt.decoder, self.laid_out(row)
+        decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
         hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
         if self.stage.last:
@@ -262,23 +262,23 @@ class Policy(nn.Module):
             group=self.topology.tensor,
         )
         if row.deal is not None:
-            logprobs, entropy = row.deal.together(logprobs), row.deal.together(entropy)
+            logprobs, entropy = row.deal.gather_items(logprobs), row.deal.gather_items(entropy)
         return ItemOutputs(logprobs, entropy)
 
-    def laid_out(self, row: RowTensors) -> RowTensors:
+    def lay_out(self, row: RowTensors) -> RowTensors:
         """What this rank has of the row, in slots that tensor-parallel ranks can divide. What makes
         the layers' inputs takes such a row."""
-        sizes, row = self.topology.sizes, dealt(row, self.topology)
+        sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
-            row = padded(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
+            row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
         return row
 
     def _first_hidden(self, row: RowTensors) -> torch.Tensor:
         """[S, 1, hidden] that the first layer of this stage gets."""
         if self.stage.first:
-            return embedded(self.gpt, row.tokens, self.arch, self.topology)
+            return embed(self.gpt, row.tokens, self.arch, self.topology)
         like = self.no_hidden(row)
-        return self.stage.received(tuple(like.shape), like.dtype, like.device)
+        return self.stage.receive(tuple(like.shape), like.dtype, like.device)
 
     def no_hidden(self, row: RowTensors) -> torch.Tensor:
         """Zeros in the shape of what a layer gets."""
@@ -298,15 +298,16 @@ class Policy(nn.Module):
         rotations = [
             rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq
         ]
-        params = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
+        tree = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
-            params.windowed = tree_params(
+            tree.windowed = tree_params(
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
-        params.experts = row.slot_experts
+        tree.slot_experts = row.slot_experts
         if sizes.sequence and row.slot_experts is not None:
-            params.experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
-        return {"attention_mask": None, "packed_seq_params": params}
+            tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
+        # Megatron's decoder passes no argument of another name to its layers.
+        return {"attention_mask": None, "packed_seq_params": tree}
 
     @property
     def head(self) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Chooses what each layer keeps for its backward pass, so that a row fits the device's memory
-(`Keep`).
+"""Chooses what each layer saves for its backward pass, so that a row fits the device's memory
+(`SaveLevel`).
 
 Levels change neither results nor their bits, only memory and time.
 """
@@ -7,53 +7,53 @@ Levels change neither results nor their bits, only memory and time.
 import torch
 
 from tandem.families.adapter import sums_experts_apart
-from tandem.families.memory import HEADROOM, Kept, choose_levels
 from tandem.model import device, parallel
 from tandem.model.device import memory
-from tandem.model.layer.blocks import Keep
+from tandem.model.layer.sublayers import SaveLevel
 from tandem.model.logprobs import working_bytes
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
+from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
 """Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,
 twice what a layer's passes take stays free: gaps grow with the tensors."""
 
 
-def fit(policy: Policy, row: RowTensors) -> list[Keep]:
-    """Set every layer's `keep` to the most that rows as long as `row` allow; returns the levels, by
-    layer.
+def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
+    """Set every layer's `save_level` to the most that rows as long as `row` allow; returns the
+    levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a
-    training step. On the CPU everything is kept. A collective of all ranks; those of a pipeline
+    training step. On the CPU everything is saved. A collective of all ranks; those of a pipeline
     stage choose the same.
     """
     layers = policy.gpt.decoder.layers
-    levels = [Keep.ALL] * len(layers)
+    levels = [SaveLevel.ALL] * len(layers)
     if device.is_cuda():
         try:
-            levels = _fitting(policy, row)
+            levels = _fitting_levels(policy, row)
         except torch.OutOfMemoryError:  # of one layer that keeps everything
             # Others wait in the layer's collectives: this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
-            levels = [Keep.INPUT] * len(layers)  # others wait for this rank's levels
+            levels = [SaveLevel.INPUT] * len(layers)  # others wait for this rank's levels
     stage = policy.topology.place.pipeline
-    of_stage = [
+    stage_levels = [
         theirs for number, theirs in parallel.gather_objects((stage, levels)) if number == stage
     ]
-    levels = [min(of_layer) for of_layer in zip(*of_stage, strict=True)]
+    levels = [min(layer_levels) for layer_levels in zip(*stage_levels, strict=True)]
     for layer, level in zip(layers, levels, strict=True):
-        layer.keep = level
+        layer.save_level = level
     return levels
 
 
-def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
+def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     """The levels that this rank's device has room for."""
     parallel.connect_gradients(
         experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
     )
-    kept, working = _measure(policy, row)
+    saved, working = _measure(policy, row)
     total = torch.cuda.get_device_properties(device.device()).total_memory
     most = min(
         torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
@@ -63,7 +63,7 @@ def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     if policy.topology.sizes.layers_shared:
         transient = 2 * max(working.values())
     else:
-        transient = max(kept[level] + working[level] for level in Keep) - kept[Keep.ALL]
+        transient = max(saved[level] + working[level] for level in SaveLevel) - saved[SaveLevel.ALL]
     budget = (
         most
         - max(HEADROOM * most, LEAST_HEADROOM)
@@ -72,10 +72,11 @@ def _fitting(policy: Policy, row: RowTensors) -> list[Keep]:
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
     everything, attention = choose_levels(
-        Kept(*(in_flight * kept[level] for level in Keep)), layers, budget
+        SavedBytes(*(in_flight * saved[level] for level in SaveLevel)), layers, budget
     )
     least = layers - everything - attention
-    return [Keep.ALL] * everything + [Keep.ATTENTION] * attention + [Keep.INPUT] * least
+    counts = {SaveLevel.ALL: everything, SaveLevel.ATTENTION: attention, SaveLevel.INPUT: least}
+    return [level for level, count in counts.items() for _ in range(count)]
 
 
 def lower(policy: Policy) -> bool:
@@ -86,34 +87,33 @@ def lower(policy: Policy) -> bool:
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
         return False
-    for level in (Keep.ALL, Keep.ATTENTION):
-        if kept := [layer for layer in layers if layer.keep == level]:
-            for layer in kept[len(kept) // 2 :]:
-                layer.keep = Keep(level - 1)
+    for level in (SaveLevel.ALL, SaveLevel.ATTENTION):
+        if candidates := [layer for layer in layers if layer.save_level == level]:
+            for layer in candidates[len(candidates) // 2 :]:
+                layer.save_level = SaveLevel(level - 1)
             return True
     return False
 
 
-def _measure(policy: Policy, row: RowTensors) -> tuple[dict[Keep, int], dict[Keep, int]]:
-    """Bytes that one layer keeps at each level, and those that its passes take beside what layers
-    keep: most at `INPUT`, where the backward pass makes again what the others kept."""
+def _measure(policy: Policy, row: RowTensors) -> tuple[dict[SaveLevel, int], dict[SaveLevel, int]]:
+    """Bytes that one layer saves at each level, and those that its passes take beside what layers
+    save: most at `INPUT`, where the backward pass makes again what the others saved."""
     # A mixture's first layers may be dense.
-    layer, row = policy.gpt.decoder.layers[-1], policy.laid_out(row)
+    layer, row = policy.gpt.decoder.layers[-1], policy.lay_out(row)
     # Random, because a router sends equal rows to the same experts; the same on all ranks.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
     inputs, hidden = policy.decoder_inputs(row), hidden.requires_grad_()
 
-    def passes(level: Keep) -> tuple[int, int]:
+    def passes(level: SaveLevel) -> tuple[int, int]:
         memory.reset_peaks()
-        layer.keep, before = level, torch.cuda.memory_allocated()
+        layer.save_level, before = level, torch.cuda.memory_allocated()
         output, _ = layer(hidden, **inputs)
-        kept = torch.cuda.memory_allocated() - before
+        saved = torch.cuda.memory_allocated() - before
         torch.autograd.grad(output, hidden, torch.zeros_like(output))
-        return kept, memory.stats()["allocated_peak"] - before - kept
+        return saved, memory.stats()["allocated_peak"] - before - saved
 
-    passes(Keep.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
-    measured = {level: passes(level) for level in Keep}
-    return {level: of[0] for level, of in measured.items()}, {
-        level: of[1] for level, of in measured.items()
-    }
+    passes(SaveLevel.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
+    sizes = {level: passes(level) for level in SaveLevel}
+    saved = {level: size for level, (size, _) in sizes.items()}
+    return saved, {level: size for level, (_, size) in sizes.items()}

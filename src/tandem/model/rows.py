@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from tandem.model import parallel
-from tandem.model.attention import BLOCK, seen_blocks
-from tandem.model.layer.kernels import Heads
+from tandem.model.flex_attention import BLOCK, seen_blocks
+from tandem.model.layer.heads import Heads
 from tandem.model.parallel import Topology
 
 
@@ -29,7 +29,7 @@ class Deal:
     place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
     # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank.
     by_rank: torch.Tensor
-    # int64 [own items], on the device: those of the row that this rank predicts.
+    # int64 [rank items], on the device: those of the row that this rank predicts.
     items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
@@ -38,30 +38,30 @@ class Deal:
         """This rank's queries, and the keys and values of the whole row, in its order."""
         q, k, v = heads
         both = parallel.gather(torch.cat([k, v], 1), self.group)
-        k, v = _reordered(both, self.place).chunk(2, 1)
+        k, v = _reorder(both, self.place).chunk(2, 1)
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
         """From the gradients of what `gather` returned those of its arguments, summed over the
         ranks in their order."""
         q, k, v = gradients
-        k, v = parallel.scatter_sum(
-            _reordered(torch.cat([k, v], 1), self.by_rank), self.group
-        ).chunk(2, 1)
+        k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
+            2, 1
+        )
         return q, k, v
 
-    def together(self, own: torch.Tensor) -> torch.Tensor:
-        """[own items] -> [items], of all ranks. Every rank computes the loss of all, so no gradient
-        is summed."""
-        whole: torch.Tensor = _Together.apply(own, self)
+    def gather_items(self, values: torch.Tensor) -> torch.Tensor:
+        """[rank items] -> [items], of all ranks. Every rank computes the loss of all, so no
+        gradient is summed."""
+        whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
 
 
-class _Together(torch.autograd.Function):
+class _GatherItems(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, deal: Deal) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, deal: Deal) -> torch.Tensor:
         ctx.items = deal.items
-        whole = own.new_zeros(deal.num_items).index_copy(0, deal.items, own)
+        whole = values.new_zeros(deal.num_items).index_copy(0, deal.items, values)
         parallel.all_reduce(whole, group=deal.group)  # exact: all ranks but one add 0
         return whole
 
@@ -70,7 +70,7 @@ class _Together(torch.autograd.Function):
         return gradient[ctx.items], None
 
 
-def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
+def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]]:
     """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many
     blocks of keys.
 
@@ -84,7 +84,7 @@ def dealt_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.
     return [np.sort(turns[:, rank]) for rank in range(ranks)]
 
 
-def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _reorder(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """[blocks * BLOCK, ...], its blocks in another order."""
     return tensor.unflatten(0, (-1, BLOCK))[order].flatten(0, 1)
 
@@ -107,20 +107,18 @@ class RowTensors:
     deal: Deal | None = None
 
 
-def dealt(row: RowTensors, topology: Topology) -> RowTensors:
+def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
     """This rank's part of the row, where context-parallel ranks share it."""
     group, sizes = topology.context, topology.sizes
     if group.size() == 1 or row.deal is not None:
         return row
     unit = math.lcm(BLOCK, sizes.tensor if sizes.sequence else 1) * group.size()
-    row = padded(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
-    blocks, where = dealt_blocks(row.subtree_end.cpu().numpy(), group.size()), row.tokens.device
-    own, by_rank = (
-        (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel(),
-        np.concatenate(blocks),
-    )
+    row = pad_row(row, -(-max(len(row.tokens), len(row.subtree_end)) // unit) * unit)
+    blocks, where = deal_blocks(row.subtree_end.cpu().numpy(), group.size()), row.tokens.device
+    rank_slots = (blocks[group.rank()][:, None] * BLOCK + np.arange(BLOCK)).ravel()
+    by_rank = np.concatenate(blocks)
     slots, place, order = (
-        torch.from_numpy(array).to(where) for array in (own, np.argsort(by_rank), by_rank)
+        torch.from_numpy(array).to(where) for array in (rank_slots, np.argsort(by_rank), by_rank)
     )
     number = torch.full_like(row.tokens, -1)  # of each slot among this rank's
     number[slots] = torch.arange(len(slots), device=where)
@@ -137,7 +135,7 @@ def dealt(row: RowTensors, topology: Topology) -> RowTensors:
     )
 
 
-def padded(row: RowTensors, slots: int) -> RowTensors:
+def pad_row(row: RowTensors, slots: int) -> RowTensors:
     """The row with so many slots, of which the new ones are padding. `subtree_end` may be longer
     already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts

@@ -35,7 +35,9 @@ class Spool:
         self.checkpoints = Checkpoints(self.runs, self.jobs)
         self.leases = Leases(self.paths)
         self.hold = HoldRecord(self.paths)
-        self.queue = Queue(self)
+        self.queue = Queue(
+            self.paths, self.runs, self.checkpoints, self.jobs, self.events, self.leases
+        )
         self.check()
 
     @classmethod

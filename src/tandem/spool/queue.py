@@ -9,18 +9,19 @@ this order: a run's, claims', a job's.
 import socket
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import fs
-from tandem.spool.locks import file_lock
+from tandem.spool.checkpoints import Checkpoints
+from tandem.spool.events import Events
+from tandem.spool.jobs import Jobs
+from tandem.spool.locks import Leases, file_lock
+from tandem.spool.paths import Paths
+from tandem.spool.runs import Runs
 from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobSpec, JobState
-
-if TYPE_CHECKING:
-    from tandem.spool import Spool
 
 # Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
 # are not exact.
@@ -28,12 +29,20 @@ _APART = 2e-6
 
 
 class Queue:
-    def __init__(self, spool: "Spool") -> None:
-        self._spool = spool
-        self._paths = spool.paths
-        self._jobs = spool.jobs
-        self._index = spool.jobs.index
-        self._events = spool.events
+    def __init__(
+        self,
+        paths: Paths,
+        runs: Runs,
+        checkpoints: Checkpoints,
+        jobs: Jobs,
+        events: Events,
+        leases: Leases,
+    ) -> None:
+        self._paths, self._runs, self._checkpoints = paths, runs, checkpoints
+        self._jobs, self._index, self._events, self._leases = jobs, jobs.index, events, leases
+
+    def _job_lock(self, job_id: str) -> AbstractContextManager[int]:
+        return file_lock(self._paths.job_lock(job_id))
 
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending
@@ -41,7 +50,7 @@ class Queue:
         while True:  # jobs move between running/ and queued/ while these are listed
             keys = self._index.running(run)
             undecided = {key.base_step: self._jobs.takes_step(key) for key in keys}
-            base = self._index.first_gap(run, self._spool.checkpoints.newest(run), undecided)
+            base = self._index.first_gap(run, self._checkpoints.newest(run), undecided)
             if self._index.running(run) == keys:
                 return base
 
@@ -66,29 +75,27 @@ class Queue:
         oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for
         an older one. `now` tells the time. Any failure, also one of `make`, leaves no trace.
         """
-        spec_of_run = self._spool.runs.get(run)
+        spec_of_run = self._runs.get(run)
         if job_id is None:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
         # A refusal comes before the work; which step it really is, is known once the data is there.
         expected = (
-            self._spool.checkpoints.newest(run)
-            if base_step is None
-            else self._check_base(run, base_step)
+            self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
         data = self._paths.data_dir(job_id)
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
             spec = make(job_id, expected, staged)
             fs.fsync_tree(staged)
             placed = spec.data.model_copy(
-                update={"path": data.relative_to(self._spool.root).as_posix()}
+                update={"path": data.relative_to(self._paths.root).as_posix()}
             )
-            with self._spool.runs.lock(run), self._spool.job_lock(job_id):
+            with self._runs.lock(run), self._job_lock(job_id):
                 # Another request may have taken the client's id since.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
                     return known, False
-                if self._spool.runs.get(run) != spec_of_run:
+                if self._runs.get(run) != spec_of_run:
                     raise Conflict(
                         f"run {run!r} was deleted, and made again, while this was packed",
                         field="run",
@@ -123,7 +130,7 @@ class Queue:
         """`next_base`; Conflict if `base_step` is another step."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
-            newest = self._spool.checkpoints.newest(run)
+            newest = self._checkpoints.newest(run)
             pending = self._index.count("queued", run) + self._index.count("running", run)
             why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
             raise Conflict(
@@ -135,7 +142,7 @@ class Queue:
     def _check_reference(self, spec: JobSpec) -> None:
         """InvalidInput if the loss refers to a checkpoint that will not exist when the job
         starts."""
-        reference, steps = spec.loss.reference_step, self._spool.checkpoints.steps(spec.run)
+        reference, steps = spec.loss.reference_step, self._checkpoints.steps(spec.run)
         if reference is not None and (
             reference > spec.base_step or (reference < steps[-1] and reference not in steps)
         ):
@@ -199,7 +206,7 @@ class Queue:
                     if head.run not in busy and head.id not in passed
                 )
                 for head in heads:
-                    with self._spool.job_lock(head.id):
+                    with self._job_lock(head.id):
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
@@ -223,7 +230,7 @@ class Queue:
             with fs.volume_errors(work):
                 fs.remove_tree(work)
                 work.mkdir(parents=True)
-            self._spool.leases.write(job, runner, "claimed")
+            self._leases.write(job, runner, "claimed")
             fs.write_json_atomic(running, job)  # from here on the job is claimed
             self._events.append(
                 job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname()
@@ -243,7 +250,7 @@ class Queue:
                 self.finish(job[1], job[1].result)
         # Its start failed, and the volume refused to undo it.
         elif fs.exists(self._paths.job_file("queued", key)):
-            with self._spool.job_lock(key.id):
+            with self._job_lock(key.id):
                 _remove(self._paths.job_file("running", key), self._paths.lease_file(key.id))
 
     def _remove_queued(self, key: JobKey) -> None:
@@ -254,7 +261,7 @@ class Queue:
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job at once; asks the runner to stop a running one. Returns the state
         after that."""
-        with self._spool.job_lock(job_id):
+        with self._job_lock(job_id):
             directory, job = self._jobs.located(job_id)
             if directory == "running" and job.result is None:
                 fs.write_atomic(self._paths.cancel_file(job_id), b"")
@@ -267,7 +274,7 @@ class Queue:
         False: the runner was stopped, so this attempt does not count. A decided job keeps its
         result."""
         job_id = job.spec.id
-        with self._spool.job_lock(job_id):
+        with self._job_lock(job_id):
             directory, current = self._jobs.located(job_id)
             if current.result is not None:
                 return self._end(directory, current, current.result)
@@ -303,7 +310,7 @@ class Queue:
         """Ends a running job; returns the terminal state. Idempotent: the first result stands, and
         this completes what a crash left undone. Conflict (field `id`) if the job is queued, or in
         another attempt."""
-        with self._spool.job_lock(job.spec.id):
+        with self._job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
                 if directory != "running":

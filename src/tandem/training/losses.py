@@ -62,15 +62,16 @@ class Items:
     # Of the distribution that each token was drawn from, in nats; carries gradients.
     entropy: Tensor
     weights: Tensor  # `w`; 0 in a row that is computed only to match collectives
-    advantages: Tensor
     sequence: Tensor  # index of the item's sequence within the row, 0 .. num_sequences - 1
     num_sequences: int
+    advantages: Tensor | None = None  # needed by RL
     old_logprobs: Tensor | None = None  # denominator of the ratio; needed by RL
     sampler_logprobs: Tensor | None = None  # reported by the sampler (vLLM); needed by RL
     reference_logprobs: Tensor | None = None
     # Mean of old - reference over the job's items, in nats; needed by `kl_in="advantage"`.
     mean_kl: float = 0.0
     pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
+    rejected: Tensor | None = None  # bool: of its pair's rejected answer; needed by preferences
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     the others unclipped.
     """
     assert items.old_logprobs is not None
+    assert items.advantages is not None
     low, high = loss.clip_bounds
     log_r, advantages = items.logprobs - items.old_logprobs, items.advantages
     if loss.level == "sequence":
@@ -178,6 +180,7 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
+    assert items.advantages is not None
     weights = None
     if loss.weighs_sampler:
         difference = items.old_logprobs - items.sampler_logprobs
@@ -234,6 +237,7 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
     a reward of its own, less its mean over the job's items, so that it moves no average."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
+    assert items.advantages is not None
     reward = items.mean_kl - (items.old_logprobs - items.reference_logprobs)
     return replace(items, advantages=items.advantages + loss.kl_coef * reward)
 
@@ -248,6 +252,7 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
     assert items.sampler_logprobs is not None
+    assert items.advantages is not None
     per_item, ratio, clipped = policy_terms(items, loss)
     detached = items.logprobs.detach()
     sums = {"ratio": ratio, "clipped": clipped, "advantage": items.advantages}
@@ -280,8 +285,8 @@ def sft_loss(items: Items) -> LossOutput:
 
 
 def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
-    """The loss of one row's pairs; an item with A > 0 belongs to its pair's chosen answer, others
-    to the rejected one.
+    """The loss of one row's pairs; `items.rejected` says which answer of its pair an item
+    belongs to.
 
     With h = lp - ref (SimPO: lp), S = sum h over an answer's items, M = mean h, b =
     `loss.strength`, e the label smoothing, and s = b (S_chosen - S_rejected) for DPO, b (M_chosen -
@@ -294,12 +299,13 @@ def preference_loss(items: Items, loss: PreferenceLoss) -> LossOutput:
     the larger reward.
     """
     assert items.pair is not None
+    assert items.rejected is not None
     h = items.logprobs
     if loss.kind != "simpo":
         assert items.reference_logprobs is not None
         h = h - items.reference_logprobs
     pairs = int(items.pair.max()) + 1
-    answer = 2 * items.pair + (items.advantages < 0)
+    answer = 2 * items.pair + items.rejected
 
     def per_answer(values: Tensor) -> Tensor:
         """Sums of `values` [items] over the answers, [pairs, 2]."""

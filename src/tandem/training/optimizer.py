@@ -50,13 +50,13 @@ class AdapterOptimizer:
         ]
         self._gradients = []
         for apart, group in ((False, self._topology.data), (True, self._topology.expert_data)):
-            own = [
-                one.parameter
-                for one in self._trained
-                if (one.experts and self._experts_apart) == apart
+            parameters = [
+                tensor.parameter
+                for tensor in self._trained
+                if (tensor.stacked and self._experts_apart) == apart
             ]
-            if own:
-                self._gradients.append((_gradient_memory(own), group))
+            if parameters:
+                self._gradients.append((_gradient_memory(parameters), group))
         self._adam = torch.optim.AdamW(self.parameters.values())
         self._gradient_memory, self._adam_memory = Offload(contents=False), Offload(contents=True)
 
@@ -68,7 +68,7 @@ class AdapterOptimizer:
         """Free the device memory of gradients and Adam's state; returns the number of bytes freed.
 
         Gradients are offloaded with the optimizer, because publishing weights needs only the
-        parameters (R23).
+        parameters.
         """
         moments = (tensor for tensors in self.moments().values() for tensor in tensors.values())
         return self._gradient_memory.park(
@@ -114,7 +114,7 @@ class AdapterOptimizer:
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
-            if tensor.experts:
+            if tensor.stacked:
                 copy = place.expert_data, place.expert_tensor
             if copy[0] == 0 and (tensor.cut != "whole" or copy[1] == 0):
                 counted.append(tensor)
@@ -190,5 +190,5 @@ def _gradient_memory(parameters: list[Parameter]) -> Tensor:
 
 def _square(tensors: Iterable[LoraTensor]) -> Tensor:
     """Squared norm of their gradients together, a float64 scalar."""
-    own = [gradients.own(tensor.parameter) for tensor in tensors]
-    return torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
+    sums = [gradients.accumulator(tensor.parameter) for tensor in tensors]
+    return torch.stack(torch._foreach_norm(sums, dtype=torch.float64)).square().sum()

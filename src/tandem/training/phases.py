@@ -29,7 +29,7 @@ _MEANS = {
     "masked": "masked_fraction",
 }
 """Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
-_OF_PAIRS = {
+_PAIR_MEANS = {
     "accuracy": "pair_accuracy",
     "margin": "reward_margin",
     "chosen_reward": "chosen_reward",
@@ -175,7 +175,7 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
     metrics |= {
-        metric: sums[name] / sums["pairs"] for name, metric in _OF_PAIRS.items() if name in sums
+        metric: sums[name] / sums["pairs"] for name, metric in _PAIR_MEANS.items() if name in sums
     }
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2

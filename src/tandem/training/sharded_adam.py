@@ -24,14 +24,14 @@ from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import MOMENTS, norm_over_ranks
 
 REMAINDER = "remainder"
-_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
+_HEAD_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 CHUNK = 2**24
 """Elements that are updated at once: an update takes five times their fp32 size for a while."""
 
 
 @dataclass(frozen=True)
-class _Owned:
-    """This rank's part of a section of the weights' memory."""
+class _Shard:
+    """This rank's part of a section of the weights' memory, which it owns."""
 
     group: dist.ProcessGroup  # the ranks that hold the section; each owns an equal part
     section: slice  # in the memory
@@ -71,14 +71,14 @@ class ShardedAdam:
             len(base.memory), dtype=torch.float32, device=base.memory.device
         )
         policy.train_base(self._views(self._gradients))
-        self._owned = list(self._own_parts())
-        self._ranges = list(self._own_ranges())
-        owned = self._owned[-1].state.stop
-        self.tensors = {name: torch.zeros_like(self._gradients[:owned]) for name in MOMENTS}
+        self._shards = list(self._shards_of_rank())
+        self._ranges = list(self._ranges_of_rank())
+        length = self._shards[-1].state.stop
+        self.tensors = {name: torch.zeros_like(self._gradients[:length]) for name in MOMENTS}
         if base.memory.dtype is not torch.float32:
             assert base.memory.dtype is torch.bfloat16
             self.tensors[REMAINDER] = torch.zeros(
-                owned, dtype=torch.int16, device=base.memory.device
+                length, dtype=torch.int16, device=base.memory.device
             )
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
@@ -90,7 +90,7 @@ class ShardedAdam:
 
     def offload(self) -> int:
         """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients
-        go with it, because publishing weights needs only the weights (R23)."""
+        go with it, because publishing weights needs only the weights."""
         return self._gradient_memory.park([self._gradients]) + self._state_memory.park(
             self.tensors.values()
         )
@@ -110,14 +110,14 @@ class ShardedAdam:
         is undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
-        for owned in self._owned:
-            if owned.group.size() == 1:
+        for shard in self._shards:
+            if shard.group.size() == 1:
                 continue
-            whole, own = self._gradients[owned.section], self._gradients[owned.memory]
+            whole, part = self._gradients[shard.section], self._gradients[shard.memory]
             if whole.is_cuda:
-                parallel.reduce_scatter(own, whole, group=owned.group)
+                parallel.reduce_scatter(part, whole, group=shard.group)
             else:
-                own.copy_(parallel.scatter_sum(whole, owned.group))
+                part.copy_(parallel.scatter_sum(whole, shard.group))
 
     def gradient_norm(self) -> float:
         """L2 norm of the whole gradient. A collective; all ranks get the same. NaN or infinite if
@@ -152,8 +152,8 @@ class ShardedAdam:
         """One of `tensors` in the shapes of this rank's weights, in the gradients' memory. A
         collective."""
         memory = self._like_weights(self.tensors[name].dtype)
-        for owned in self._owned:
-            memory[owned.memory] = self.tensors[name][owned.state]
+        for shard in self._shards:
+            memory[shard.memory] = self.tensors[name][shard.state]
         self._gather(memory)
         return self._views(memory)
 
@@ -162,8 +162,8 @@ class ShardedAdam:
         """Undo `whole`: `fill` gets such tensors and fills them; this rank keeps what it owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
-        for owned in self._owned:
-            self.tensors[name][owned.state] = memory[owned.memory]
+        for shard in self._shards:
+            self.tensors[name][shard.state] = memory[shard.memory]
 
     def _update(self, part: _Range, offset: int, length: int, scale: float, rate: float) -> None:
         settings, at, begin = self.settings, part.at + offset, part.begin + offset
@@ -174,12 +174,12 @@ class ShardedAdam:
         divisor = square.sqrt().div_(math.sqrt(1 - settings.beta2**self.steps)).add_(settings.eps)
         weights = self._base.memory[begin : begin + length]
         remainder = self.tensors[REMAINDER][at : at + length] if REMAINDER in self.tensors else None
-        master = weights if remainder is None else joined(weights, remainder)
+        master = weights if remainder is None else join_master(weights, remainder)
         if part.decays:
             master.mul_(1 - rate * settings.weight_decay)
         master.addcdiv_(mean, divisor, value=-rate / (1 - settings.beta1**self.steps))
         if remainder is not None:
-            split(master, weights, remainder)
+            split_master(master, weights, remainder)
 
     def _sum_over_tensor_ranks(self) -> None:
         """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient:
@@ -191,7 +191,7 @@ class ShardedAdam:
             gradient
             for name, gradient in self._views(self._gradients).items()
             if self._base.rules[name].cut == "whole"
-            and (topology.sizes.sequence or name.endswith(_OF_HEADS))
+            and (topology.sizes.sequence or name.endswith(_HEAD_NORMS))
         ]
         if partial:
             together = torch.cat([gradient.flatten() for gradient in partial])
@@ -211,28 +211,28 @@ class ShardedAdam:
         """Get what the other ranks own."""
         if memory.dtype is torch.int16:
             memory = memory.view(torch.bfloat16)  # NCCL has no integers of 16 bits
-        for owned in self._owned:
-            if owned.group.size() > 1:
-                own = memory[owned.memory]
-                own = own if memory.is_cuda else own.clone()
-                parallel.all_gather(memory[owned.section], own, group=owned.group)
+        for shard in self._shards:
+            if shard.group.size() > 1:
+                part = memory[shard.memory]
+                part = part if memory.is_cuda else part.clone()
+                parallel.all_gather(memory[shard.section], part, group=shard.group)
 
     def _group(self, section: Section) -> dist.ProcessGroup:
         return self._topology.expert_data if section.experts else self._topology.data
 
-    def _own_parts(self) -> Iterator[_Owned]:
+    def _shards_of_rank(self) -> Iterator[_Shard]:
         at = 0
         for section in self._base.sections:
             group = self._group(section)
             length = (section.end - section.begin) // group.size()
             begin = section.begin + group.rank() * length
-            whole, own = slice(section.begin, section.end), slice(begin, begin + length)
-            yield _Owned(group, whole, own, slice(at, at + length))
+            whole, part = slice(section.begin, section.end), slice(begin, begin + length)
+            yield _Shard(group, whole, part, slice(at, at + length))
             at += length
 
-    def _own_ranges(self) -> Iterator[_Range]:
-        for owned in self._owned:
-            begin, end = owned.memory.start, owned.memory.stop
+    def _ranges_of_rank(self) -> Iterator[_Range]:
+        for shard in self._shards:
+            begin, end = shard.memory.start, shard.memory.stop
             for name, weight in self._base.parameters.items():
                 first = int(weight.storage_offset())
                 start, stop = max(first, begin), min(first + weight.numel(), end)
@@ -241,7 +241,7 @@ class ShardedAdam:
                         self._base.rules[name].cut != "whole" or self._topology.place.tensor == 0
                     )
                     decays = len(next(iter(self._base.rules[name].sources.values()))) > 1
-                    at = owned.state.start + start - begin
+                    at = shard.state.start + start - begin
                     yield _Range(name, start, at, stop - start, decays, counts)
 
     def _gradient(self, part: _Range) -> Tensor:
@@ -262,13 +262,13 @@ class ShardedAdam:
         }
 
 
-def joined(weights: Tensor, remainder: Tensor) -> Tensor:
+def join_master(weights: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master values of bfloat16 weights and their remainders."""
     bits = weights.view(torch.int16).int().bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
-def split(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+def split_master(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Write master values as bfloat16 weights, rounded to the nearest, ties away from zero, and
     int16 remainders."""
     bits = master.view(torch.int32)

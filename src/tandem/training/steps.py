@@ -1,10 +1,9 @@
-"""The step loop, the same for RL and SFT except for the loss (R13). It knows no files, processes or
-offloading (R14).
+"""The step loop, the same for RL and SFT except for the loss. It knows no files, processes or
+offloading.
 
 In an optimizer step each rank runs its micro steps, one row each. Gradients are then summed over
 data-parallel ranks, checked, clipped and applied. Losses are divided by the denominator of all
-ranks' rows before the backward pass, so that the sum is the gradient of the whole step's loss
-(R20).
+ranks' rows before the backward pass, so that the sum is the gradient of the whole step's loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +27,12 @@ from tandem.spool.schema import JobSpec, PreferenceLoss, RLJob, RLLoss, RunSpec,
 from tandem.training.losses import MAX_NATS, Items, LossOutput, preference_loss, rl_loss, sft_loss
 from tandem.training.optimizer import AdapterOptimizer, NonFinite
 from tandem.training.phases import Phases, all_reduce, item_metrics, reward_metrics, staleness
-from tandem.training.row_plan import advantage_divisor, denominators, plan_steps, row_weights
+from tandem.training.schedule import advantage_divisor, denominators, make_schedule, row_weights
 from tandem.training.sharded_adam import ShardedAdam
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; none keeps the memory map alive (R18)."""
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive."""
     names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
     arrays: dict[str, Any] = {
         name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names
@@ -50,7 +49,7 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
 
 @dataclass
 class Training:
-    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `plan_steps`
+    """One job's optimizer steps, on a model that is loaded. Raises InvalidInput as `make_schedule`
     does."""
 
     run: RunSpec
@@ -69,7 +68,7 @@ class Training:
     (`tandem.model.recompute`)."""
 
     def __post_init__(self) -> None:
-        self.plan = plan_steps(
+        self.schedule = make_schedule(
             self.batch,
             self.job.optimizer,
             self.run.seed,
@@ -95,7 +94,7 @@ class Training:
         Raises NonFinite, and InvalidInput for log-probs that no sampler gives, before such a step
         is applied; NothingToLearn if no step moved the policy.
         """
-        totals, loss = denominators(self.batch, self.plan.steps, self.job.loss), self.job.loss
+        totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
             if loss.old_logprobs == "trainer" and (len(totals) > 1 or loss.kl_in == "advantage"):
                 self._old_logprobs = self._logprobs("old_logprobs", nullcontext())
@@ -122,47 +121,48 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """The loss of the held-out rows, `held_out_<metric>`; the same on every rank. Empty if
         there are none."""
-        if not self.plan.held_out:
+        if not self.schedule.held_out:
             return {}
-        [denominator] = denominators(self.batch, [self.plan.held_out], self.job.loss)
+        [denominator] = denominators(self.batch, [self.schedule.held_out], self.job.loss)
         names = ["loss", "items", "pairs", "accuracy", "margin"]
         sums = dict.fromkeys(names, torch.zeros((), dtype=torch.float64, device=self.device))
         with self.phases.phase("evaluate"), self.policy.adapter_fixed():
-            for index, counts in self._passes(self.plan.own_held_out):
+            for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
                 # For the collectives alone: this rank may have no reference log-probs of it.
                 if not counts:
                     self._forward(self.batch.row(index))
                     continue
-                of_row = self._loss(self.batch.row(index), denominator).sums
+                row_sums = self._loss(self.batch.row(index), denominator).sums
                 if self._reports:
-                    sums = {name: value + of_row.get(name, 0.0) for name, value in sums.items()}
+                    sums = {name: value + row_sums.get(name, 0.0) for name, value in sums.items()}
             totals = self._over_rows(sums, dist.ReduceOp.SUM)
-        found = {"held_out_loss": totals["loss"], "held_out_tokens": totals["items"]}
+        metrics = {"held_out_loss": totals["loss"], "held_out_tokens": totals["items"]}
         if totals["pairs"]:
-            found |= {
+            metrics |= {
                 f"held_out_pair_{name}": totals[name] / totals["pairs"]
                 for name in ("accuracy", "margin")
             }
-        return found
+        return metrics
 
     def _logprobs(self, phase: str, policy: AbstractContextManager[None]) -> dict[int, Tensor]:
         """Log-probs of every row that this rank will visit, without gradients."""
         logprobs: dict[int, Tensor] = {}
         with self.phases.phase(phase), policy, torch.no_grad(), self.policy.adapter_fixed():
-            for row, _ in self._passes(self.plan.visited_rows):
+            for row, _ in self._passes(self.schedule.visited_rows):
                 self.phases.announce(phase)
                 logprobs[row] = self._forward(self.batch.row(row)).logprobs
         return logprobs
 
-    def _passes(self, rows_of: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
+    def _passes(self, rank_rows: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
         """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one
         another, all have equally many: more are of rank 0's first row, with False."""
-        own, sizes = [(row, True) for row in rows_of(self.topology.place.data)], self.topology.sizes
-        if sizes.experts == 1:
-            return own
-        most = max(len(rows_of(rank)) for rank in range(sizes.data))
-        return own + [(rows_of(0)[0], False)] * (most - len(own))
+        sizes = self.topology.sizes
+        counted = [(row, True) for row in rank_rows(self.topology.place.data)]
+        if sizes.expert_ranks == 1:
+            return counted
+        most = max(len(rank_rows(rank)) for rank in range(sizes.data))
+        return counted + [(rank_rows(0)[0], False)] * (most - len(counted))
 
     def _mean_log_ratio(self) -> float:
         """Mean over the job's items of old - reference, in nats; the same on all ranks."""
@@ -170,7 +170,7 @@ class Training:
             "items": torch.zeros((), dtype=torch.float64),
             "nats": torch.zeros((), dtype=torch.float64),
         }
-        rows = self.plan.own_rows(self.job.optimizer.epochs, self.topology.place.data)
+        rows = self.schedule.rank_rows(self.job.optimizer.epochs, self.topology.place.data)
         for index in rows if self.policy.stage.last else ():
             old = self._old_logprobs.get(index)
             if old is None:
@@ -204,7 +204,7 @@ class Training:
             optimizer.step(norm, rate := self.job.optimizer.rate(step))
         seconds, memory = phases.take()
         slowest = all_reduce({**seconds, **memory}, dist.ReduceOp.MAX, None, torch.device("cpu"))
-        rows = self.plan.steps[step]
+        rows = self.schedule.steps[step]
         tokens = float(self.batch.row_num_tokens[list(rows)].sum())
         return {
             **means,
@@ -246,18 +246,20 @@ class Training:
         maxima: dict[str, Tensor] = {}
 
         def losses() -> Iterator[Tensor]:
-            for index, counts in self.plan.micro_steps(step, self.topology.place.data):
+            for index, counts in self.schedule.micro_steps(step, self.topology.place.data):
                 self.phases.announce("forward_backward")
                 if self.fit:
                     self.fit, self._fitted = False, True
                     recompute.fit(self.policy, row_tensors(self.batch.row(index), self.device))
                 output = self._loss(self.batch.row(index), denominator if counts else None)
-                told = counts and self._reports
+                reports = counts and self._reports
                 for name, value in output.sums.items():
-                    sums[name] = sums.get(name, torch.zeros_like(value)) + (value if told else 0.0)
+                    part = value if reports else 0.0
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + part
                 for name, value in output.maxima.items():
                     least = torch.full_like(value, -torch.inf)
-                    maxima[name] = torch.maximum(maxima.get(name, least), value if told else least)
+                    part = value if reports else least
+                    maxima[name] = torch.maximum(maxima.get(name, least), part)
                 yield output.loss
 
         with self.policy.adapter_fixed():
@@ -275,7 +277,6 @@ class Training:
             outputs.logprobs,
             outputs.entropy,
             tensor(weights),
-            tensor(row.item_advantage / self._advantage_divisor),
             tensor(sequence, torch.int64),
             num_sequences=int(sequence[-1]) + 1,
             mean_kl=self._mean_kl,
@@ -285,8 +286,10 @@ class Training:
         if isinstance(loss, PreferenceLoss):
             group = self.batch.trajectory_group[row.item_trajectory]
             items.pair = tensor(np.unique(group, return_inverse=True)[1], torch.int64)
+            items.rejected = tensor(row.item_rejected, torch.bool)
             items.reference_logprobs = self._reference_logprobs.get(row.index)
             return preference_loss(items, loss)
+        items.advantages = tensor(row.item_weight / self._advantage_divisor)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
             # A job of one optimizer step computes none before training: the old policy is the
@@ -312,7 +315,7 @@ class Training:
             wrong.append(f"the gradient of {listed or 'a parameter on another rank'}")
         if wrong:
             raise NonFinite(
-                f"optimizer step {step + 1} of {len(self.plan.steps)}: not finite:"
+                f"optimizer step {step + 1} of {len(self.schedule.steps)}: not finite:"
                 f" {'; '.join(wrong)}. The step was not applied and no checkpoint is made. Look for"
                 " extreme log-probs, rewards or advantages in the job's data, or lower the"
                 " learning rate"
@@ -322,13 +325,13 @@ class Training:
         """Only in the first epoch: in later ones the policy may have learned what its sampler found
         impossible."""
         nats = means.get("above_sampler_max", 0.0)
-        if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.plan.steps):
+        if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
             raise InvalidInput(
-                f"optimizer step {step + 1} of {len(self.plan.steps)}: the log-prob of a trained"
-                f" token is {nats:.1f} nats above the one given with it. No sampler draws a token"
-                f" that is more than {MAX_NATS:.0f} nats too rare. The step was not applied and no"
-                " checkpoint is made. Give the log-probs that vLLM returned with the tokens, not a"
-                " placeholder",
+                f"optimizer step {step + 1} of {len(self.schedule.steps)}: the log-prob of a"
+                f" trained token is {nats:.1f} nats above the one given with it. No sampler draws a"
+                f" token that is more than {MAX_NATS:.0f} nats too rare. The step was not applied"
+                " and no checkpoint is made. Give the log-probs that vLLM returned with the tokens,"
+                " not a placeholder",
                 field="groups.*.trajectories.*.turns.*.logprobs",
             )
 
@@ -343,9 +346,9 @@ class Training:
                 "advantage_std",
             )
             raise NothingToLearn(
-                f"the policy did not move: of {len(self.plan.steps)} optimizer steps the largest"
-                f" gradient has the norm {norm:.3g}, and optimizer.eps is {eps:.3g}. No checkpoint"
-                " is made. In the last step "
+                f"the policy did not move: of {len(self.schedule.steps)} optimizer steps the"
+                f" largest gradient has the norm {norm:.3g}, and optimizer.eps is {eps:.3g}. No"
+                " checkpoint is made. In the last step "
                 + ", ".join(f"{name} is {metrics[name]:.3g}" for name in shown if name in metrics)
                 + ". Look for advantages near 0 and for log-probs of another policy, whose tokens"
                 " are clipped or masked"

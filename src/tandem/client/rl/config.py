@@ -8,7 +8,6 @@ from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, PackingSettings
 from tandem.errors import InvalidInput
 from tandem.spool.schema import (
-    AskedRLLoss,
     LoraShape,
     OptimizerSettings,
     Record,
@@ -65,8 +64,8 @@ class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # Groups in flight; None: for all jobs in the bound.
-    workers: int | None = Field(default=None, ge=1)
+    # How many groups roll out at once; None: those of all jobs in the bound.
+    groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
@@ -75,7 +74,7 @@ class RLSection(Record):
     retries: int = Field(default=2, ge=0)  # of a rollout that raised
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
-    loss: AskedRLLoss = RLLoss()
+    loss: RLLoss = RLLoss()
     advantage: AdvantageSettings = AdvantageSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     packing: PackingSettings = PackingSettings()

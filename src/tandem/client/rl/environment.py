@@ -107,8 +107,9 @@ class Sampler:
 
 
 @dataclass(eq=False)
-class Group:
-    """The trajectories of a task; `oldest`: the oldest step that sampled a turn."""
+class RolloutGroup:
+    """The trajectories of a task, on their way to a job. `oldest`: the oldest step that sampled a
+    turn."""
 
     task: str
     trajectories: list[Trajectory]

@@ -7,7 +7,7 @@ from math import inf
 
 from tandem.client.http import Backoff
 from tandem.client.rl.config import RLSection
-from tandem.client.rl.environment import Group
+from tandem.client.rl.environment import RolloutGroup
 from tandem.errors import NothingToLearn, TandemError
 
 # After so many times `groups_per_step` groups without a difference in their rewards there is
@@ -51,7 +51,7 @@ class Limits:
         """Whether no group is to begin now, since the last ones failed."""
         return time.monotonic() < self._paused_until
 
-    def sampled(self, group: Group, base: int) -> None:
+    def sampled(self, group: RolloutGroup, base: int) -> None:
         """Count a group that was rolled out; NothingToLearn after too many without a difference."""
         self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
         self._backoff.reset()
@@ -65,7 +65,7 @@ class Limits:
                 f"{problem}; the run stays at step {base}: use other tasks, or end here"
             )
 
-    def refused(self, batch: Sequence[Group], refusal: NothingToLearn, base: int) -> None:
+    def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
         """Count a batch of which the controller trains no group; `refusal` after too many."""
         self._refused += 1
         if self._refused >= (

@@ -1,8 +1,8 @@
-"""The loop of `tandem rl`: workers roll groups out, a trainer's side submits them, a follower moves
-the served step.
+"""The loop of `tandem rl`: a rollout side rolls groups out, a trainer's side submits them, a
+follower moves the served step.
 
 A job of base step b trains a group only if no turn of it was sampled by a step older than b -
-`max_off_policy_steps`. A worker starts a group only if a job within this bound still needs one.
+`max_off_policy_steps`. A group begins only if a job within this bound still needs one.
 With 0 the loop is synchronous.
 """
 
@@ -20,7 +20,14 @@ import httpx
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import PATIENCE, PAUSES, Environment, Group, Sampler, described
+from tandem.client.rl.environment import (
+    PATIENCE,
+    PAUSES,
+    Environment,
+    RolloutGroup,
+    Sampler,
+    described,
+)
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.client.rl.requests import job_names, job_request
@@ -51,12 +58,12 @@ class Loop:
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file = environments, state_file
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
-        self.workers = config.rl.workers or (self.bound + 1) * self._size
+        self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
         # The next job's base step; the newest served step; the last to make.
         self.base = self.served = self.last = 0
         # Task -> its group's coroutine, served step then.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
-        self.ready: list[Group] = []
+        self.ready: list[RolloutGroup] = []
         self.counts: Counter[str] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
@@ -71,10 +78,10 @@ class Loop:
             with file_lock(self._file.with_name(f"{self._file.name}.lock"), blocking=False):
                 await self._begin()
                 async with asyncio.TaskGroup() as tasks:
-                    workers = tasks.create_task(self._work())
+                    rollouts = tasks.create_task(self._roll_out_groups())
                     tasks.create_task(self._train())
                     await self._follow(tasks)
-                    workers.cancel()
+                    rollouts.cancel()
         except LockHeldError as error:
             raise Conflict(
                 f"another `tandem rl` uses {self._file}; stop it first", field="--state"
@@ -89,15 +96,14 @@ class Loop:
         """Create the run or find it, and go on from the state file: what was submitted is
         followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        new = State(run=run.name, environments=uses, first=0, cursors=[0] * len(uses))
+        # The file is written once the run exists, and with it `created`, `first` and `recorded`.
+        new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_state(self._file, new)
         existing: RunStatus | None = None
         with suppress(NotFound):
             existing = await self._tandem.get_run(run.name)
-        if self.state is not new and self.state.created not in (
-            0.0,
-            existing and existing.spec.created,
-        ):
+        created = existing.spec.created if existing else None
+        if self.state is not new and self.state.created != created:
             problem = (
                 f"{self._file} is of a run {run.name!r} that was deleted; remove it to begin anew"
             )
@@ -157,9 +163,9 @@ class Loop:
             return (await self._tandem.get_job(job)).state
         return ""
 
-    # ---- the workers' side
+    # ---- the rollout side
 
-    async def _work(self) -> None:
+    async def _roll_out_groups(self) -> None:
         again = list(self.state.open)  # handed out before a restart
         weights = [section.weight for section in self._rl.environment]
         async with asyncio.TaskGroup() as groups:
@@ -167,7 +173,7 @@ class Loop:
                 await _until(
                     lambda: (
                         self._room() > 0
-                        and len(self.running) < self.workers
+                        and len(self.running) < self.groups_in_flight
                         and not self._limits.paused
                     )
                 )
@@ -184,7 +190,7 @@ class Loop:
         began = time.time()
         try:
             of = self._environments[i]
-            group = Group(
+            group = RolloutGroup(
                 task,
                 await self._sampled(of, of.tasks[number], self._rl.group_size),
                 began,
@@ -201,7 +207,7 @@ class Loop:
         finally:
             self.running.pop(task, None)
 
-    def _keep(self, group: Group) -> None:
+    def _keep(self, group: RolloutGroup) -> None:
         """Queue a group for the trainer, or leave it out because it teaches nothing."""
         self.sample = group.trajectories[0]
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
@@ -261,7 +267,7 @@ class Loop:
         )
         return len(self.ready) >= self._size and evaluated
 
-    async def _submit(self, batch: list[Group]) -> None:
+    async def _submit(self, batch: list[RolloutGroup]) -> None:
         """Write the request down, then send it."""
         tasks = [group.task for group in batch]
         for name in job_names(self._run, self.base):

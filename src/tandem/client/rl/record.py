@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from tandem.client import Event, Trajectory
-from tandem.client.rl.environment import Group
+from tandem.client.rl.environment import RolloutGroup
 from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
@@ -35,7 +35,7 @@ class State(BaseModel):
 
     run: str
     environments: list[str]
-    created: float = 0.0  # when the run was, Unix seconds; 0: of an earlier version
+    created: float  # when the run was created, Unix seconds
     first: int  # the step that the loop began with
     recorded: int = 0  # lines that the record had then, of other trainings
     cursors: list[int]
@@ -76,7 +76,11 @@ def load_state(path: Path, new: State) -> State:
 
 
 def batch_numbers(
-    batch: Sequence[Group], base: int, row: int, sampled: Sequence[float], counts: Mapping[str, int]
+    batch: Sequence[RolloutGroup],
+    base: int,
+    row: int,
+    sampled: Sequence[float],
+    counts: Mapping[str, int],
 ) -> dict[str, Any]:
     """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards
     of all that was sampled for it, the groups that were left out too."""

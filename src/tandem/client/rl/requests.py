@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from tandem.client.rl.config import OF_JOBS, RLSection
-from tandem.client.rl.environment import Group
+from tandem.client.rl.environment import RolloutGroup
 
 
 def job_names(run: str, base: int) -> Iterator[str]:
@@ -19,7 +19,7 @@ def job_names(run: str, base: int) -> Iterator[str]:
 
 
 def job_request(
-    rl: RLSection, batch: Sequence[Group], job: str, base: int, first: int
+    rl: RLSection, batch: Sequence[RolloutGroup], job: str, base: int, first: int
 ) -> dict[str, Any]:
     """What the controller gets. `base`: the step that the job starts from; `first`: the step that
     the loop began with."""

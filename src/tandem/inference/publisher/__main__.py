@@ -13,7 +13,6 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.inference.publisher.publisher import Publisher
 from tandem.system import liveness
 from tandem.system.logs import Log, configure
-from tandem.system.path_names import free_path_names
 from tandem.vllm_client.client import VllmClient
 
 log = Log("publisher")
@@ -24,7 +23,6 @@ POLL_SECONDS = 0.5
 def main() -> None:
     """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
     configure()
-    free_path_names()
     # At once: the publisher may die at any point.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

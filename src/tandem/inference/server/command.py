@@ -57,11 +57,6 @@ def server_command(
             " TANDEM_EXPERT_LORA=0"
         )
         raise InvalidInput(message, field="expert_lora")
-    if settings.way == "ipc" and device == "cpu":
-        message = (
-            "on the CPU no GPU has memory to share: set TANDEM_TRANSPORT to nccl, volume or merge"
-        )
-        raise InvalidInput(message, field="transport")
     argv = [
         sys.executable,
         "-m",

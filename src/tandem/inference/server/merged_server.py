@@ -247,7 +247,7 @@ class MergedServer:
             if requests == "wait" and not await self._until(lambda: not self._in_flight, deadline):
                 raise SwapFailed(f"{len(self._in_flight)} requests still run; the old weights stay")
             swapped = time.monotonic()
-            outcome = await self._order_swap(version, requests, deadline)
+            outcome = await self._order_swap(version, deadline)
         except Torn:
             await self._set("torn")
             for request in self._in_flight:
@@ -261,10 +261,10 @@ class MergedServer:
         self.current = version
         return {"drain_seconds": swapped - begin, "swap_seconds": outcome["seconds"]}
 
-    async def _order_swap(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
+    async def _order_swap(self, version: Version, deadline: float) -> dict[str, Any]:
         """The engine begins no swap after the deadline, so a missing answer means that it hangs."""
         in_engine = {request: request.in_engine for request in self._in_flight}
-        arguments = (version.path, requests, version.name, deadline)
+        arguments = (version.path, version.name, deadline)
 
         # Before the tokens that come after the answer are passed on.
         def tell(answers: list[dict[str, Any]]) -> None:

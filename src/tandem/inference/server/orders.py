@@ -13,7 +13,7 @@ class Swap(TypedDict):
     name: str
     path: str
     scale: FiniteFloat
-    requests: Literal["keep", "recompute", "wait"]
+    requests: Literal["keep", "wait"]
     seconds: FiniteFloat
     source: dict[str, Any] | None
     again: dict[str, Any] | None

@@ -56,8 +56,8 @@ class Offload:
                     torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned)
                     for n in sizes
                 ]
-            for own, copy in self._pieces():
-                copy.copy_(own, non_blocking=True)
+            for device_bytes, copy in self._pieces():
+                copy.copy_(device_bytes, non_blocking=True)
         device.synchronize()  # waits for the copies, and for kernels that still read the tensors
         for storage, _, _ in self._parked:
             storage.resize_(0)
@@ -69,15 +69,15 @@ class Offload:
         for storage, size, _ in self._parked:
             storage.resize_(size)
         if self._contents:
-            for own, copy in self._pieces():
-                own.copy_(copy, non_blocking=True)
+            for device_bytes, copy in self._pieces():
+                device_bytes.copy_(copy, non_blocking=True)
         device.synchronize()  # before the host buffer may be used again
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of what is parked, and their places in host memory."""
         for storage, size, begin in self._parked:
-            own, end = (
+            device_bytes, end = (
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),
                 begin + size,
             )
@@ -85,7 +85,7 @@ class Offload:
             while at < end:
                 until = min(end, (at // CHUNK + 1) * CHUNK)
                 yield (
-                    own[at - begin : until - begin],
+                    device_bytes[at - begin : until - begin],
                     self._host[at // CHUNK][at % CHUNK :][: until - at],
                 )
                 at = until

@@ -10,10 +10,10 @@ from torch.nn import Parameter
 from tandem.families.arch import Arch
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
-from tandem.model.layer.blocks import AttentionBlock, Keep, Kept, MlpBlock
-from tandem.model.layer.kernels import HeadShape
-from tandem.model.layer.moe_block import MoeBlock
+from tandem.model.layer.heads import HeadShape
+from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
+from tandem.model.layer.sublayers import AttentionSublayer, MlpSublayer, Saved, SaveLevel
 from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.model.mcore import MegatronModule, TransformerConfig
 from tandem.model.parallel import current
@@ -24,7 +24,7 @@ class DecoderLayer(MegatronModule):
     """Attention, and an MLP or a mixture of experts. Parameters are uninitialised and have
     Megatron's names."""
 
-    keep = Keep.ALL
+    save_level = SaveLevel.ALL
 
     def __init__(
         self,
@@ -45,29 +45,33 @@ class DecoderLayer(MegatronModule):
         self.post_mlp_layernorm = norm() if arch.post_norms else None
         self.self_attention, self.mlp = nn.Module(), nn.Module()
         mixture = arch.moe is not None and index >= arch.moe.dense_layers
-        self.blocks = [self._attention_block(), self._moe_block() if mixture else self._mlp_block()]
+        self.sublayers = [
+            self._attention_sublayer(),
+            self._moe_sublayer() if mixture else self._mlp_sublayer(),
+        ]
 
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [S, 1, hidden] -> the same, and for Megatron no context."""
+        # The one argument of Megatron's decoder that reaches the layers as it is.
+        tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
             # A leaf, so that autograd comes back here.
-            x = _Blocks.apply(
-                torch.empty((), requires_grad=True), x, self.blocks, packed_seq_params, self.keep
-            )
+            leaf = torch.empty((), requires_grad=True)
+            x = _Sublayers.apply(leaf, x, self.sublayers, tree, self.save_level)
         else:
-            for block in self.blocks:
-                x, _kept = block.forward(x, packed_seq_params, None)
+            for sublayer in self.sublayers:
+                x, _saved = sublayer.forward(x, tree, None)
         return x[:, None], None
 
-    def _attention_block(self) -> AttentionBlock:
+    def _attention_sublayer(self) -> AttentionSublayer:
         arch, attention, tp = self._arch, self.self_attention, current().sizes.tensor
-        rows = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+        out_features = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv = LoraLinear(
             arch.hidden_size,
-            rows,
+            out_features,
             "rows",
             groups=arch.num_kv_heads // tp,
             bias=arch.qkv_bias,
@@ -99,7 +103,7 @@ class DecoderLayer(MegatronModule):
             offset_norms=arch.offset_norms,
         )
         windowed = arch.window is not None and arch.window.layers[self._index]
-        return AttentionBlock(
+        return AttentionSublayer(
             self.input_layernorm,
             qkv,
             proj,
@@ -110,9 +114,9 @@ class DecoderLayer(MegatronModule):
             sinks=sinks,
         )
 
-    def _mlp_block(self) -> MlpBlock:
+    def _mlp_sublayer(self) -> MlpSublayer:
         linears = self._mlp(self.mlp, self._arch.ffn_hidden_size)
-        return MlpBlock(
+        return MlpSublayer(
             self.pre_mlp_layernorm,
             *linears,
             activation=self._arch.activation,
@@ -127,7 +131,7 @@ class DecoderLayer(MegatronModule):
         )
         return fc1, fc2
 
-    def _moe_block(self) -> MoeBlock:
+    def _moe_sublayer(self) -> MoeSublayer:
         moe, hidden = self._arch.moe, self._arch.hidden_size
         assert moe is not None
         router = self.mlp.router = nn.Module()
@@ -144,17 +148,17 @@ class DecoderLayer(MegatronModule):
         shared = None
         if moe.shared_size:
             self.mlp.shared_experts = nn.Module()
-            shared = MlpBlock(
+            shared = MlpSublayer(
                 self.pre_mlp_layernorm, *self._mlp(self.mlp.shared_experts, moe.shared_size)
             )
-        return MoeBlock(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
+        return MoeSublayer(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
 
     def _vector(self, size: int) -> Parameter:
         return Parameter(torch.empty(size, dtype=self._dtype))
 
 
-class _Blocks(torch.autograd.Function):
-    """Blocks one after the other, with their own backward, which adds the parameters' gradients
+class _Sublayers(torch.autograd.Function):
+    """Sublayers one after the other, with their own backward, which adds the parameters' gradients
     itself."""
 
     @staticmethod
@@ -162,23 +166,23 @@ class _Blocks(torch.autograd.Function):
         ctx: Any,
         _leaf: torch.Tensor,
         x: torch.Tensor,
-        blocks: list[Any],
-        row: TreeParams,
-        keep: Keep,
+        sublayers: list[Any],
+        tree: TreeParams,
+        level: SaveLevel,
     ) -> torch.Tensor:
-        ctx.blocks, ctx.row, ctx.kept = blocks, row, []
+        ctx.sublayers, ctx.tree, ctx.saved = sublayers, tree, []
         x = x.detach()
-        for block in blocks:
-            x, kept = block.forward(x, row, keep)
-            ctx.kept.append(kept)
+        for sublayer in sublayers:
+            x, saved = sublayer.forward(x, tree, level)
+            ctx.saved.append(saved)
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        kept: list[Kept] = ctx.kept
+        saved: list[Saved] = ctx.saved
         gradient = gradient.contiguous()
-        for index in reversed(range(len(kept))):
-            if kept[index].x is None:
-                kept[index].x = ctx.blocks[index - 1].output_again(kept[index - 1])
-            gradient = ctx.blocks[index].backward(gradient, kept.pop(), ctx.row)
+        for index in reversed(range(len(saved))):
+            if saved[index].x is None:
+                saved[index].x = ctx.sublayers[index - 1].recompute_output(saved[index - 1])
+            gradient = ctx.sublayers[index].backward(gradient, saved.pop(), ctx.tree)
         return None, gradient, None, None, None

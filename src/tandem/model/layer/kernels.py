@@ -6,32 +6,13 @@ Both compute in fp32 and round once. Tensors are contiguous unless noted; S is t
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import gelu, pad, silu
 
+from tandem.model.layer.heads import Heads, HeadShape
+
 ALPHA, LIMIT = 1.702, 7.0  # of `clamped_swiglu`
-
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [length, heads, head_dim], keys and values [length, key heads, head_dim]."""
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key,
-    its value."""
-
-    groups: int
-    queries: int  # per group
-    size: int  # of a head
-    eps: float
-    q_norm: torch.Tensor | None  # weight [size]; None: heads are not normalised
-    k_norm: torch.Tensor | None
-    # RoPE turns only the first dimensions of a head; torch's kernels on every device.
-    partial_rope: bool = False
-    # Heads are multiplied by 1 + weight; the kernels get that sum as the weight.
-    offset_norms: bool = False
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -59,7 +40,7 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S,
     features]."""
-    return (_normalised(x, eps)[0] * weight).to(x.dtype)
+    return (_normalise(x, eps)[0] * weight).to(x.dtype)
 
 
 @_one_kernel_on_cuda
@@ -67,12 +48,12 @@ def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
-    return (plus + _norm_gradient(gradient * weight, *_normalised(x, eps))).to(x.dtype)
+    return (plus + _norm_gradient(gradient * weight, *_normalise(x, eps))).to(x.dtype)
 
 
 def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
     """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: of its output."""
-    return (gradient.float() * _normalised(x.float(), eps)[0]).sum(0)
+    return (gradient.float() * _normalise(x.float(), eps)[0]).sum(0)
 
 
 @_one_kernel_on_cuda
@@ -87,11 +68,11 @@ def split_heads(
     from S to `length` become zero.
     """
     x = qkv.float() if shape.partial_rope else qkv
-    parts = list(_grouped(x, shape).split([shape.queries, 1, 1], 2))
+    parts = list(_group_heads(x, shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
-            parts[index] = (_normalised(parts[index], shape.eps)[0] * weight).to(x.dtype)
-        parts[index] = _rotated(parts[index], cos, sin)
+            parts[index] = (_normalise(parts[index], shape.eps)[0] * weight).to(x.dtype)
+        parts[index] = _rotate(parts[index], cos, sin)
     q, k, v = (
         pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts
     )
@@ -104,15 +85,15 @@ def split_heads_backward(
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
     x = qkv.float() if shape.partial_rope else qkv
-    inputs = _grouped(x, shape).split([shape.queries, 1, 1], 2)
+    inputs = _group_heads(x, shape).split([shape.queries, 1, 1], 2)
     parts = [
         gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients
     ]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
-        parts[index] = _rotated(parts[index], cos, -sin)
+        parts[index] = _rotate(parts[index], cos, -sin)
         if weight is not None:
             parts[index] = _norm_gradient(
-                parts[index] * weight, *_normalised(inputs[index], shape.eps)
+                parts[index] * weight, *_normalise(inputs[index], shape.eps)
             )
     return torch.cat([part.to(qkv.dtype) for part in parts], 2).flatten(1)
 
@@ -122,12 +103,14 @@ def head_norm_gradients(
 ) -> list[torch.Tensor]:
     """The gradients of the weights that normalise queries and keys, fp32 [size]; as
     `split_heads_backward`."""
-    inputs, found = _grouped(qkv, shape).split([shape.queries, 1, 1], 2), []
+    inputs, weight_gradients = _group_heads(qkv, shape).split([shape.queries, 1, 1], 2), []
     for gradient, heads in zip(gradients[:2], inputs[:2], strict=True):
-        of_normalised = gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1))
-        of_normalised = _rotated(of_normalised, cos.float(), -sin.float())
-        found.append((of_normalised * _normalised(heads.float(), shape.eps)[0]).sum((0, 1, 2)))
-    return found
+        grad_normalised = gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1))
+        grad_normalised = _rotate(grad_normalised, cos.float(), -sin.float())
+        weight_gradients.append(
+            (grad_normalised * _normalise(heads.float(), shape.eps)[0]).sum((0, 1, 2))
+        )
+    return weight_gradients
 
 
 @_one_kernel_on_cuda
@@ -147,8 +130,8 @@ def swiglu_backward(
     gate, up = gate_up.chunk(2, -1)
     sigmoid = gate.sigmoid()
     activated = gate * sigmoid
-    of_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
-    return torch.cat((of_gate, gradient * activated), -1), activated * up
+    grad_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
+    return torch.cat((grad_gate, gradient * activated), -1), activated * up
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -163,14 +146,14 @@ def geglu_backward(
     """(The gradient of `gate_up`, `geglu(gate_up)`)."""
     gate, up = gate_up.float().chunk(2, -1)
     activated, gradient = gelu(gate, approximate="tanh"), gradient.float()
-    of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
-    of_gate_up = torch.cat((of_gate, gradient * activated), -1)
-    return of_gate_up.to(gate_up.dtype), (activated * up).to(gate_up.dtype)
+    grad_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
+    grad_gate_up = torch.cat((grad_gate, gradient * activated), -1)
+    return grad_gate_up.to(gate_up.dtype), (activated * up).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """`swiglu` times each row's probability, fp32 [N]: [N, features]."""
+    """`swiglu` times each assignment's probability, fp32 [N]: [N, features]."""
     return (swiglu(gate_up) * probs[:, None]).to(gate_up.dtype)
 
 
@@ -180,18 +163,21 @@ def expert_swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of
     `probs`)."""
-    of_gate_up, activated = swiglu_backward((gradient * probs[:, None]).to(gate_up.dtype), gate_up)
+    grad_gate_up, activated = swiglu_backward(
+        (gradient * probs[:, None]).to(gate_up.dtype), gate_up
+    )
     return (
-        of_gate_up,
+        grad_gate_up,
         (activated * probs[:, None]).to(gate_up.dtype),
         (gradient.float() * activated).sum(-1),
     )
 
 
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each row's probability, fp32
-    [N]: [N, features]. gate is at most 7, up from -7 to 7 (`GptOssExperts` in transformers)."""
-    gate, up = _clamped(gate_up)
+    """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each
+    assignment's probability, fp32 [N]: [N, features]. gate is at most 7, up from -7 to 7
+    (`GptOssExperts` in transformers)."""
+    gate, up = _clamp(gate_up)
     return (gate * torch.sigmoid(ALPHA * gate) * (up + 1) * probs[:, None]).to(gate_up.dtype)
 
 
@@ -199,40 +185,45 @@ def clamped_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`; `clamped_swiglu(gate_up, probs)`; the gradient of `probs`)."""
-    gate, up = _clamped(gate_up)
+    gate, up = _clamp(gate_up)
     sigmoid, gradient = torch.sigmoid(ALPHA * gate), gradient.float()
     glu = gate * sigmoid
     activated = glu * (up + 1)
     scaled = gradient * probs[:, None]
-    of_gate = scaled * (up + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid))
+    grad_gate = scaled * (up + 1) * (sigmoid + ALPHA * glu * (1 - sigmoid))
     inside = torch.cat(
         (gate_up.chunk(2, -1)[0] <= LIMIT, gate_up.chunk(2, -1)[1].abs() <= LIMIT), -1
     )
-    of_gate_up = torch.cat((of_gate, scaled * glu), -1).mul_(inside)
+    grad_gate_up = torch.cat((grad_gate, scaled * glu), -1).mul_(inside)
     return (
-        of_gate_up.to(gate_up.dtype),
+        grad_gate_up.to(gate_up.dtype),
         (activated * probs[:, None]).to(gate_up.dtype),
         (gradient * activated).sum(-1),
     )
 
 
 @_one_kernel_on_cuda
-def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
-    """Each token's sum of its rows, plus `plus` [S, features]. `rows`: [N, features]; `of`: int64
-    [S, k]."""
-    return plus + rows[of].sum(1)
+def sum_assignments(
+    values: torch.Tensor, assignments: torch.Tensor, plus: torch.Tensor
+) -> torch.Tensor:
+    """Each token's sum of its assignments' values, plus `plus` [S, features].
+
+    `values`: [N, features], one line per assignment of a token to an expert. `assignments`: int64
+    [S, k], each token's.
+    """
+    return plus + values[assignments].sum(1)
 
 
-def _clamped(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _clamp(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     gate, up = gate_up.float().chunk(2, -1)
     return gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
 
 
-def _grouped(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
+def _group_heads(qkv: torch.Tensor, shape: HeadShape) -> torch.Tensor:
     return qkv.view(len(qkv), shape.groups, shape.queries + 2, shape.size)
 
 
-def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x / sqrt(mean(x^2) + eps) over the last dimension, and 1 / sqrt(...)."""
     inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     return x * inverse, inverse
@@ -245,7 +236,7 @@ def _norm_gradient(
     return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """heads: [S, groups, heads, size]."""
     half = cos.shape[-1]
     first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.model.layer.kernels import Heads, HeadShape
+from tandem.model.layer.heads import Heads, HeadShape
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -118,10 +118,12 @@ def _split_heads_backward(
     half = size // 2
     h, d = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     inside, is_value = (h < queries + 2) & (d < half), h == queries + 1
-    of_key = tl.where(
+    key_or_value = tl.where(
         is_value, v + slot * v_slot + group * v_head + d, k + slot * k_slot + group * k_head + d
     )
-    source = tl.where(h < queries, q + slot * q_slot + (group * queries + h) * q_head + d, of_key)
+    source = tl.where(
+        h < queries, q + slot * q_slot + (group * queries + h) * q_head + d, key_or_value
+    )
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + slot * half + d, mask=d < half, other=0.0).to(tl.float32)
@@ -169,8 +171,8 @@ def _swiglu_backward(gradient, gate_up, out, columns, COLUMNS: tl.constexpr):
     sigmoid = tl.sigmoid(gate)
     activated = gate * sigmoid
     tl.store(out + row * columns + c, (activated * up).to(out.dtype.element_ty), mask=inside)
-    of_gate = g * up * (sigmoid + activated * (1 - sigmoid))
-    tl.store(at, of_gate.to(out.dtype.element_ty), mask=inside)
+    grad_gate = g * up * (sigmoid + activated * (1 - sigmoid))
+    tl.store(at, grad_gate.to(out.dtype.element_ty), mask=inside)
     tl.store(at + columns, (g * activated).to(out.dtype.element_ty), mask=inside)
 
 
@@ -186,7 +188,7 @@ def _expert_swiglu(gate_up, probs, out, columns, COLUMNS: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expert_swiglu_backward(
-    gradient, gate_up, probs, out, of_probs, columns, COLUMNS: tl.constexpr
+    gradient, gate_up, probs, out, grad_probs, columns, COLUMNS: tl.constexpr
 ):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside, at = c < columns, gate_up + row * 2 * columns + c
@@ -195,21 +197,23 @@ def _expert_swiglu_backward(
     g = tl.load(gradient + row * columns + c, mask=inside, other=0.0).to(tl.float32)
     p, sigmoid = tl.load(probs + row), tl.sigmoid(gate)
     activated = gate * sigmoid
-    tl.store(of_probs + row, tl.sum(g * activated * up))
+    tl.store(grad_probs + row, tl.sum(g * activated * up))
     tl.store(out + row * columns + c, (activated * up * p).to(out.dtype.element_ty), mask=inside)
-    of_gate = g * p * up * (sigmoid + activated * (1 - sigmoid))
-    tl.store(at, of_gate.to(out.dtype.element_ty), mask=inside)
+    grad_gate = g * p * up * (sigmoid + activated * (1 - sigmoid))
+    tl.store(at, grad_gate.to(out.dtype.element_ty), mask=inside)
     tl.store(at + columns, (g * p * activated).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_rows(rows, of, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_assignments(
+    values, assignments, plus, out, columns, K: tl.constexpr, COLUMNS: tl.constexpr
+):
     token, c = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     inside = c < columns
     total = tl.load(plus + token * columns + c, mask=inside, other=0.0).to(tl.float32)
     for index in tl.static_range(K):
-        row = tl.load(of + token * K + index)
-        total += tl.load(rows + row * columns + c, mask=inside, other=0.0).to(tl.float32)
+        assignment = tl.load(assignments + token * K + index)
+        total += tl.load(values + assignment * columns + c, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * columns + c, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -319,17 +323,23 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, of_probs, columns = torch.empty_like(gradient), torch.empty_like(probs), gradient.shape[1]
-    _expert_swiglu_backward[(len(gradient),)](
-        gradient, gate_up, probs, out, of_probs, columns, **_row(columns)
+    out, grad_probs, columns = (
+        torch.empty_like(gradient),
+        torch.empty_like(probs),
+        gradient.shape[1],
     )
-    return gate_up, out, of_probs
+    _expert_swiglu_backward[(len(gradient),)](
+        gradient, gate_up, probs, out, grad_probs, columns, **_row(columns)
+    )
+    return gate_up, out, grad_probs
 
 
-def sum_rows(rows: torch.Tensor, of: torch.Tensor, plus: torch.Tensor) -> torch.Tensor:
+def sum_assignments(
+    values: torch.Tensor, assignments: torch.Tensor, plus: torch.Tensor
+) -> torch.Tensor:
     out = torch.empty_like(plus)
-    _sum_rows[(len(plus),)](
-        rows, of, plus, out, plus.shape[1], K=of.shape[1], **_row(plus.shape[1])
+    _sum_assignments[(len(plus),)](
+        values, assignments, plus, out, plus.shape[1], K=assignments.shape[1], **_row(plus.shape[1])
     )
     return out
 

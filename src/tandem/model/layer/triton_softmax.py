@@ -39,9 +39,9 @@ def _statistics(
     tl.store(total_out + row, total)
     tl.store(weighted_out + row, weighted)
     target = tl.load(targets + row)
-    mine = (target >= 0) & (target < columns)
-    value = tl.load(at + tl.where(mine, target, 0)).to(tl.float32) * scale
-    tl.store(target_out + row, tl.where(mine, value, 0.0))
+    in_part = (target >= 0) & (target < columns)
+    value = tl.load(at + tl.where(in_part, target, 0)).to(tl.float32) * scale
+    tl.store(target_out + row, tl.where(in_part, value, 0.0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,8 +50,8 @@ def _logits_gradient(
     targets,
     normaliser,
     entropy,
-    of_logprobs,
-    of_entropy,
+    grad_logprobs,
+    grad_entropy,
     columns,
     scale,
     BLOCK: tl.constexpr,
@@ -60,9 +60,9 @@ def _logits_gradient(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = c < columns, logits + row * columns + c
     log_p = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(normaliser + row)
-    of_logprob, of_h = tl.load(of_logprobs + row), tl.load(of_entropy + row)
-    gradient = -tl.exp(log_p) * (of_logprob + of_h * (log_p + tl.load(entropy + row)))
-    gradient += tl.where(c == tl.load(targets + row), of_logprob, 0.0)
+    grad_logprob, grad_h = tl.load(grad_logprobs + row), tl.load(grad_entropy + row)
+    gradient = -tl.exp(log_p) * (grad_logprob + grad_h * (log_p + tl.load(entropy + row)))
+    gradient += tl.where(c == tl.load(targets + row), grad_logprob, 0.0)
     tl.store(at, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
@@ -83,8 +83,8 @@ def logits_gradient(
     targets: torch.Tensor,
     normaliser: torch.Tensor,
     entropy: torch.Tensor,
-    of_logprobs: torch.Tensor,
-    of_entropy: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
     """See `logprobs._logits_gradient`."""
@@ -94,8 +94,8 @@ def logits_gradient(
         targets,
         normaliser,
         entropy,
-        of_logprobs.contiguous(),
-        of_entropy.contiguous(),
+        grad_logprobs.contiguous(),
+        grad_entropy.contiguous(),
         logits.shape[1],
         1 / temperature,
         BLOCK=_BLOCK,

@@ -3,8 +3,8 @@ process's default one: NCCL between GPUs, Gloo between CPUs.
 
 The senders are the first ranks of the group, and they take turns. It is one group, because NCCL
 takes 0.8 s to connect one. A store that the first sender serves brings the group together. Nothing
-here waits longer than STALL_SECONDS for another process, but NCCL while it connects: whoever calls
-`connect` watches over it from another thread.
+here waits longer than STALL_SECONDS for another process, but NCCL while it connects: whoever makes
+a `Channel` watches over it from another thread.
 """
 
 import os
@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from tandem.model.transfer.ipc import IpcChannel
-
 STALL_SECONDS = 10.0
 """How long a process waits for another one's next sign of life."""
 BUFFER_BYTES = 256 * 2**20
@@ -32,15 +30,6 @@ class Pending(Protocol):
 
     def is_completed(self) -> bool: ...
     def wait(self) -> object: ...
-
-
-class Channel(Protocol):
-    def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
-        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call
-        it, in the same order and with the same size. The buffer of another sender may be
-        overwritten."""
-
-    def close(self) -> None: ...
 
 
 def serve_store(address: str) -> TCPStore:
@@ -65,15 +54,6 @@ def own_address(host: str, port: int) -> str:
         return str(towards.getsockname()[0])
 
 
-def connect(
-    way: str, store: Store, rank: int, senders: int, workers: int, where: torch.device, address: str
-) -> Channel:
-    """Meet the others. `way`: nccl or ipc; `rank`: in the group; `address`: this process's own."""
-    if way == "ipc":
-        return IpcChannel(store, rank, senders, workers, where)
-    return _Group(PrefixStore("group", store), rank, senders + workers, where, address)
-
-
 def finish(pending: Pending) -> None:
     """Wait until a buffer has arrived. Raises where that takes longer than STALL_SECONDS, or the
     group has failed."""
@@ -85,10 +65,12 @@ def finish(pending: Pending) -> None:
     pending.wait()
 
 
-class _Group:
+class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
+        """Meet the others of the group, which has `size` ranks. `address`: this process's own."""
+        store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
@@ -108,6 +90,9 @@ class _Group:
             self._group = gloo(store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
+        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call
+        it, in the same order and with the same size. The buffer of another sender may be
+        overwritten."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
         work: Pending = self._group.broadcast([buffer], options)

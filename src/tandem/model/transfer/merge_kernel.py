@@ -68,8 +68,8 @@ def merge_on_gpu(
 ) -> None:
     """See `merge`."""
     n, rows, columns = out.shape
-    of_block = block_rows(torch.cuda.get_device_capability(out.device)[0])
-    grid = (triton.cdiv(rows, of_block) * triton.cdiv(columns, COLUMNS), n)
+    rows_per_block = block_rows(torch.cuda.get_device_capability(out.device)[0])
+    grid = (triton.cdiv(rows, rows_per_block) * triton.cdiv(columns, COLUMNS), n)
     _merge[grid](
         out,
         base,
@@ -83,7 +83,7 @@ def merge_on_gpu(
         *base.stride(),
         *a.stride(),
         *b.stride(),
-        ROWS=of_block,
+        ROWS=rows_per_block,
         COLUMNS=COLUMNS,
         RANKS=RANKS,
     )

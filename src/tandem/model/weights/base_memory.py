@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from tandem.families.arch import Arch
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes, check, on_stage
+from tandem.families.weight_rules import on_stage
 from tandem.model import device, parallel
+from tandem.model.device import ipc
 from tandem.model.device.memory import ALIGNMENT, allocate
-from tandem.model.transfer import ipc
+from tandem.planning.checks import check_sizes
+from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
 # Bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it.
@@ -55,17 +57,17 @@ class BaseWeights:
 
         Raises InvalidInput if the model can't be cut so.
         """
-        check(arch, sizes)
+        check_sizes(arch, sizes)
         stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0
         own_rules = (
             rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)
         )
-        rules = sorted(own_rules, key=lambda rule: rule.experts is not None)
+        rules = sorted(own_rules, key=lambda rule: rule.num_experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
         shapes = {rule.parameter: rule.shape(sizes) for rule in rules if not rule.fp32}
         own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32}
         experts = {
-            rule.parameter: shapes[rule.parameter] for rule in rules if rule.experts is not None
+            rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
         if apart:  # what comes before the experts divides by the number of ranks too

@@ -10,11 +10,11 @@ import torch
 from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.model_config import weight_files
-from tandem.families.parts import Part, own_parts
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Place, Sizes
 from tandem.families.weight_rules import WeightRule
+from tandem.model.transfer.parts import Part, rule_parts
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
+from tandem.topology.sizes import Place, Sizes
 
 # int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
 # the same rules.
@@ -83,31 +83,33 @@ def _pieces(
     place: Place,
 ) -> Iterator[Piece]:
     """This rank's part of each source, and the part of `target` that it fills."""
-    if rule.turns is not None:
+    if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
             yield _expert_piece(
-                rule, stored[name], expert, matrix, (rule.parts(sizes), rule.part(place))
+                rule, stored[name], expert, matrix, (rule.num_parts(sizes), rule.part_number(place))
             )
         return
-    for part in own_parts(rule, sizes, place):
-        blocks = view_of(part, target)
-        if rule.experts is None:
-            yield _piece(stored[part.name], part.of, blocks if part.blocks > 1 else blocks[0])
+    for part in rule_parts(rule, sizes, place):
+        blocks = part_view(part, target)
+        if rule.num_experts is None:
+            yield _piece(
+                stored[part.name], part.in_tensor, blocks if part.blocks > 1 else blocks[0]
+            )
             continue
-        for expert, matrix in enumerate(blocks, part.of[0].start):
-            yield _piece(stored[part.name.replace("*", str(expert))], part.of[1:], matrix)
+        for expert, matrix in enumerate(blocks, part.in_tensor[0].start):
+            yield _piece(stored[part.name.replace("*", str(expert))], part.in_tensor[1:], matrix)
 
 
-def view_of(part: Part, parameter: torch.Tensor) -> torch.Tensor:
+def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
     """The part in its parameter: [blocks, rows] or [blocks, rows, columns]."""
     columns = parameter.shape[-1:] if parameter.ndim > 1 else ()
-    return parameter.view(part.blocks, -1, *columns)[part.at]
+    return parameter.view(part.blocks, -1, *columns)[part.in_parameter]
 
 
-def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """The box `of` of a stored tensor, whose rows fill `target`, block by block or row by row."""
-    rows, *columns = of
+def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
+    """A box of a stored tensor, whose rows fill `target`, block by block or row by row."""
+    rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
     cut = None if columns in ([], [slice(0, width)]) else columns[0]
@@ -117,17 +119,17 @@ def _piece(source: StoredTensor, of: tuple[slice, ...], target: torch.Tensor) ->
 def _expert_piece(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Piece:
-    """One expert's part of a tensor that stacks all (`WeightRule.turns`); `target`: [rows] or
+    """One expert's part of a tensor that stacks all (`WeightRule.interleaved`); `target`: [rows] or
     [rows, columns]."""
-    assert rule.turns is not None
+    assert rule.interleaved is not None
     (_, *columns, rows), (parts, part) = source.shape, cut
-    blocks = target.unflatten(0, (rule.turns, -1))
-    # [columns, rows / turns, turns], the stored order.
+    blocks = target.unflatten(0, (rule.interleaved, -1))
+    # [columns, rows / interleaved, interleaved], the stored order.
     blocks = blocks.permute(*reversed(range(blocks.dim())))
     blocks = blocks if columns else blocks[None]
-    line, mine = expert * math.prod(columns), None
+    line, columns_of_rank = expert * math.prod(columns), None
     if parts > 1 and rule.cut == "rows":
-        mine = slice(part * rows // parts, (part + 1) * rows // parts)
+        columns_of_rank = slice(part * rows // parts, (part + 1) * rows // parts)
     if rule.cut == "columns":
         line += part * columns[0] // parts
-    return Piece(source, line * rows, rows, blocks, mine)
+    return Piece(source, line * rows, rows, blocks, columns_of_rank)

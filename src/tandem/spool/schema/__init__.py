@@ -47,7 +47,6 @@ from tandem.spool.schema.runs import (
     Trainable,
 )
 from tandem.spool.schema.training import (
-    AskedRLLoss,
     Loss,
     OptimizerSettings,
     PackedData,
@@ -63,7 +62,6 @@ __all__ = [
     "SCHEMA_VERSION",
     "STEPS",
     "TERMINAL",
-    "AskedRLLoss",
     "Beat",
     "DPOJob",
     "Event",

@@ -159,7 +159,7 @@ class RunnerInfo(BaseModel):
 
 class Lease(BaseModel):
     """`jobs/leases/<id>.json`: the runner that runs the job. The runner rewrites it while the
-    attempt runs. Leases of earlier versions also name the ranks' processes."""
+    attempt runs. Keys of a newer version's lease are ignored."""
 
     schema_version: Literal[1] = 1
     job: JobId

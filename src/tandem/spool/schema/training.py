@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tandem.spool.schema.base import Record
 
@@ -86,6 +86,11 @@ class RLLoss(Record):
                 "dual_clip is for PPO and GSPO, and above their upper bound"
                 f" ({self.clip_bounds[1]:g})"
             )
+        if self.dual_clip is not None and self.beyond_bounds == "mask":
+            raise ValueError(
+                'dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token'
+                " out"
+            )
         if (self.kl_in == "advantage" or self.kl_correction) and not self.kl_coef:
             raise ValueError("kl_in and kl_correction go with kl_coef > 0")
         if self.kl_in == "advantage" and self.kl_correction:
@@ -99,6 +104,8 @@ class RLLoss(Record):
             )
         if isinstance(self.kl_reference, int) and self.kl_reference < 0:
             raise ValueError("kl_reference is 'base' or a checkpoint's step >= 0")
+        if self.kl_reference != "base" and not (self.kl_coef or self.kl_metric):
+            raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
         return self
 
     @property
@@ -148,20 +155,6 @@ class SFTLoss(Record):
     @property
     def reference_step(self) -> None:
         return None
-
-
-def _effective(loss: RLLoss) -> RLLoss:
-    if loss.dual_clip is not None and loss.beyond_bounds == "mask":
-        raise ValueError(
-            'dual_clip goes with beyond_bounds="clip": where it acts, "mask" leaves the token out'
-        )
-    if loss.kl_reference != "base" and not (loss.kl_coef or loss.kl_metric):
-        raise ValueError("kl_reference goes with kl_coef > 0 or kl_metric")
-    return loss
-
-
-AskedRLLoss = Annotated[RLLoss, AfterValidator(_effective)]
-"""Of a new job: settings that do nothing are refused. Jobs on the volume may have them."""
 
 
 class PreferenceLoss(Record):
@@ -257,8 +250,7 @@ class OptimizerSettings(Record):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size
-    # (R19).
+    # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
     # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those
     # of one step.

@@ -38,7 +38,6 @@ from typing import Self
 
 from tandem.system import processes
 from tandem.system.logs import Log
-from tandem.system.path_names import free_path_names
 from tandem.system.processes import Process, adopt_orphans, describe_exit, die_with_parent
 from tandem.trainer.launch import SHUTDOWN_SECONDS, Launch, start_child, write_exits
 from tandem.trainer.launch.bootstrap import redirect, run
@@ -127,7 +126,6 @@ class ForkServer:
 
 
 def main() -> None:
-    free_path_names()
     descriptor, entry_name = sys.argv[1:]
     adopt_orphans()
     runner = socket.socket(fileno=int(descriptor))

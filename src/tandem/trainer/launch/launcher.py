@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tandem
 from tandem.config import Settings
-from tandem.families.topology import Sizes
 from tandem.system.environment import empty_directory, omp_waiting, scratch_directory
 from tandem.system.logs import Log
+from tandem.topology.sizes import Sizes
 from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun

@@ -18,11 +18,11 @@ import torch
 
 from tandem.families.arch import Arch
 from tandem.families.model_config import other_files
-from tandem.families.parts import Part, shares
 from tandem.families.registry import weight_rules
-from tandem.families.topology import Sizes
 from tandem.model.transfer.channel import BUFFER_BYTES, BUFFERS
-from tandem.model.weights.base_weights import view_of
+from tandem.model.transfer.parts import Part, shares
+from tandem.model.weights.base_weights import part_view
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.checkpoint import DTYPE_NAMES, safetensors_header
 
 SHARD_BYTES = 4 * 2**30
@@ -42,7 +42,7 @@ class Weights:
     def fill(self, parts: Sequence[Part], buffer: torch.Tensor) -> None:
         """Write the parts one after the other into `buffer`, flat and of `dtype`."""
         for part, out in zip(parts, buffer.split([part.size for part in parts]), strict=True):
-            source = view_of(part, self._tensors[part.parameter])
+            source = part_view(part, self._tensors[part.parameter])
             self._fill(part, source, out.view(source.shape))
 
     def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -120,10 +120,10 @@ class ModelFiles:
                     weights.fill(parts, buffer)
                     values = zip(parts, _in_host_memory(buffer).split(lengths), strict=True)
                     writes.append(
-                        [writers.submit(self._write, opened, part, of) for part, of in values]
+                        [writers.submit(self._write, opened, part, flat) for part, flat in values]
                     )
-                for of_buffer in writes:
-                    _finish(of_buffer)
+                for buffer_writes in writes:
+                    _finish(buffer_writes)
             for fd in opened.values():
                 beat()  # the host may hold all of it until now
                 os.fsync(fd)
@@ -135,18 +135,20 @@ class ModelFiles:
         values = flat.view(part.shape)
         if values.ndim == 3:  # experts
             for expert, matrix in zip(
-                range(part.of[0].start, part.of[0].stop), values, strict=True
+                range(part.in_tensor[0].start, part.in_tensor[0].stop), values, strict=True
             ):
-                self._write_box(opened, part.name.replace("*", str(expert)), part.of[1:], matrix)
+                self._write_box(
+                    opened, part.name.replace("*", str(expert)), part.in_tensor[1:], matrix
+                )
         else:
-            self._write_box(opened, part.name, part.of, values)
+            self._write_box(opened, part.name, part.in_tensor, values)
 
     def _write_box(
-        self, opened: dict[str, int], name: str, of: tuple[slice, ...], values: torch.Tensor
+        self, opened: dict[str, int], name: str, box: tuple[slice, ...], values: torch.Tensor
     ) -> None:
         file, begin, shape = self._places[name]
         width = torch.Size(shape[1:]).numel() * self._dtype.itemsize  # of a row
-        left = of[1].start * self._dtype.itemsize if len(of) > 1 else 0
+        left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
         # One write where the rows are whole, so that they follow one another.
         for first, end in pairwise(
@@ -155,7 +157,7 @@ class ModelFiles:
             _write_all(
                 opened[file],
                 rows[first:end].numpy().data,
-                begin + (of[0].start + first) * width + left,
+                begin + (box[0].start + first) * width + left,
             )
 
 

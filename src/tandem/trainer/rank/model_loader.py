@@ -222,7 +222,7 @@ def _connect() -> None:
     for group, exchanges in (
         (topology.tensor, topology.sizes.sequence),
         (topology.context, True),
-        (topology.experts, True),
+        (topology.expert_group, True),
     ):
         zeros = torch.zeros(group.size(), device=device.device())
         parallel.all_reduce(zeros, group=group)

@@ -19,21 +19,21 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tandem.config import Settings
 from tandem.families.adapter import peft_keys
-from tandem.families.parts import Part, layout, senders, turns
 from tandem.model import device, parallel
 from tandem.model.policy import Policy
 from tandem.model.transfer.channel import (
     BUFFER_BYTES,
     BUFFERS,
     STALL_SECONDS,
+    Channel,
     Pending,
-    connect,
     finish,
     join_store,
     own_address,
     serve_store,
 )
 from tandem.model.transfer.merge import merge
+from tandem.model.transfer.parts import Part, agreement, send_order, senders
 from tandem.spool import Spool
 from tandem.spool.paths import staged_model
 from tandem.spool.schema import Manifest
@@ -57,7 +57,7 @@ class TrainedWeights(Weights):
             super()._fill(part, source, out)
             return
         a, b = self._adapter[key_a].data, self._adapter[key_b].data
-        blocks, rows = part.at
+        blocks, rows = part.in_parameter
         a = a[blocks] if a.ndim == 3 else a.expand(len(source), *a.shape)
         b = b.view(part.blocks, -1, b.shape[-1])[
             blocks, rows.start - part.begin : rows.stop - part.begin
@@ -182,27 +182,25 @@ class Publication:
             self.name, self._store or join_store(offer["address"], offer["port"])[0]
         )
         most = BUFFER_BYTES // dtype.itemsize
-        whole = turns(self.policy.arch, self._targets, sizes=self._sizes, most=most)
+        order = send_order(self.policy.arch, self._targets, sizes=self._sizes, most=most)
         if own == 0:
-            store.set("layout", json.dumps(layout(whole, str(dtype))))
+            store.set("layout", json.dumps(agreement(order, str(dtype))))
         workers = int(store.get("workers"))
         beat()
-        channel = connect(
-            self.settings.way, store, own, len(ranks), workers, where, offer["address"]
-        )
+        channel = Channel(store, own, len(ranks) + workers, where, offer["address"])
         try:
             beat()
-            most = max(turn.size for turn in whole)
+            most = max(entry.size for entry in order)
             memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
             going, begin = deque[Pending](), time.perf_counter()
-            for number, turn in enumerate(whole):
+            for number, entry in enumerate(order):
                 if len(going) == BUFFERS:
                     finish(going.popleft())
                     beat()
-                buffer = memory[number % BUFFERS][: turn.size]
-                if turn.sender == own:
-                    weights.fill(turn.parts, buffer)
-                going.append(channel.broadcast(buffer, turn.sender))
+                buffer = memory[number % BUFFERS][: entry.size]
+                if entry.sender == own:
+                    weights.fill(entry.parts, buffer)
+                going.append(channel.broadcast(buffer, entry.sender))
             for pending in going:
                 finish(pending)
                 beat()
@@ -218,4 +216,4 @@ class Publication:
                 time.sleep(0.001)
         finally:
             channel.close()
-        return sum(turn.size for turn in whole if turn.sender == own) * dtype.itemsize, seconds
+        return sum(entry.size for entry in order if entry.sender == own) * dtype.itemsize, seconds

@@ -23,7 +23,6 @@ from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.model import device, parallel
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
@@ -31,6 +30,7 @@ from tandem.model.policy import Policy
 from tandem.spool import Spool
 from tandem.spool.paths import beat_file, staged_checkpoint
 from tandem.spool.schema import EventType, Manifest, Probe
+from tandem.topology.sizes import Sizes
 from tandem.trainer.rank import checkpoint, full_volume, model_checkpoint, probe
 from tandem.trainer.rank.heartbeat import Heartbeat
 from tandem.trainer.rank.model_loader import Checked, LoadedModel, ModelLoader, reference_policy
@@ -233,7 +233,7 @@ class _Session:
             ),
             fit=self._settings.recompute == "auto",
         )
-        self.heartbeat.steps = len(training.plan.steps)
+        self.heartbeat.steps = len(training.schedule.steps)
         logprobs = partial(probe.logprobs, policy, sequences, batch.sequence_length, self._device)
         with self.phases.phase("probe"):
             previous = logprobs()

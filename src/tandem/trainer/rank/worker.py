@@ -20,7 +20,6 @@ from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import error_file
 from tandem.spool.schema import JobError
-from tandem.system.path_names import free_path_names
 
 if TYPE_CHECKING:
     from tandem.trainer.rank.session import RankState
@@ -86,7 +85,6 @@ def resident() -> Callable[[Path, str, int], int]:
     other than 0 the process must end."""
     from tandem.trainer.rank.session import RankState
 
-    free_path_names()
     return partial(main, state=RankState())
 
 

@@ -7,7 +7,6 @@ import sys
 from tandem.config import load_settings
 from tandem.errors import TandemError
 from tandem.system import logs
-from tandem.system.path_names import free_path_names
 from tandem.trainer.launch import DEFAULT_ENTRY
 from tandem.trainer.runner.loop import Runner, log
 
@@ -15,7 +14,6 @@ from tandem.trainer.runner.loop import Runner, log
 def main(entry: str = DEFAULT_ENTRY) -> int:
     """Run until SIGTERM; returns the exit status."""
     logs.configure()
-    free_path_names()
     try:
         runner = Runner(load_settings(), entry)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,7 +18,7 @@ from functools import partial
 
 from tandem.config import Settings
 from tandem.errors import Conflict, SpoolUnusable, VolumeFull
-from tandem.families.plan import automatic, describe
+from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job

@@ -134,18 +134,16 @@ def swap(
     core: Any,
     call: Callable[..., list[dict[str, Any]]],
     version: str,
-    requests: str,
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
     """In the engine, between two steps: all workers get the weights of `version`, or all keep those
     before.
 
-    `call`: the engine's `collective_rpc`; `requests`: `keep` or `recompute`; `deadline`: of
-    `time.monotonic`. Returns `seconds` and the `tokens` that each sequence has got from the weights
-    before. Else `late`; or `error`; or `torn`, where the weights before can't be restored: all
-    requests are ended then. `late`, too, where vLLM sleeps: who ordered this has died, and a
-    trainer has the GPU.
+    `call`: the engine's `collective_rpc`; `deadline`: of `time.monotonic`. Returns `seconds` and
+    the `tokens` that each sequence has got from the weights before. Else `late`; or `error`; or
+    `torn`, where the weights before can't be restored: all requests are ended then. `late`, too,
+    where vLLM sleeps: who ordered this has died, and a trainer has the GPU.
     """
     if time.monotonic() > deadline or core.is_sleeping():
         return {"late": True}
@@ -160,10 +158,10 @@ def swap(
             return {"torn": f"{errors[0]}; and the weights before can't be restored"}
         return {"error": errors[0]}
     core.tandem_version = version
-    return {"seconds": seconds, "tokens": _tend(core, requests, name)}
+    return {"seconds": seconds, "tokens": _tend(core, name)}
 
 
-def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
+def _tend(core: Any, name: str) -> dict[str, int]:
     """What a swap means for requests and for cached prefixes. Returns how many tokens each request
     has got before."""
     from vllm.v1.core import kv_cache_utils
@@ -180,7 +178,7 @@ def _tend(core: Any, requests: str, name: str) -> dict[str, int]:
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
-    if requests == "recompute" or drafted:
+    if drafted:
         # vLLM discards the tokens in flight of running requests, and samples them again from the
         # new weights.
         tokens |= {request.request_id: request.num_output_tokens for request in scheduler.running}

@@ -21,22 +21,22 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tandem.families.adapter import stacked_name
 from tandem.families.arch import Arch
-from tandem.families.parts import Part, Turn, layout, senders, turns
 from tandem.families.registry import read_arch
-from tandem.families.topology import Sizes
 from tandem.inference.server.command import CopyPlace
 from tandem.inference.server.worker.model_weights import BASE, ModelWeights, stored_tensors
-from tandem.inference.server.worker.weight_plan import Block, CannotWrite
+from tandem.inference.server.worker.weight_layout import CannotWrite, Rectangle
 from tandem.model.transfer.channel import (
     BUFFER_BYTES,
     BUFFERS,
     STALL_SECONDS,
+    Channel,
     Pending,
-    connect,
     finish,
     join_store,
 )
 from tandem.model.transfer.merge import merge
+from tandem.model.transfer.parts import Part, SendBuffer, agreement, send_order, senders
+from tandem.topology.sizes import Sizes
 
 log = logging.getLogger("vllm.tandem")
 
@@ -52,7 +52,7 @@ class Content:
     """What a parameter, or its second copy, has."""
 
     version: str = BASE  # empty: nothing whole
-    changed: frozenset[Block] = frozenset()  # the blocks that may differ from the base model's
+    changed: frozenset[Rectangle] = frozenset()  # what may differ from the base model's weights
 
 
 @dataclass
@@ -89,11 +89,11 @@ class LandingWeights(ModelWeights):
         self._arrival = Arrival(BASE, way="merge")
         self._writing = threading.Lock()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._blocks_of = defaultdict[str, list[Block]](list)
-        for block in self._adapted:
-            self._blocks_of[
-                stacked_name(block.names[0]) if block.stacked else block.names[0]
-            ].append(block)
+        self._rectangles_of = defaultdict[str, list[Rectangle]](list)
+        for rectangle in self._adapted:
+            self._rectangles_of[
+                stacked_name(rectangle.names[0]) if rectangle.stacked else rectangle.names[0]
+            ].append(rectangle)
 
     @property
     def spare_bytes(self) -> int:
@@ -116,8 +116,10 @@ class LandingWeights(ModelWeights):
         with self._writing:
             before.stopped = True
         self._arrival = now = Arrival(version, source)
-        changed = frozenset(block for content in self._landed.values() for block in content.changed)
-        self._tell(now, "", frozenset(self._adapted))
+        changed = frozenset(
+            rectangle for content in self._landed.values() for rectangle in content.changed
+        )
+        self._record(now, "", frozenset(self._adapted))
         threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
@@ -140,7 +142,7 @@ class LandingWeights(ModelWeights):
             version in (self._live[name].version, self._landed[name].version) for name in self._copy
         )
 
-    def _land(self, arrival: Arrival, scale: float, changed: frozenset[Block]) -> None:
+    def _land(self, arrival: Arrival, scale: float, changed: frozenset[Rectangle]) -> None:
         """Fill the second copy, in which `changed` may differ from the base model."""
         try:
             with torch.inference_mode(), self._in_stream(self._stream):
@@ -148,84 +150,88 @@ class LandingWeights(ModelWeights):
                     # What the version before has written comes before what this one writes.
                     self._stream.synchronize()
                 arrived = self._bring(arrival, scale)
-                for block in changed - arrived:
-                    self._put(arrival, block, self._read(self._base, block))
+                for rectangle in changed - arrived:
+                    self._put(arrival, rectangle, self._read(self._base, rectangle))
             arrival.way = arrival.source["way"] if arrival.source else "merge"
-            self._tell(arrival, arrival.version, arrived)
+            self._record(arrival, arrival.version, arrived)
         except Exception as error:
             arrival.error = f"{type(error).__name__}: {error}"
             if not arrival.stopped:
                 log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
-    def _bring(self, arrival: Arrival, scale: float) -> frozenset[Block]:
-        """Write what differs from the base model. Returns those blocks."""
+    def _bring(self, arrival: Arrival, scale: float) -> frozenset[Rectangle]:
+        """Write what differs from the base model. Returns those rectangles."""
         source = arrival.source
         if source is None:
             factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
-            for block, of_block in factors.items():
-                base = self._read(self._base, block).to(self._device)
-                merge(out := torch.empty_like(base), base, *of_block)
-                self._put(arrival, block, out)
+            for rectangle, ab_and_scale in factors.items():
+                base = self._read(self._base, rectangle).to(self._device)
+                merge(out := torch.empty_like(base), base, *ab_and_scale)
+                self._put(arrival, rectangle, out)
             return frozenset(factors)
         if source["way"] != "volume":
             return self._receive(arrival, source)
         files = stored_tensors(source["directory"])
-        for block in self._adapted:
-            self._put(arrival, block, self._read(files, block))
+        for rectangle in self._adapted:
+            self._put(arrival, rectangle, self._read(files, rectangle))
         return frozenset(self._adapted)
 
-    def _receive(self, arrival: Arrival, source: Source) -> frozenset[Block]:
-        """Write what the trainer's ranks send. Returns the blocks that have all of it."""
+    def _receive(self, arrival: Arrival, source: Source) -> frozenset[Rectangle]:
+        """Write what the trainer's ranks send. Returns the rectangles that have all of it."""
         arch, dtype = read_arch(self._base_model), next(iter(self._copy.values())).dtype
         came = dict.fromkeys(self._adapted, 0)
         arrival.beat()
         for part, values in receive(source, arch, dtype, self._device, *self._worker, arrival.beat):
-            if part.name not in self._blocks_of:
+            if part.name not in self._rectangles_of:
                 raise CannotWrite(f"vLLM's model has no place for {part.name}")
-            for block in self._blocks_of[part.name]:
-                came[block] += self._scatter(arrival, block, part, values)
+            for rectangle in self._rectangles_of[part.name]:
+                came[rectangle] += self._scatter(arrival, rectangle, part, values)
         arrival.last = math.inf
-        for block, count in came.items():
-            if 0 < count < block.view(self._copy[block.parameter]).numel():
-                raise CannotWrite(f"only a part of {block.names[0]} has come")
-        return frozenset(block for block, count in came.items() if count)
+        for rectangle, count in came.items():
+            if 0 < count < rectangle.view(self._copy[rectangle.parameter]).numel():
+                raise CannotWrite(f"only a part of {rectangle.names[0]} has come")
+        return frozenset(rectangle for rectangle, count in came.items() if count)
 
-    def _scatter(self, arrival: Arrival, block: Block, part: Part, values: torch.Tensor) -> int:
-        """Write what `part` has of a block. Returns how many elements that is."""
-        box = (slice(None), *block.of) if block.stacked else block.of
-        of, to = [], []
-        for has, wants in zip(part.of, box, strict=True):
+    def _scatter(
+        self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
+    ) -> int:
+        """Write what `part` has of a rectangle. Returns how many elements that is."""
+        box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
+        source, target = [], []
+        for has, wants in zip(part.in_tensor, box, strict=True):
             first, end, _ = wants.indices(2**40)
             begin, end = max(has.start, first), min(has.stop, end)
             if begin >= end:
                 return 0
-            of.append(slice(begin - has.start, end - has.start))
-            to.append(slice(begin - first, end - first))
-        place = block.view(self._copy[block.parameter])
-        place = (place if block.stacked else place[0])[tuple(to)]
-        self._write(arrival, place, values[tuple(of)])
+            source.append(slice(begin - has.start, end - has.start))
+            target.append(slice(begin - first, end - first))
+        place = rectangle.view(self._copy[rectangle.parameter])
+        place = (place if rectangle.stacked else place[0])[tuple(target)]
+        self._write(arrival, place, values[tuple(source)])
         return place.numel()
 
-    def _tell(self, arrival: Arrival, version: str, changed: frozenset[Block]) -> None:
-        """What the second copy has from now on."""
-        of = {
-            name: frozenset(block for block in changed if block.parameter == name)
+    def _record(self, arrival: Arrival, version: str, changed: frozenset[Rectangle]) -> None:
+        """Record what the second copy has from now on."""
+        by_parameter = {
+            name: frozenset(rectangle for rectangle in changed if rectangle.parameter == name)
             for name in self._copy
         }
         with self._writing:
             if not arrival.stopped:
-                self._landed = {name: Content(version, of[name]) for name in self._copy}
+                self._landed = {name: Content(version, by_parameter[name]) for name in self._copy}
 
-    def _read(self, tensors: Mapping[str, Any], block: Block) -> torch.Tensor:
+    def _read(self, tensors: Mapping[str, Any], rectangle: Rectangle) -> torch.Tensor:
         """[names, ...], in the parameter's dtype. `tensors`: `stored_tensors` of a model."""
-        dtype = self._copy[block.parameter].dtype
-        return torch.stack([tensors[name][block.of] for name in block.names]).to(dtype)
+        dtype = self._copy[rectangle.parameter].dtype
+        return torch.stack([tensors[name][rectangle.in_tensor] for name in rectangle.names]).to(
+            dtype
+        )
 
-    def _put(self, arrival: Arrival, block: Block, values: torch.Tensor) -> None:
-        place = block.view(self._copy[block.parameter])
+    def _put(self, arrival: Arrival, rectangle: Rectangle, values: torch.Tensor) -> None:
+        place = rectangle.view(self._copy[rectangle.parameter])
         if place.shape != values.shape:
             raise ValueError(
-                f"{block.names[0]} has the shape {list(values.shape[1:])}, not"
+                f"{rectangle.names[0]} has the shape {list(values.shape[1:])}, not"
                 f" {list(place.shape[1:])}"
             )
         self._write(arrival, place, values)
@@ -253,11 +259,11 @@ class LandingWeights(ModelWeights):
             parameter, copy = self._parameters[name].data, self._copy[name]
             rows = max(1, SPARE_BYTES // (parameter.nbytes // len(parameter)))
             unknown = Content("", frozenset(self._adapted))
-            for to, of in zip(parameter.split(rows), copy.split(rows), strict=True):
-                arrived = of.to(self._device, copy=True, non_blocking=True)
+            for live_rows, copy_rows in zip(parameter.split(rows), copy.split(rows), strict=True):
+                arrived = copy_rows.to(self._device, copy=True, non_blocking=True)
                 self._live[name] = self._landed[name] = unknown
-                of.copy_(to, non_blocking=True)
-                to.copy_(arrived)
+                copy_rows.copy_(live_rows, non_blocking=True)
+                live_rows.copy_(arrived)
         self._live[name], self._landed[name] = landed, live
 
 
@@ -282,25 +288,25 @@ def receive(
     store.set("workers", str(workers))
     sizes = Sizes(**source["sizes"])
     count = len(senders(sizes))
-    whole = turns(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)
-    if (theirs := json.loads(store.get("layout"))) != layout(whole, str(dtype)):
+    order = send_order(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)
+    if (theirs := json.loads(store.get("layout"))) != agreement(order, str(dtype)):
         raise ValueError(
-            f"the ranks would send {theirs}, this vLLM expects {layout(whole, str(dtype))}"
+            f"the ranks would send {theirs}, this vLLM expects {agreement(order, str(dtype))}"
         )
     beat()
     with contextlib.closing(
-        connect(source["way"], store, count + rank, count, workers, where, address)
+        Channel(store, count + rank, count + workers, where, address)
     ) as channel:
         beat()
-        most = max(turn.size for turn in whole)
+        most = max(entry.size for entry in order)
         memory = [torch.empty(most, dtype=dtype, device=where) for _ in range(BUFFERS)]
-        coming = deque[tuple[Pending, Turn, torch.Tensor]]()
-        for number, turn in enumerate(whole):
+        coming = deque[tuple[Pending, SendBuffer, torch.Tensor]]()
+        for number, entry in enumerate(order):
             if len(coming) == BUFFERS:
                 yield from _arrived(*coming.popleft())
                 beat()
-            buffer = memory[number % BUFFERS][: turn.size]
-            coming.append((channel.broadcast(buffer, turn.sender), turn, buffer))
+            buffer = memory[number % BUFFERS][: entry.size]
+            coming.append((channel.broadcast(buffer, entry.sender), entry, buffer))
         while coming:
             yield from _arrived(*coming.popleft())
             beat()
@@ -313,10 +319,10 @@ def receive(
 
 
 def _arrived(
-    pending: Pending, turn: Turn, buffer: torch.Tensor
+    pending: Pending, entry: SendBuffer, buffer: torch.Tensor
 ) -> Iterator[tuple[Part, torch.Tensor]]:
     finish(pending)
     for part, values in zip(
-        turn.parts, buffer.split([part.size for part in turn.parts]), strict=True
+        entry.parts, buffer.split([part.size for part in entry.parts]), strict=True
     ):
         yield part, values.view(part.shape)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tandem.families.adapter import WEIGHTS_FILE, chosen, peft_keys
+from tandem.families.adapter import WEIGHTS_FILE, in_targets, peft_keys
 from tandem.families.model_config import model_directory, weight_files
 from tandem.inference.merged_model import TensorFile
 from tandem.inference.server.command import CopyPlace, automatic_copy
-from tandem.inference.server.worker.weight_plan import Block, CannotWrite, plan
+from tandem.inference.server.worker.weight_layout import CannotWrite, Rectangle, weight_layout
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.pinned import pinned_memory
 
@@ -27,13 +27,13 @@ BASE = "base"
 
 _ALIGNMENT = 512  # bytes, of each pinned copy
 
-Factors = dict[Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""A, B and the scale of each block that an adapter changes; see
+Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""A, B and the scale of each rectangle that an adapter changes; see
 `tandem.model.transfer.merge.merge`."""
 
 
 def stored_tensors(model: str) -> dict[str, Any]:
-    """A model's tensors by name, as safetensors' slices: indexing one reads that block. Files stay
+    """A model's tensors by name, as safetensors' slices: indexing one reads that box. Files stay
     open, memory-mapped. `model`: a directory, or the name of a hub repository that is in the
     cache."""
     opened = [
@@ -55,25 +55,28 @@ class ModelWeights:
         """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy`
         decides; `targets`: names of the linear layers that may change; None: every tensor may.
 
-        Proves the plan: the base model's files, put through it, are what vLLM loaded, byte for
+        Proves the layout: the base model's files, put through it, are what vLLM loaded, byte for
         byte. Else CannotWrite.
         """
         self._parameters = dict(model.named_parameters())
         self._base = stored_tensors(base_model)
         self._device = next(model.parameters()).device
-        blocks = plan(model)
-        self._prove(blocks)
-        self._adapted = [block for block in blocks if chosen(block.names[0], targets)]
-        copied = {
-            block.parameter: self._parameters[block.parameter].data for block in self._adapted
+        rectangles = weight_layout(model)
+        self._prove(rectangles)
+        self._adapted = [
+            rectangle for rectangle in rectangles if in_targets(rectangle.names[0], targets)
+        ]
+        originals = {
+            rectangle.parameter: self._parameters[rectangle.parameter].data
+            for rectangle in self._adapted
         }
-        size = sum(live.nbytes for live in copied.values())
+        size = sum(live.nbytes for live in originals.values())
         self.place = place if isinstance(place, str) else automatic_copy(place, size)
         on_device = self.place == "device" or self._device.type == "cpu"
         self._copy = (
-            {name: live.clone() for name, live in copied.items()}
+            {name: live.clone() for name, live in originals.items()}
             if on_device
-            else pinned_copies(copied)
+            else pinned_copies(originals)
         )
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
@@ -91,33 +94,34 @@ class ModelWeights:
         from the host."""
         return 0 if self.device_bytes else 2 * max(copy.nbytes for copy in self._copy.values())
 
-    def _prove(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            live = block.view(self._parameters[block.parameter].data)
-            for name, part in zip(block.names, live, strict=True):
+    def _prove(self, rectangles: list[Rectangle]) -> None:
+        for rectangle in rectangles:
+            live = rectangle.view(self._parameters[rectangle.parameter].data)
+            for name, part in zip(rectangle.names, live, strict=True):
                 try:
-                    expected = self._base[name][block.of].to(part.dtype)
+                    expected = self._base[name][rectangle.in_tensor].to(part.dtype)
                 except KeyError as error:
                     raise CannotWrite(f"the base model's files have no {name}") from error
                 if expected.shape != part.shape or not torch.equal(
                     bits(expected.to(part.device)), bits(part)
                 ):
                     raise CannotWrite(
-                        f"{block.parameter} of vLLM differs from {name} in the base model's files"
+                        f"{rectangle.parameter} of vLLM differs from {name} in the base model's"
+                        " files"
                     )
 
     @torch.inference_mode()
-    def rows(self, wanted: dict[str, int]) -> list[dict[str, Any]]:
+    def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
         """For one row of each named tensor that is on this worker: its columns here and the SHA-256
         of its bytes."""
         found, parts = [], []
-        for block in self._adapted:
-            live = block.view(self._parameters[block.parameter].data)
-            for name, part in zip(block.names, live, strict=True):
-                begin, end, _ = block.of[0].indices(10**9)
-                if name in wanted and begin <= wanted[name] < end:
-                    parts.append(part[wanted[name] - begin])
-                    first = block.of[1].start or 0
+        for rectangle in self._adapted:
+            live = rectangle.view(self._parameters[rectangle.parameter].data)
+            for name, part in zip(rectangle.names, live, strict=True):
+                begin, end, _ = rectangle.in_tensor[0].indices(10**9)
+                if name in row_numbers and begin <= row_numbers[name] < end:
+                    parts.append(part[row_numbers[name] - begin])
+                    first = rectangle.in_tensor[1].start or 0
                     found.append({"name": name, "begin": first, "end": first + part.shape[1]})
         host = torch.cat(parts).cpu() if parts else torch.empty(0)
         for entry, row in zip(found, host.split([p.numel() for p in parts]), strict=True):
@@ -146,18 +150,18 @@ class ModelWeights:
             data = self._on_device(Path(directory, WEIGHTS_FILE), file.begin)
             s = torch.full((1,), scale, dtype=torch.float64, device=self._device)
             left = set(file)
-            for block in self._adapted:
-                keys = [peft_keys(name.removesuffix(".weight")) for name in block.names]
+            for rectangle in self._adapted:
+                keys = [peft_keys(name.removesuffix(".weight")) for name in rectangle.names]
                 if keys[0][0] not in left:
                     continue
-                for name, (key_a, key_b) in zip(block.names, keys, strict=True):
+                for name, (key_a, key_b) in zip(rectangle.names, keys, strict=True):
                     (ranks, width), shape = file.shape(key_a), tuple(self._base[name].get_shape())
                     if (*file.shape(key_b), width) != (shape[0], ranks, shape[1]):
                         raise CannotWrite(f"{key_a} and its B don't fit a layer of shape {shape}")
-                rows, columns = block.of
+                rows, columns = rectangle.in_tensor
                 a = torch.stack([_tensor(data, file, key)[:, columns] for key, _ in keys])
                 b = torch.stack([_tensor(data, file, key)[rows] for _, key in keys])
-                factors[block] = (a, b, s)
+                factors[rectangle] = (a, b, s)
                 left -= {key for pair in keys for key in pair}
         if left:
             raise CannotWrite(f"vLLM's model has no place for {min(left)}")
@@ -197,7 +201,7 @@ class MergedWeights(ModelWeights):
         self._staged = {BASE: Future[Factors]()}
         self._staged[BASE].set_result({})
         self._used = deque([BASE], maxlen=2)  # the versions that the weights had last
-        self._changed: set[Block] = set()
+        self._changed: set[Rectangle] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
         """Begin to read the adapter in the directory `version` onto the device, in a thread.
@@ -232,20 +236,20 @@ class MergedWeights(ModelWeights):
             self._used.append(version)
 
     def _write(self, factors: Factors) -> None:
-        of_parameter = defaultdict[str, list[Block]](list)
-        for block in self._adapted:
-            if block in factors or block in self._changed:
-                of_parameter[block.parameter].append(block)
-        for name, blocks in of_parameter.items():
+        by_parameter = defaultdict[str, list[Rectangle]](list)
+        for rectangle in self._adapted:
+            if rectangle in factors or rectangle in self._changed:
+                by_parameter[rectangle.parameter].append(rectangle)
+        for name, rectangles in by_parameter.items():
             base = self._copy[name].to(self._device, non_blocking=True)
-            for block in blocks:
-                out, source = block.view(self._parameters[name].data), block.view(base)
-                if block in factors:
-                    self._changed.add(block)
-                    merge(out, source, *factors[block])
+            for rectangle in rectangles:
+                out, source = rectangle.view(self._parameters[name].data), rectangle.view(base)
+                if rectangle in factors:
+                    self._changed.add(rectangle)
+                    merge(out, source, *factors[rectangle])
                 else:
                     out.copy_(source)
-                    self._changed.discard(block)
+                    self._changed.discard(rectangle)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

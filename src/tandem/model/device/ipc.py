@@ -1,0 +1,77 @@
+"""Copies from the GPU memory of other processes of this machine (CUDA IPC)."""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tandem.model.device import runtime
+
+Export = tuple[bytes, int]
+"""CUDA's handle of an allocation (cudaIpcMemHandle_t), and the offset of a byte in it."""
+
+
+class NotShared(RuntimeError):
+    """The driver doesn't let this process use the other's memory."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+def exported(tensor: torch.Tensor) -> Export | None:
+    """What another process passes to `imported` to copy from `tensor`, whose memory must exist
+    until then.
+
+    None where the memory can't be shared: on the CPU, or with the allocator's
+    `expandable_segments`.
+    """
+    if not tensor.is_cuda:
+        return None
+    handle, base, address = _Handle(), ctypes.c_uint64(), ctypes.c_uint64(tensor.data_ptr())
+    try:
+        _check(runtime().cudaIpcGetMemHandle(ctypes.byref(handle), address))
+    except NotShared:
+        return None
+    if ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(base), None, address):
+        return None
+    return bytes(handle), address.value - base.value
+
+
+@contextlib.contextmanager
+def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
+    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what
+    another process exported. Wait for the copies before leaving the block, which closes the other
+    process's memory.
+
+    The calling thread's current device and stream are used. Raises NotShared if the memory can't be
+    shared, or a call of CUDA fails.
+    """
+    if export is None:
+        raise NotShared("the other process can't share its memory")
+    handle, start = export
+    pointer, cuda = ctypes.c_void_p(), runtime()
+    # 1: cudaIpcMemLazyEnablePeerAccess, which needs no context on the other process's GPU.
+    _check(cuda.cudaIpcOpenMemHandle(ctypes.byref(pointer), _Handle.from_buffer_copy(handle), 1))
+
+    def copy(tensor: torch.Tensor, offset: int) -> None:
+        source, target = (
+            ctypes.c_void_p((pointer.value or 0) + start + offset),
+            ctypes.c_void_p(tensor.data_ptr()),
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        # 3: device to device.
+        _check(cuda.cudaMemcpyAsync(target, source, ctypes.c_size_t(tensor.nbytes), 3, stream))
+
+    try:
+        yield copy
+    finally:
+        _check(cuda.cudaIpcCloseMemHandle(pointer))
+
+
+def _check(code: int) -> None:
+    if code:
+        # Clears the error, which torch's next call would report otherwise.
+        runtime().cudaGetLastError()
+        raise NotShared(f"CUDA error {code}")

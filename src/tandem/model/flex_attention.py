@@ -1,0 +1,143 @@
+"""FlexAttention over packed prefix-tree rows: the mask in blocks, and the compiled kernel.
+
+PyTorch's FlexAttention (Dong et al., 2024, arXiv:2412.05496) skips blocks without visible keys.
+`Compiled` hashes this module's source, so everything that the kernel is traced from is here.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from tandem.model.compiled import Compiled
+
+BLOCK = 128  # FlexAttention's own default, in slots
+
+
+class FlexMask(NamedTuple):
+    """The mask as FlexAttention takes it.
+
+    For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly
+    (`full_kv`), int32 [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1,
+    blocks, blocks]. The same for each block of keys (`q`, `full_q`).
+    """
+
+    ends: torch.Tensor  # int64 [blocks * BLOCK], `subtree_end`, padded
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor
+    full_kv_indices: torch.Tensor
+    q_num_blocks: torch.Tensor
+    q_indices: torch.Tensor
+    full_q_num_blocks: torch.Tensor
+    full_q_indices: torch.Tensor
+
+
+def block_mask(
+    subtree_end: torch.Tensor,
+    device: torch.device,
+    window: int | None = None,
+    slots: torch.Tensor | None = None,
+) -> FlexMask:
+    """The mask for FlexAttention, exact, from each block's smallest and largest `subtree_end`; no
+    [S, S] is made.
+
+    A key block before the queries' own is needed if any of its subtrees reaches the first query,
+    and needs no mask if all of them reach past the last query. The queries' own block is always
+    needed, with the mask. A window drops the blocks that lie wholly out of it, by the smallest and
+    largest depths of the two blocks.
+
+    Computed on the host, because on a GPU it would be about forty small kernels for each row.
+    """
+    ends = padded_ends(subtree_end)
+    partial, full = seen_blocks(ends, len(subtree_end), window)
+    if slots is not None:
+        queries = (slots[::BLOCK] // BLOCK).cpu().numpy()
+        partial, full = partial[queries], full[queries]
+    fields: list[NDArray[Any]] = [ends]
+    for needed in (partial, full, partial.T, full.T):
+        first_needed = np.argsort(~needed, axis=1, kind="stable").astype(np.int32)
+        fields += [needed.sum(1, dtype=np.int32)[None, None], first_needed[None, None]]
+    # This memory isn't pinned, so the driver has copied it when `to` returns.
+    return FlexMask(*(torch.from_numpy(field).to(device, non_blocking=True) for field in fields))
+
+
+def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those
+    whose subtrees have ended."""
+    length = len(subtree_end)
+    return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
+
+
+def seen_blocks(
+    ends: NDArray[np.int64], length: int, window: int | None = None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which blocks of keys each block of queries sees partly, and which wholly: bool [query blocks,
+    key blocks].
+
+    `ends`: `subtree_end` of whole blocks, of which the slots from `length` on are padding.
+    """
+    slots = np.arange(len(ends))
+    blocks = len(ends) // BLOCK
+    smallest, largest = ends.reshape(blocks, BLOCK).min(1), ends.reshape(blocks, BLOCK).max(1)
+    first = slots[::BLOCK]
+    before = first[None, :] < first[:, None]
+    seen = before & (largest[None, :] > first[:, None])
+    full = seen & (smallest[None, :] >= np.minimum(first + BLOCK, length)[:, None])
+    if window is not None:
+        depth = depths(ends).reshape(blocks, BLOCK)
+        seen &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
+        full &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+    return (seen & ~full) | np.eye(blocks, dtype=bool), full
+
+
+def padded_ends(subtree_end: torch.Tensor) -> NDArray[np.int64]:
+    """`subtree_end` for whole blocks, with padding slots at the end."""
+    length = len(subtree_end)
+    ends = np.arange(-(-length // BLOCK) * BLOCK) + 1
+    ends[:length] = subtree_end.cpu().numpy()
+    return ends
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    slots: torch.Tensor | None,
+    depth: torch.Tensor | None,
+    out: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ends: torch.Tensor,
+    *blocks: torch.Tensor,
+) -> torch.Tensor:
+    def tree_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        slot = query if slots is None else slots[query]
+        seen = (key <= slot) & (slot < ends[key])
+        return seen if depth is None or out is None else seen & (depth[key] > out[query])
+
+    fields: dict[str, Any] = dict(zip(FlexMask._fields[1:], blocks, strict=True))
+    lengths = (query.shape[2], key.shape[2])
+    mask = BlockMask(seq_lengths=lengths, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tree_mask, **fields)
+    if sinks is None:
+        return flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
+    output, aux = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse is not None
+    # The sink adds exp(sink) to the sum of exponentials.
+    return (output * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None]).to(query.dtype)
+
+
+flex = Compiled(_attend)
+"""softmax(q k^T * scale) v; query [1, heads, S, head_dim], key and value [1, kv_heads, keys,
+head_dim], scale, the queries' slots if they are not all of the row's (`Deal.slots`),
+`TreeParams.reach` or two None, sinks, *FlexMask."""

@@ -1,0 +1,344 @@
+"""The sublayers of a decoder layer, each with its residual connection: attention, and a dense MLP
+(or `moe_sublayer.py`).
+
+Each computes its own backward pass, from what its forward saved. So what is saved is a choice
+(`SaveLevel`), not autograd's, and what was not saved is computed again, to the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import Parameter
+from torch.nn.functional import pad
+
+from tandem.model import gradients
+from tandem.model.attention import TreeParams, attend
+from tandem.model.layer import kernels
+from tandem.model.layer.heads import Heads, HeadShape
+from tandem.model.layer.norm import multiplier
+from tandem.model.lora import LoraLinear
+
+
+class SaveLevel(IntEnum):
+    """What a layer saves for its backward pass, from little to much. Each level saves what those
+    before it save."""
+
+    INPUT = 0  # the layer's input and the attention's output
+    ATTENTION = 1  # the MLP's input, and what the attention sublayer computes
+    ALL = 2  # gate and up
+
+
+@dataclass
+class Saved:
+    """A sublayer's input, and by name the tensors that its forward saves for its backward."""
+
+    x: torch.Tensor | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    graph: "_HeadsGraph | None" = None
+
+
+class Sublayer:
+    """What all sublayers do: they normalise their input, and add it to their output."""
+
+    def __init__(self, norm: Any, post_norm: Any = None) -> None:
+        """`post_norm`: of the output before it is added; or None."""
+        self._norm, self._post_norm = norm, post_norm
+
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
+
+    def _add_output(
+        self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        """x plus the sublayer's last linear layer of `features`; and the layer's A x."""
+        if self._post_norm is None:
+            return linear(features, x)
+        output, inner = linear(features)
+        return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
+
+    def _post_norm_backward(
+        self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
+    ) -> torch.Tensor:
+        """From the gradient of `_add_output`, that of the linear layer's output, which is computed
+        again if needed."""
+        if self._post_norm is None:
+            return gradient
+        output, _inner = linear(features)
+        _add_norm_gradient(self._post_norm, gradient, output)
+        zero = torch.zeros_like(output)
+        return kernels.rms_norm_backward(
+            gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
+        )
+
+    def _input_gradient(
+        self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """`gradient`: of the sublayer's output, and so of the input that was added to it."""
+        _add_norm_gradient(self._norm, grad_normalised, x)
+        return kernels.rms_norm_backward(
+            grad_normalised, x, multiplier(self._norm), self._norm.eps, gradient
+        )
+
+
+class AttentionSublayer(Sublayer):
+    """`x + W_o attention(heads(W_qkv norm(x)))`."""
+
+    def __init__(
+        self,
+        norm: Any,
+        qkv: LoraLinear,
+        proj: LoraLinear,
+        shape: HeadShape,
+        *,
+        windowed: bool = False,
+        scale: float | None = None,
+        post_norm: Any = None,
+        sinks: Parameter | None = None,
+    ) -> None:
+        """`windowed`: attention reaches only the row's sliding window back. `scale`: see
+        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`."""
+        super().__init__(norm, post_norm)
+        self._windowed, self._sinks = windowed, sinks
+        self._qkv, self._proj, self._shape = qkv, proj, shape
+        self._scale = shape.size**-0.5 if scale is None else scale
+
+    def forward(
+        self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, Saved]:
+        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        saved, tree = Saved(x), self._layer_tree(tree)
+        qkv, inner, heads = self._heads(self._normalise(x), tree)
+        if level is None:
+            output = attend(*heads, tree, self._scale, self._sinks)
+        else:
+            saved.graph = _HeadsGraph()
+            with saved.graph.record(
+                heads, forget=level < SaveLevel.ATTENTION or tree.deal is not None
+            ) as graph_heads:
+                output = attend(*graph_heads, tree, self._scale, self._sinks)
+            saved.tensors = {"output": output}
+            if level >= SaveLevel.ATTENTION:
+                saved.tensors |= {"qkv": qkv} | entry("qkv_inner", inner)
+        y, inner = self._add_output(self._proj, _flatten(output.detach(), self._slots(x)), x)
+        if level is not None:
+            saved.tensors |= entry("proj_inner", inner)
+        return y, saved
+
+    def recompute_output(self, saved: Saved) -> torch.Tensor:
+        """What `forward` returned."""
+        assert saved.x is not None
+        return self._add_output(
+            self._proj, _flatten(saved.tensors["output"].detach(), self._slots(saved.x)), saved.x
+        )[0]
+
+    def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `saved`."""
+        x, graph, output, tree = (
+            saved.x,
+            saved.graph,
+            saved.tensors.pop("output"),
+            self._layer_tree(tree),
+        )
+        assert x is not None
+        assert graph is not None
+        grad_projected = self._post_norm_backward(
+            gradient, self._proj, _flatten(output.detach(), self._slots(x))
+        )
+        grad_output, grad_inner = self._proj.input_gradient(grad_projected)
+        inner = saved.tensors.pop("proj_inner", None)
+        self._proj.add_gradients(
+            grad_projected, grad_inner, _flatten(output.detach(), self._slots(x)), inner
+        )
+        normalised = self._normalise(x)
+        if "qkv" in saved.tensors:
+            qkv, inner = saved.tensors.pop("qkv"), saved.tensors.pop("qkv_inner", None)
+            if tree.deal is not None:
+                graph.restore(self._split(qkv, tree))
+        else:
+            qkv, inner, heads = self._heads(normalised, tree)
+            graph.restore(heads)
+        grad_output = grad_output.view(self._slots(x), *output.shape[1:])
+        if missing := len(output) - len(grad_output):
+            grad_output = pad(grad_output, (0, 0, 0, 0, 0, missing))
+        grad_heads = graph.gradients(output, grad_output)
+        if tree.deal is not None:
+            grad_heads = tree.deal.scatter(grad_heads)
+        if self._shape.q_norm is not None and gradients.has_gradient_buffer(self._shape.q_norm):
+            grad_norms = kernels.head_norm_gradients(grad_heads, qkv, self._shape, *tree.rotation)
+            for weight, grad_weight in zip(
+                (self._shape.q_norm, self._shape.k_norm), grad_norms, strict=True
+            ):
+                gradients.add(weight, grad_weight)
+        grad_qkv = kernels.split_heads_backward(grad_heads, qkv, self._head_shape(), *tree.rotation)
+        grad_normalised, grad_inner = self._qkv.input_gradient(grad_qkv)
+        self._qkv.add_gradients(grad_qkv, grad_inner, normalised, inner)
+        del grad_qkv, normalised
+        return self._input_gradient(grad_normalised, x, gradient)
+
+    def _layer_tree(self, tree: TreeParams) -> TreeParams:
+        """The parameters for this layer's window, or for none."""
+        chosen = tree.windowed if self._windowed else tree
+        assert chosen is not None
+        return chosen
+
+    def _slots(self, x: torch.Tensor) -> int:
+        """Of the row, of which `x` has this rank's part."""
+        return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
+
+    def _head_shape(self) -> HeadShape:
+        shape = self._shape
+        if not shape.offset_norms or shape.q_norm is None or shape.k_norm is None:
+            return shape
+        return replace(shape, q_norm=shape.q_norm.float() + 1, k_norm=shape.k_norm.float() + 1)
+
+    def _heads(
+        self, normalised: torch.Tensor, tree: TreeParams
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
+        """q, k and v as one tensor, A x of their adapters, and the three as the attention takes
+        them."""
+        qkv, inner = self._qkv(normalised)
+        return qkv, inner, self._split(qkv, tree)
+
+    def _split(self, qkv: torch.Tensor, tree: TreeParams) -> Heads:
+        heads = kernels.split_heads(qkv, self._head_shape(), *tree.rotation, tree.length)
+        return heads if tree.deal is None else tree.deal.gather(heads)
+
+
+class MlpSublayer(Sublayer):
+    """`x + W_down swiglu(W_gate_up norm(x))`."""
+
+    def __init__(
+        self,
+        norm: Any,
+        gate_up: LoraLinear,
+        down: LoraLinear,
+        *,
+        activation: str = "silu",
+        post_norm: Any = None,
+    ) -> None:
+        super().__init__(norm, post_norm)
+        self._gate_up, self._down = gate_up, down
+        self._activate = kernels.swiglu if activation == "silu" else kernels.geglu
+        self._activate_backward = (
+            kernels.swiglu_backward if activation == "silu" else kernels.geglu_backward
+        )
+
+    def forward(
+        self, x: torch.Tensor, _tree: TreeParams, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, Saved]:
+        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        y, tensors = self.add_mlp(x, self._normalise(x), level)
+        return y, Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
+
+    def add_mlp(
+        self, x: torch.Tensor, normalised: torch.Tensor, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """x plus the MLP of `normalised`, both [S, hidden]; and what to save."""
+        gate_up, inner = self._gate_up(normalised)
+        y, down_inner = self._add_output(self._down, self._activate(gate_up), x)
+        tensors = entry("down_inner", down_inner)
+        if level is SaveLevel.ALL:
+            tensors |= {"gate_up": gate_up} | entry("inner", inner)
+        return y, tensors
+
+    def backward(self, gradient: torch.Tensor, saved: Saved, _tree: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `saved`."""
+        assert saved.x is not None
+        grad_normalised = self.input_gradient(gradient, self._normalise(saved.x), saved.tensors)
+        return self._input_gradient(grad_normalised, saved.x, gradient)
+
+    def input_gradient(
+        self, gradient: torch.Tensor, normalised: torch.Tensor, saved: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """From the gradient of what `add_mlp` returned that of `normalised`; adds those of
+        parameters to theirs. Uses up `saved`, what that forward saved."""
+        if "gate_up" in saved:
+            gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
+        else:
+            gate_up, inner = self._gate_up(normalised)
+        grad_projected = gradient
+        if self._post_norm is not None:
+            grad_projected = self._post_norm_backward(gradient, self._down, self._activate(gate_up))
+        grad_activated, grad_inner = self._down.input_gradient(grad_projected)
+        grad_gate_up, activated = self._activate_backward(grad_activated, gate_up)
+        self._down.add_gradients(
+            grad_projected, grad_inner, activated, saved.pop("down_inner", None)
+        )
+        del grad_activated, activated, gate_up
+        grad_normalised, grad_inner = self._gate_up.input_gradient(grad_gate_up)
+        self._gate_up.add_gradients(grad_gate_up, grad_inner, normalised, inner)
+        return grad_normalised
+
+
+class _HeadsGraph:
+    """Autograd's graph of the attention alone, from queries, keys and values to its output."""
+
+    @contextmanager
+    def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
+        """Within it the graph is recorded, of tensors equal to `heads`. `forget`: it does not keep
+        them, so `restore` must be called before `gradients`."""
+        place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
+        self._heads: Heads | None = None
+
+        def pack(tensor: torch.Tensor) -> Any:
+            index = place.get(tensor.data_ptr()) if forget else None
+            # Detached: an output that its own graph saves would keep that graph alive until
+            # `gradients` uses it up.
+            return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            assert self._heads is not None
+            index, size, stride = packed
+            return self._heads[index].as_strided(size, stride)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            graph_heads = _Enter.apply(torch.empty((), requires_grad=True), *heads)
+            # An edge does not keep its tensor.
+            self._edges = [get_gradient_edge(tensor) for tensor in graph_heads]
+            yield graph_heads
+
+    def restore(self, heads: Heads) -> None:
+        self._heads = heads
+
+    def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
+        """Of queries, keys and values, from that of the attention's output. Uses up the graph."""
+        q, k, v = torch.autograd.grad(output, self._edges, gradient)
+        self._heads = None
+        return q, k, v
+
+
+class _Enter(torch.autograd.Function):
+    """Gives tensors a place in a graph, without being leaves, which would be kept."""
+
+    @staticmethod
+    def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:
+        return heads
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return None, *gradients
+
+
+def _add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
+    if gradients.has_gradient_buffer(norm.weight):
+        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
+
+
+def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:
+    """The attention's output [length, heads, size] without its padding: [slots, heads * size]."""
+    return output[:slots].flatten(1)
+
+
+def entry(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The tensor under its name for `Saved.tensors`; nothing for None."""
+    return {} if tensor is None else {name: tensor}

@@ -1,0 +1,166 @@
+"""Parts of weights: what a trainer's rank has, and what it sends to vLLM, in which order. Both
+sides compute the same list, so only bytes travel."""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from tandem.families.adapter import in_targets, stacked_name
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
+from tandem.families.weight_rules import WeightRule, on_stage
+from tandem.topology.sizes import Place, Sizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a Hugging Face tensor; of experts: of the tensors of all experts, stacked along a
+    first dimension."""
+
+    name: str  # with `*` for an expert's number
+    in_tensor: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
+    parameter: str  # Megatron's, in which it is
+    blocks: int  # the parameter seen as [blocks, rows] or [blocks, rows, columns]
+    in_parameter: tuple[slice, slice]  # in that view
+    begin: int  # in each block the first row that is of this tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.in_tensor)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def senders(sizes: Sizes) -> list[int]:
+    """The ranks that send: the first ones of each pipeline stage."""
+    stage_ranks = range(max(sizes.tensor, sizes.expert_ranks))
+    return [stage * sizes.stage + rank for stage in range(sizes.pipeline) for rank in stage_ranks]
+
+
+def buffers(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
+) -> Iterator[list[Part]]:
+    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all
+    ranks each element once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
+    full: list[Part] = []
+    for part in rank_parts(arch, targets, sizes=sizes, rank=rank, most=most):
+        if full and sum(other.size for other in full) + part.size > most:
+            yield full
+            full = []
+        full.append(part)
+    if full:
+        yield full
+
+
+def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
+    """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts
+    take turns."""
+    in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
+    first = rank - in_stage + in_stage % different  # of the ranks that hold the same parts
+    for number, share in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
+        if number % (sizes.stage // different) == in_stage // different:
+            yield share
+
+
+@dataclass(frozen=True)
+class SendBuffer:
+    """A buffer on its way from one sender to all workers."""
+
+    sender: int  # index in `senders`
+    parts: list[Part]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(part.size for part in self.parts)
+
+
+def send_order(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
+) -> list[SendBuffer]:
+    """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is
+    on its way, the next sender fills its own."""
+    lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
+    rounds = zip_longest(*lists)
+    return [
+        SendBuffer(sender, parts)
+        for per_sender in rounds
+        for sender, parts in enumerate(per_sender)
+        if parts
+    ]
+
+
+def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
+    """What both sides must agree on: the dtype, and the sender and the elements of each buffer."""
+    return [dtype, [[buffer.sender, buffer.size] for buffer in order]]
+
+
+def rank_parts(
+    arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
+) -> Iterator[Part]:
+    """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one
+    head group or one expert."""
+    place, rank = sizes.place(rank), rank % sizes.stage
+    for index, rule in enumerate(weight_rules(arch)):
+        ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
+        if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
+            continue
+        # The first stage that has it: the last one has a tied table too.
+        if place.pipeline != next(
+            s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
+        ):
+            continue
+        for part in rule_parts(rule, sizes, place):
+            if in_targets(part.name, targets):
+                yield from _cut(part, most)
+
+
+def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
+    """What a rank has of each source of a rule whose tensors are not interleaved."""
+    cut, number = rule.num_parts(sizes), rule.part_number(place)
+    cut_rows = cut if rule.cut == "rows" else 1
+    blocks = (
+        max(1, rule.groups // cut_rows)
+        if rule.num_experts is None
+        else rule.num_experts // sizes.expert
+    )
+    begin = 0
+    # Of experts the first one's sources, which stand for all.
+    for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
+        share = shape[0] // cut_rows
+        first = number * share if rule.cut == "rows" else 0
+        in_tensor = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
+        if rule.cut == "columns":
+            width = shape[1] // cut
+            in_tensor[1] = slice(number * width, (number + 1) * width)
+        rows = share // blocks
+        if rule.num_experts is not None:
+            expert, rows = rule.first_expert(sizes, place), share
+            in_tensor.insert(0, slice(expert, expert + blocks))
+        in_parameter = (slice(0, blocks), slice(begin, begin + rows))
+        yield Part(
+            stacked_name(name), tuple(in_tensor), rule.parameter, blocks, in_parameter, begin
+        )
+        begin += rows
+
+
+def _cut(part: Part, most: int) -> Iterator[Part]:
+    """`part` in parts of at most `most` elements: along the rows of a single block, else along the
+    blocks."""
+    (blocks, rows), stacked, whole = part.in_parameter, "*" in part.name, part.in_tensor[0]
+    by_rows = part.blocks == 1 and not stacked
+    cut = rows if by_rows else blocks
+    count = cut.stop - cut.start
+    unit = (whole.stop - whole.start) // count
+    step = max(1, most * count // part.size)
+    for begin in range(0, count, step):
+        end = min(count, begin + step)
+        piece = slice(cut.start + begin, cut.start + end)
+        box = (slice(whole.start + begin * unit, whole.start + end * unit), *part.in_tensor[1:])
+        yield replace(
+            part, in_tensor=box, in_parameter=(blocks, piece) if by_rows else (piece, rows)
+        )

@@ -1,0 +1,313 @@
+"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`.
+No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import NamedTuple
+
+from tandem.families.adapter import adapts_experts, check_targets, in_targets, sums_experts_apart
+from tandem.families.arch import Arch
+from tandem.families.registry import weight_rules
+from tandem.families.weight_rules import WeightRule, on_stage
+from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes
+
+GIB = 2**30
+HEADROOM = 0.04
+"""Part of the memory that stays free: the allocator can't use every gap."""
+CHUNK_ELEMENTS = 2**27
+"""Elements of one chunk of logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the
+CPU."""
+CONTEXT = 760 * 2**20
+"""CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs
+(docs/performance.md)."""
+FIRST_CHANNEL = 832 * 2**20
+"""NCCL, for the first of `_channels`: what a rank of DP=2 has beside that
+(bench/results/topologies-groups.json)."""
+FURTHER_CHANNEL = GIB // 2
+"""For each further one."""
+TIED_TABLE = 3 * FURTHER_CHANNEL
+"""NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table
+that is trained: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+CLAMPED_SWIGLU, GEGLU = 25, 18
+"""Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward
+pass beside that, as they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
+
+_BF16, _INT16, _FP32 = 2, 2, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training as planning sees it: what is trained, and in which rows. `lora`: None trains all
+    weights."""
+
+    arch: Arch
+    lora: LoraShape | None
+    sequence_length: int
+    rows: int = 8
+    """Rows of one optimizer step, over all data-parallel ranks."""
+
+
+class SavedBytes(NamedTuple):
+    """Bytes that a layer keeps of a row for its backward pass, by `SaveLevel` of
+    `model/layer/sublayers.py`."""
+
+    input: int
+    attention: int
+    all: int
+
+
+def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
+    """How many of `layers` keep everything, and how many of the others their attention block: as
+    many as possible within `budget` bytes. Keeping everything saves more time per byte than keeping
+    the attention block alone.
+    """
+    left = budget - layers * saved.input
+    counts: list[int] = []
+    for size in (saved.all, saved.attention):
+        cost = size - saved.input
+        counts.append(max(0, min(layers - sum(counts), int(left // cost) if cost > 0 else layers)))
+        left -= counts[-1] * cost
+    return counts[0], counts[1]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the GPU of one rank. `layers` keep activations of `in_flight` rows at once."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    saved: SavedBytes
+    layers: int
+    in_flight: int
+    logits: int  # `logprobs.working_bytes`
+    layer: int  # beside what layers keep: the largest pass of one that keeps everything
+    layer_recomputing: int  # and of one that keeps its input
+    context: int  # CUDA's and NCCL's, outside of torch's allocator
+    # `Sizes.layers_shared`: `recompute=auto` then leaves room for one more layer's pass.
+    shared: bool = False
+
+    @property
+    def states(self) -> int:
+        return self.weights + self.adapter + self.gradients + self.optimizer
+
+    def activations(self, levels: tuple[int, int]) -> int:
+        """`levels`: how many layers keep everything, and how many of the others their attention
+        block."""
+        everything, attention = levels
+        least = self.layers - everything - attention
+        saved = (
+            everything * self.saved.all
+            + attention * self.saved.attention
+            + least * self.saved.input
+        )
+        return saved * self.in_flight
+
+    def working(self, levels: tuple[int, int]) -> int:
+        """Logits and a layer's pass do not exist at once."""
+        return max(self.logits, self.layer if levels[0] == self.layers else self.layer_recomputing)
+
+    def total(self, levels: tuple[int, int]) -> int:
+        return self.states + self.activations(levels) + self.working(levels) + self.context
+
+    def levels(self, gpu: float) -> tuple[int, int] | None:
+        """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be
+        kept."""
+        budget = (
+            (1 - HEADROOM) * (gpu - self.context)
+            - self.states
+            - max(self.logits, self.layer_recomputing)
+        )
+        budget -= self.layer_recomputing if self.shared else 0
+        if budget < self.activations((0, 0)):
+            return None
+        return choose_levels(
+            SavedBytes(*(self.in_flight * size for size in self.saved)), self.layers, budget
+        )
+
+
+def stages(workload: Workload, sizes: Sizes) -> list[Memory]:
+    """The memory of each pipeline stage. Raises as `check_targets`."""
+    if workload.lora is not None:
+        check_targets(workload.arch, workload.lora)
+    return [_stage_memory(workload, sizes, stage) for stage in range(sizes.pipeline)]
+
+
+def fullest(found: Iterable[Memory]) -> Memory:
+    """The pipeline stage that needs the most where layers keep their inputs."""
+    return max(found, key=lambda stage: stage.total((0, 0)))
+
+
+def memory(workload: Workload, sizes: Sizes) -> Memory:
+    """The memory of the `fullest` pipeline stage. Raises as `check_targets`."""
+    return fullest(stages(workload, sizes))
+
+
+def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
+    arch = workload.arch
+    layers = sizes.layers(arch.num_layers, stage)
+    first, last = stage == 0, stage == sizes.pipeline - 1
+    rules = [rule for rule in weight_rules(arch) if on_stage(rule.parameter, arch, sizes, stage)]
+    dense = sum(prod(rule.shape(sizes)) for rule in rules if rule.num_experts is None)
+    experts = sum(prod(rule.shape(sizes)) for rule in rules if rule.num_experts is not None)
+    weights = (dense + experts) * _BF16
+    if workload.lora is None:
+        # `training/sharded_adam.py`: a bfloat16 weight has a gradient in fp32 on each rank; the
+        # int16 remainder of its master value and Adam's two moments in fp32 are divided over the
+        # ranks that hold the weight.
+        shares = dense / (sizes.data * sizes.context) + experts / sizes.expert_data
+        adapter, gradients, optimizer = (
+            0,
+            (dense + experts) * _FP32,
+            int(shares * (2 * _FP32 + _INT16)),
+        )
+    else:
+        # `training/optimizer.py`: fp32 adapters are their own master weights; none of this is
+        # divided over ranks.
+        adapter = _adapter(rules, workload.lora, sizes) * _FP32
+        gradients, optimizer = adapter, 2 * adapter
+        adapter += _cast(rules, workload.lora, sizes) * _BF16
+    saved, working, recomputing = _layer(workload, sizes)
+    # One forward, one backward.
+    in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
+    slots = -(-workload.sequence_length // sizes.context)
+    chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
+    logits = (chunk + 4 * slots * arch.hidden_size) * _BF16  # with a loss on every slot
+    channels = _channels(workload, sizes)
+    communicators = FIRST_CHANNEL + (channels - 1) * FURTHER_CHANNEL if channels else 0
+    # The table of a tied embedding is at both ends of a pipeline.
+    if workload.lora is None and arch.tie_embeddings and first != last:
+        communicators += TIED_TABLE
+    return Memory(
+        weights,
+        adapter,
+        gradients,
+        optimizer,
+        saved=saved,
+        layers=len(layers),
+        in_flight=in_flight,
+        logits=logits if last else 0,
+        layer=working,
+        layer_recomputing=recomputing,
+        context=CONTEXT + communicators,
+        shared=sizes.layers_shared,
+    )
+
+
+def _channels(workload: Workload, sizes: Sizes) -> int:
+    """How many times NCCL takes memory: once for each group of several ranks that a rank computes
+    in (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A
+    pipeline counts three times, as was measured."""
+    data = sizes.data * sizes.context
+    channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
+    if sizes.sequence:
+        channels.append(sizes.tensor)
+    if workload.arch.moe is not None:
+        channels += 2 * [sizes.expert_ranks]
+        if sums_experts_apart(workload.arch, workload.lora, sizes):
+            channels.append(sizes.expert_data)
+        if workload.lora is not None and adapts_experts(workload.lora):
+            channels.append(sizes.expert_tensor)
+    return sum(size > 1 for size in channels)
+
+
+def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
+    """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks
+    (`model/lora.py`)."""
+    total = 0
+    for rule in rules:
+        experts, cut = rule.num_experts or 1, rule.num_parts(sizes)
+        a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
+        # Of experts the first one's sources, which stand for all.
+        for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
+            if in_targets(name, lora.targets):
+                elements = lora.rank * (shape[1] // a + shape[0] // b)
+                total += (
+                    elements if rule.num_experts is None else experts * (elements // sizes.expert)
+                )
+    return total
+
+
+def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
+    """Elements of this rank's adapters as layers multiply them (`Adapters.cast`), without the
+    experts'."""
+    total = 0
+    for rule in rules:
+        if rule.num_experts is None and (
+            targets := sum(in_targets(name, lora.targets) for name in rule.sources)
+        ):
+            total += targets * lora.rank * sum(rule.shape(sizes))
+    return total
+
+
+def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
+    """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
+    in `model/layer/`), and what its backward pass has beside that, where it kept everything and
+    where it kept its input."""
+    arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
+
+    def adapted(*targets: str) -> int:
+        """Width of A x over `targets`."""
+        return (
+            0
+            if workload.lora is None
+            else workload.lora.rank * sum(target in workload.lora.targets for target in targets)
+        )
+
+    slots = -(-workload.sequence_length // sizes.context)  # that this rank's attention and MLP see
+    # Slots whose residual stream this rank has.
+    residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
+    rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
+    if moe is not None:  # of the experts', if they get equally many
+        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 /
+        # `expert` of the rows.
+        rows = residual_slots * sizes.expert_tensor * moe.experts_per_token
+        features = moe.ffn_hidden_size // sizes.expert_tensor
+
+    # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
+    # and down.
+    query, qkv = (
+        arch.query_size // sizes.tensor,
+        (arch.query_size + 2 * arch.kv_size) // sizes.tensor,
+    )
+    least = (
+        residual_slots * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
+    )
+    if arch.sinks:  # FlexAttention's own output, beside that with the sinks
+        least += slots * query
+    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
+    # context-parallel ranks make and gather again.
+    made = 1 if sizes.context > 1 else 2
+    attention = (
+        least
+        + residual_slots * hidden
+        + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    )
+    # ALL: gate and up, and their A x.
+    everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
+    log_sums = slots * arch.num_heads // sizes.tensor * _FP32
+    saved = SavedBytes(*(level * _BF16 + log_sums for level in (least, attention, everything)))
+
+    # The MLP's backward pass: the gradients of its output and of the activated features, these
+    # features themselves, and the normalised input. For a mixture the output's gradient and the
+    # normalised input are there for each row too.
+    working = 2 * rows * features + 2 * slots * hidden
+    clamped = moe is not None and moe.biases
+    working += (
+        (CLAMPED_SWIGLU if clamped else GEGLU if arch.activation == "gelu_tanh" else 0)
+        * rows
+        * features
+    )
+    if moe is not None:
+        working += 2 * rows * hidden
+        if workload.lora is not None and adapts_experts(workload.lora):
+            # `Adapters.cast` of gate and up of all experts.
+            adapters = adapted("gate_proj", "up_proj") * (hidden + 2 * features)
+            working += moe.num_experts // sizes.expert * adapters
+    # Gate and up, and the MLP's input.
+    recomputing = working + 2 * rows * features + 2 * slots * hidden
+    return saved, working * _BF16, recomputing * _BF16

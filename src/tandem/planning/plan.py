@@ -1,0 +1,289 @@
+"""Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No
+torch.
+
+Speed is an estimate: the model's operations over rates measured on one H200
+(bench/results/train.json), plus the bytes that ranks exchange over an assumed bandwidth, times what
+two ranks reached of that (bench/results/topologies.json).
+"""
+
+from dataclasses import dataclass
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.families.adapter import adapts_experts, default_targets
+from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.registry import read_arch
+from tandem.planning.checks import refusal
+from tandem.planning.memory import GIB, Memory, Workload, fullest, stages
+from tandem.spool.schema import LoraShape
+from tandem.topology.sizes import Sizes, all_sizes
+
+DENSE_RATE = 567e12
+"""Operations per second of linear layers, norms and RoPE included: Qwen3-8B's shape, one row of
+8192, everything kept, where attention takes 34 % of 0.663 s (docs/performance.md)."""
+ATTENTION_RATE = 307e12
+"""Operations per second of the attention, in the same row."""
+EXPERTS_RATE = 361e12
+"""Operations per second of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where
+attention takes 51 %."""
+ADAPTED_EXPERTS_RATE = 260e12
+"""The same with LoRA on all experts."""
+EXCHANGE_RATE = 300e9
+"""Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
+NVLink 4's 450 GB/s per direction. No computation is assumed to go on meanwhile."""
+SHARES = {
+    "tensor": 0.95,
+    "sequence": 0.82,
+    "pipeline": 0.82,
+    "expert": 0.80,
+    "expert_tensor": 0.80,
+    "context": 1.0,
+}
+"""Measured speed of two ranks of a dimension over what operations and bytes give; context's beside
+DP=2 (bench/results/topologies-4.json). Not measured: expert tensor, which exchanges what expert
+does and has smaller products."""
+MIXTURES_SEQUENCE_SHARE = 0.60
+"""With SP the products of a mixture's experts get half the rows."""
+ADAM_RATE = 200e9
+"""Bytes of its own Adam state (`Memory.optimizer`) that a rank updates per second where all weights
+are trained, with the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two
+(bench/results/train-full.json, topologies.json)."""
+LAUNCH_SECONDS = 3.5e-3
+"""Seconds of a layer's forward and backward pass, however short the row: Python and the launches of
+its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
+(bench/results/small-jobs.json)."""
+UNMEASURED = 0.9
+"""What the estimate for a topology that nobody has measured is worth beside a measured one."""
+ROW = 8192
+"""Slots of the rows that `TANDEM_TOPOLOGY=auto` plans for."""
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A topology that the trainer builds, on GPUs of a given size."""
+
+    sizes: Sizes
+    memory: Memory  # of the fullest pipeline stage, as are `levels`; the speed is the slowest one's
+    levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
+    tokens_per_second: float  # of all GPUs; 0 where it does not fit
+    measured: bool  # no rate or bandwidth was assumed
+
+    @property
+    def total(self) -> int:
+        """Bytes on a rank's GPU; where it does not fit, the least that it needs."""
+        return self.memory.total(self.levels or (0, 0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    candidates: list[Candidate]  # those that fit first, the fastest first
+    why: str
+
+    @property
+    def recommended(self) -> Candidate:
+        return self.candidates[0]
+
+
+def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if
+    none fits."""
+    found = [
+        _candidate(workload, sizes, gpu_memory)
+        for sizes in all_sizes(gpus)
+        if refusal(workload.arch, sizes) is None
+    ]
+    found.sort(key=_order)
+    fitting = [one for one in found if one.levels is not None]
+    if not fitting:
+        smallest = min(found, key=lambda one: one.total)
+        need = (
+            f"the smallest, {describe(smallest.sizes)}, needs {smallest.total / GIB:.1f} GiB"
+            " per GPU"
+        )
+        remedy = "use more GPUs, larger ones, or shorter rows (--sequence-length)"
+        raise InvalidInput(
+            f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}"
+        )
+    return Plan(found, _why(found, fitting))
+
+
+def automatic(settings: Settings, gpu_memory: int) -> Plan:
+    """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of
+    `ROW` slots, or as many as the model has positions, and the largest LoRA that a run may have by
+    default. `gpu_memory`: bytes of the smallest of their GPUs. InvalidInput if it is 0 or no
+    topology fits."""
+    if gpu_memory == 0:
+        problem = (
+            "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
+            " it out"
+        )
+        raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
+    arch = read_arch(settings.model_path())
+    expert_targets = (
+        EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
+    )
+    targets = (*default_targets(arch), *expert_targets)
+    lora = LoraShape.model_validate({"rank": settings.max_lora_rank, "targets": targets})
+    return plan(
+        Workload(arch, lora, min(ROW, arch.max_positions)), settings.trainer_ranks, gpu_memory
+    )
+
+
+def describe(sizes: Sizes) -> str:
+    """`TP=2+SP EP=4`: the dimensions of several ranks."""
+    names = {
+        "TP": sizes.tensor,
+        "CP": sizes.context,
+        "PP": sizes.pipeline,
+        "EP": sizes.expert,
+        "ETP": sizes.expert_tensor,
+        "DP": sizes.data,
+    }
+    parts = [
+        f"{name}={size}" + "+SP" * (name == "TP" and sizes.sequence)
+        for name, size in names.items()
+        if size > 1
+    ]
+    return " ".join(parts) or "1 GPU"
+
+
+def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate:
+    found = [(stage, stage.levels(gpu_memory)) for stage in stages(workload, sizes)]
+    fitting = [(stage, levels) for stage, levels in found if levels is not None]
+    if len(fitting) < len(found):
+        needs, levels, speed = fullest(stage for stage, _ in found), None, 0.0
+    else:
+        needs, levels = max(fitting, key=lambda stage: stage[0].total(stage[1]))
+        slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
+        speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
+    data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
+    return Candidate(sizes, needs, levels, speed, measured=data_only)
+
+
+def _share(workload: Workload, sizes: Sizes) -> float:
+    share = 1.0
+    for dimension, share_of_two in SHARES.items():
+        if dimension == "sequence" and workload.arch.moe is not None:
+            share_of_two = MIXTURES_SEQUENCE_SHARE
+        share *= (
+            share_of_two
+            if getattr(sizes, dimension) > 1 or (dimension == "sequence" and sizes.sequence)
+            else 1.0
+        )
+    return share
+
+
+def _step_seconds(
+    workload: Workload, sizes: Sizes, needs: Memory, levels: tuple[int, int]
+) -> float:
+    """Seconds of one optimizer step; with LoRA without Adam, which takes 2 ms."""
+    arch, slots, hidden, moe = (
+        workload.arch,
+        workload.sequence_length,
+        workload.arch.hidden_size,
+        workload.arch.moe,
+    )
+    # Weights of a layer that each token uses.
+    mlp = (
+        arch.ffn_hidden_size
+        if moe is None
+        else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
+    )
+    qkv, proj = hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size
+    gate_up, down = 2 * hidden * mlp, hidden * mlp
+    layer = qkv + proj + gate_up + down
+    router = 0 if moe is None else hidden * moe.num_experts
+    # Operations of a row's forward pass (`bench/train.py`).
+    linear = 2.0 * (layer + router) * arch.num_layers * slots
+    head = 2.0 * hidden * arch.vocab_size * slots
+    attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
+    passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
+    rate = DENSE_RATE
+    if moe is not None:
+        rate = (
+            ADAPTED_EXPERTS_RATE
+            if workload.lora is None or adapts_experts(workload.lora)
+            else EXPERTS_RATE
+        )
+    everything, some = levels
+    least = needs.layers - everything - some
+    # What layers compute again, as a part of a forward pass: of those that keep their input all but
+    # down.
+    recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
+    seconds = (
+        linear * (passes + recomputed) + head * passes
+    ) / rate + 3.5 * attention / ATTENTION_RATE
+    seconds = (
+        seconds / (sizes.tensor * sizes.context * sizes.pipeline)
+        + _exchange_bytes(workload, sizes) / EXCHANGE_RATE
+    )
+    seconds = max(seconds, LAUNCH_SECONDS * needs.layers)
+    rows = -(-workload.rows // sizes.data)
+    # The pipeline is not full at a step's begin and end.
+    step = seconds * (rows + sizes.pipeline - 1)
+    if workload.lora is None:
+        step += needs.optimizer / ADAM_RATE
+        if sizes.data * sizes.context > 1:
+            step += (needs.gradients + needs.weights) / EXCHANGE_RATE  # summed, and gathered again
+    return step
+
+
+def _layers_that_see_all(arch: Arch, slots: int) -> float:
+    """How many layers without a window have as many pairs of tokens, in a row of one sequence."""
+    if arch.window is None:
+        return arch.num_layers
+    seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2
+    return sum(seen if windowed else 1.0 for windowed in arch.window.layers)
+
+
+def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
+    """Bytes that a rank exchanges for a row, forward and backward."""
+    arch, slots = workload.arch, workload.sequence_length / sizes.context
+    layers = arch.num_layers / sizes.pipeline
+
+    def gathered(group: int, elements: float) -> float:
+        return elements * (group - 1) / group * _BF16
+
+    # Two sums of the residual stream forward and two backward; a sum is a scatter and a gather.
+    layer = 8 * gathered(sizes.tensor, slots * arch.hidden_size)
+    # Keys and values forward and again backward, and their gradients.
+    layer += 3 * gathered(sizes.context, workload.sequence_length * 2 * arch.kv_size / sizes.tensor)
+    if arch.moe is not None:
+        # Experts' ranks gather their tokens and scatter the sums, forward and backward.
+        rank_slots = slots / (sizes.tensor if sizes.sequence else 1)
+        expert_ranks = sizes.expert_ranks
+        layer += 4 * gathered(expert_ranks, rank_slots * expert_ranks * arch.hidden_size)
+    between = 2 * slots * arch.hidden_size * _BF16 if sizes.pipeline > 1 else 0
+    return layers * layer + between
+
+
+def _order(one: Candidate) -> tuple[float, int, int]:
+    """The fastest first, where a speed that was not measured counts a tenth less. Of equally fast
+    ones the one that cuts no expert, whose products are larger, then the one that needs less
+    memory."""
+    worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
+    return -round(worth), one.sizes.expert_tensor, one.total
+
+
+def _why(found: list[Candidate], fitting: list[Candidate]) -> str:
+    best = fitting[0]
+    name, full_layers = (
+        describe(best.sizes),
+        f"{best.levels[0] if best.levels else 0} of {best.memory.layers}",
+    )
+    if len(found) == 1:
+        return (
+            f"{name} is the only topology that the trainer builds for this model on so many GPUs."
+        )
+    also = f"its layers keep everything for the backward pass in {full_layers}"
+    if len(fitting) == 1:
+        return f"{name} is the only one of {len(found)} topologies that fits; {also}."
+    if best.tokens_per_second < max(one.tokens_per_second for one in fitting):
+        near = (
+            "its speed was measured, and no other of the {} that fit is expected to be much faster"
+        )
+        return f"{name} is recommended because {near.format(len(fitting))}; {also}."
+    return (
+        f"{name} is expected to be the fastest of the {len(fitting)} topologies that fit; {also}."
+    )

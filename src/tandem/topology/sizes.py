@@ -1,0 +1,127 @@
+"""How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in
+them. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+
+from tandem.config import Settings
+
+_CHOSEN = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor")
+"""Fields of `Sizes` that settings choose; the number of ranks gives `data`."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's number in each dimension of its `Sizes`, from 0."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of ranks in each parallel dimension.
+
+    Ranks count through the tensor dimension first, then context, data and pipeline. In the experts
+    of a mixture, the ranks of one pipeline stage count through expert_tensor first, then expert and
+    expert_data. Both are Megatron-core's order (`parallel_state.initialize_model_parallel`).
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    expert_tensor: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Tensor-parallel ranks divide the tokens of what is not cut by features (sequence
+    parallelism)."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Sizes":
+        """Those of the trainer's ranks."""
+        sizes = cls(**{name: getattr(settings, f"{name}_parallel") for name in _CHOSEN})
+        return replace(sizes, data=settings.trainer_ranks // sizes.world)
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def world(self) -> int:
+        return self.stage * self.pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that a mixture's experts are cut over. They are consecutive, and gather their
+        tokens."""
+        return self.expert_tensor * self.expert
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether other ranks than those of the data dimension hold the same part of the same
+        experts."""
+        return self.expert_ranks > 1 or self.tensor > 1
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        return self.stage // self.expert_ranks
+
+    @property
+    def layers_shared(self) -> bool:
+        """Whether a rank computes its layers together with others, which wait for it in
+        collectives."""
+        return self.world > self.data or self.expert_ranks > 1
+
+    def place(self, rank: int) -> Place:
+        in_stage = rank % self.stage
+        rest = in_stage // self.tensor
+        expert_rest = in_stage // self.expert_tensor
+        return Place(
+            tensor=in_stage % self.tensor,
+            context=rest % self.context,
+            data=rest // self.context,
+            pipeline=rank // self.stage,
+            expert_tensor=in_stage % self.expert_tensor,
+            expert=expert_rest % self.expert,
+            expert_data=expert_rest // self.expert,
+        )
+
+    def layers(self, count: int, stage: int) -> range:
+        """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last
+        stage, which has the output layer too, has the fewest."""
+        return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
+
+    def manifest(self) -> dict[str, int]:
+        """What a checkpoint's manifest records."""
+        return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
+
+    def fields(self) -> dict[str, int]:
+        """The fields of `Settings` that choose these sizes for a known number of ranks."""
+        return {f"{name}_parallel": getattr(self, name) for name in _CHOSEN}
+
+    def variables(self) -> dict[str, str]:
+        """`fields` as environment variables."""
+        return {f"TANDEM_{name.upper()}": str(int(size)) for name, size in self.fields().items()}
+
+    def settings(self) -> str:
+        """`variables` in a line."""
+        return " ".join(f"{name}={size}" for name, size in self.variables().items())
+
+
+def all_sizes(world: int) -> Iterator[Sizes]:
+    """All sizes of so many ranks."""
+    divisors = [number for number in range(1, world + 1) if world % number == 0]
+    for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):
+        data, rest = divmod(world, tensor * context * pipeline)
+        if rest == 0 and (tensor * context * data) % (expert_tensor * expert) == 0:
+            for sequence in {False, tensor > 1}:
+                yield Sizes(tensor, context, data, pipeline, expert_tensor, expert, sequence)

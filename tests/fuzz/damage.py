@@ -1,0 +1,207 @@
+"""Ways to damage one file, for `fuzz.files`."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_MARK = "@@@ here @@@"
+DEEP = 100_000
+_VALUES = (
+    "null",
+    "true",
+    "false",
+    "-1",
+    "0",
+    "1",
+    "1.5",
+    "1e308",
+    "-1e308",
+    "1e400",
+    "NaN",
+    "Infinity",
+    "1" + 400 * "0",
+    "9" * 5000,
+    str(2**63),
+    str(-(2**63) - 1),
+    '""',
+    '"' + 20_000 * "x" + '"',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"../../.."',
+    '"/etc/hostname"',
+    '"' + 300 * "y" + '"',
+    "[]",
+    "{}",
+    "[[]]",
+    '{"a": 1}',
+    '[null, "", 1]',
+    "[" * DEEP,
+    "[" * 150 + "]" * 150,
+    '{"a":' * 150 + "1" + "}" * 150,
+    "[" * DEEP + "]" * DEEP,
+)
+
+
+def damage(path: Path, root: Path, chosen: random.Random) -> str:
+    """Damages the file; returns how."""
+    ways = [*_BYTES, *_NODES]
+    if _parsed(path) is not None:
+        ways += 3 * [_splice, _splice_line, _key]
+    way = chosen.choice(ways)
+    told = way(path, root, chosen)
+    return f"{way.__name__.strip('_')}{f' {told}' if told else ''}"
+
+
+def _parsed(path: Path) -> Any:
+    """The JSON in a file, or in the lines of one; None for another file."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        pass
+    try:
+        return [json.loads(line) for line in path.read_bytes().splitlines()] or None
+    except ValueError:
+        return None
+
+
+def _places(value: Any, of: Any = None, key: Any = None) -> list[tuple[Any, Any]]:
+    """(container, key) of every value inside `value`."""
+    found = [] if of is None else [(of, key)]
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for inner, child in items:
+        found += _places(child, value, inner)
+    return found
+
+
+def _splice(path: Path, _: Path, chosen: random.Random) -> str:
+    """One value of the JSON is another."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole = [b"".join(lines)]
+    try:
+        json.loads(whole[0])
+    except ValueError:
+        whole = lines
+    number = chosen.randrange(len(whole))
+    data = json.loads(whole[number])
+    raw = chosen.choice(_VALUES)
+    place = ""
+    if places := _places(data):
+        of, key = chosen.choice(places)
+        of[key], place = _MARK, str(key)
+    else:
+        data = _MARK
+    whole[number] = json.dumps(data).replace(json.dumps(_MARK), raw).encode() + b"\n"
+    path.write_bytes(b"".join(whole))
+    return f"{place} = {raw[:40]}"
+
+
+def _splice_line(path: Path, _: Path, chosen: random.Random) -> str:
+    """The whole is another value, or has one as a line of its own."""
+    raw = chosen.choice(_VALUES)
+    content = path.read_bytes() if chosen.random() < 0.5 else b""
+    path.write_bytes(content + raw.encode() + b"\n")
+    return raw[:40]
+
+
+def _key(path: Path, _: Path, chosen: random.Random) -> str:
+    """A key is missing, renamed, or there are more of them."""
+    content = path.read_text()
+    keys = sorted({key for of, key in _places(_parsed(path)) if isinstance(of, dict)})
+    if not keys:
+        path.write_text('{"unknown": 1}')
+        return "unknown"
+    key = chosen.choice(keys)
+    changed = chosen.choice(['"other":', f'"{key}":1,"{key}":', f'"unknown":{{}},"{key}":'])
+    path.write_text(content.replace(f'"{key}":', changed, 1))
+    return f"{key} -> {changed}"
+
+
+Way = Callable[[Path, Path, random.Random], str]
+"""Damages a file of the spool below a directory; returns details."""
+
+
+def _bytes_way(name: str, change: Callable[[bytes, random.Random], bytes]) -> Way:
+    def way(path: Path, _: Path, chosen: random.Random) -> str:
+        path.write_bytes(change(path.read_bytes(), chosen))
+        return ""
+
+    way.__name__ = name
+    return way
+
+
+def _flip(content: bytes, chosen: random.Random) -> bytes:
+    data = bytearray(content or b"\0")
+    for _ in range(chosen.choice([1, 1, 1, 4, 64])):
+        data[chosen.randrange(len(data))] ^= 1 << chosen.randrange(8)
+    return bytes(data)
+
+
+def _insert(content: bytes, chosen: random.Random, piece: bytes) -> bytes:
+    at = chosen.randrange(len(content) + 1)
+    return content[:at] + piece + content[at:]
+
+
+_BYTES = [
+    _bytes_way("empty", lambda *_: b""),
+    _bytes_way("truncate", lambda content, chosen: content[: chosen.randrange(len(content) + 1)]),
+    _bytes_way("half", lambda content, _: content[: len(content) // 2]),
+    _bytes_way("flip", _flip),
+    _bytes_way("flip_again", _flip),
+    _bytes_way(
+        "append",
+        lambda content, chosen: content + chosen.randbytes(chosen.choice([1, 100, 70_000])),
+    ),
+    _bytes_way("random", lambda content, chosen: chosen.randbytes(max(1, len(content)))),
+    _bytes_way("zeros", lambda content, _: bytes(len(content))),
+    _bytes_way("not_utf8", lambda content, chosen: _insert(content, chosen, b"\xff\xfe\xc0")),
+    _bytes_way("bom", lambda content, _: b"\xef\xbb\xbf" + content),
+    _bytes_way("nul", lambda content, chosen: _insert(content, chosen, b"\0")),
+    _bytes_way("newlines", lambda content, chosen: _insert(content, chosen, b"\n\n\r\n")),
+    _bytes_way("twice", lambda content, _: content + content),
+]
+
+
+def _missing(path: Path, _: Path, __: random.Random) -> str:
+    path.unlink()
+    return ""
+
+
+def _directory(path: Path, _: Path, chosen: random.Random) -> str:
+    path.unlink()
+    path.mkdir()
+    if chosen.random() < 0.5:
+        (path / "inside").write_text("x")
+    return ""
+
+
+def _symlink(path: Path, root: Path, chosen: random.Random) -> str:
+    path.unlink()
+    others = [other for other in root.rglob("*") if other.is_file()]
+    target = chosen.choice([path, root / "nowhere", root, Path("/dev/null"), chosen.choice(others)])
+    path.symlink_to(target)
+    return str(target).replace(str(root), "")
+
+
+def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
+    """It has the content of another file with the same ending."""
+    others = [other for other in root.rglob(f"*{path.suffix}") if other.is_file() and other != path]
+    other = chosen.choice(others or [root / "spool.json"])
+    path.write_bytes(other.read_bytes())
+    return str(other.relative_to(root))
+
+
+def _unreadable(path: Path, _: Path, __: random.Random) -> str:
+    """Only where this process is not root."""
+    path.chmod(0)
+    return ""
+
+
+_NODES: list[Way] = [_missing, _directory, _symlink, _swapped, _unreadable]

@@ -1,0 +1,176 @@
+"""Damages one file of a spool after another, and lets every program read it.
+
+    python -m tests.fuzz.files [--minutes 30] [--seed S] [--only PATTERN]
+
+A spool with every kind of file is made by real jobs. Each round copies it, damages one file, and
+then collectors, controller, `tandem doctor`, publisher, sweeper and a runner with real ranks read
+the copy. Nothing may raise, hang or answer 500; no job may succeed with weights that the undamaged
+spool does not give; a run that was not damaged is served and trained. `--seed` and `--round` repeat
+one round. Root reads files without permission; without that privilege:
+
+    setpriv --bounding-set=-dac_override,-dac_read_search python -m tests.fuzz.files
+"""
+
+import argparse
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from fuzz import readers
+from fuzz.damage import damage
+from fuzz.stage import WITNESS, Stage, make_stage
+from spool.spool_tools import memory_directory
+
+USED = "used.json"
+# Programs believe records that they can read: only packed data and weights have hashes.
+_RECORDS = re.compile(r"jobs/(queued|running)/|run\.json|manifest\.json|jobs/ids/")
+_Seen = tuple[list[str], dict[str, str]]
+"""What went wrong, and the adapters that exist afterwards: SHA-256 by `<run>@<step>`."""
+
+
+class Fuzzer:
+    def __init__(self, directory: Path, seed: int, only: str = "") -> None:
+        self.seed = seed
+        self.stage: Stage = make_stage(directory)
+        root = self.stage.original
+        names = sorted(
+            path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()
+        )
+        names = [
+            name
+            for name in (*names, USED)
+            if WITNESS not in name and not name.startswith("jobs/locks/")
+        ]
+        self.kinds: dict[str, list[str]] = {}
+        for name in names:
+            if re.search(only, name):
+                self.kinds.setdefault(_kind(name), []).append(name)
+        self.seen: Counter[str] = Counter()
+        self.good: dict[str, str] = {}
+        problems, self.good = self._read(self.stage.copy("copy"), USED, b"{}", True, None)
+        assert not problems, f"an undamaged spool has problems: {problems}"
+
+    def round(self, number: int) -> tuple[str, list[str]]:
+        """(what was damaged and how, what went wrong)"""
+        chosen = random.Random(f"{self.seed} {number}")
+        kind = chosen.choice(sorted(self.kinds))
+        name = chosen.choice(self.kinds[kind])
+        root = self.stage.copy("copy")
+        path = self.stage.directory / USED if name == USED else root / name
+        if name == USED:
+            path.write_text('{"main": 1.0, "lost": 2.0}')
+        api = readers.Api(self.stage, root) if chosen.random() < 0.5 else None
+        how = damage(path, root, chosen)
+        self.seen[kind] += 1
+        used = path.read_bytes() if name == USED and path.is_file() else b"{}"
+        trains = chosen.random() < 0.2 or bool(
+            re.search(r"jobs/(queued|running|data|ids)|checkpoints|run\.json", name)
+        )
+        problems, made = self._read(root, name, used, trains, api)
+        if trains and not _RECORDS.search(name):
+            others = [model for model, sha256 in made.items() if self.good.get(model) != sha256]
+            problems += [f"succeeded with other weights: {model}" for model in others]
+        if (
+            trains
+            and name != "spool.json"
+            and made.get(f"{WITNESS}@2") != self.good[f"{WITNESS}@2"]
+        ):
+            problems.append("the witness was not trained")
+        if how == "unreadable":  # trouble with the volume, about which programs say so, and wait
+            problems = [
+                problem
+                for problem in problems
+                if not re.search("ermission denied|witness", problem)
+            ]
+        return f"{name}: {how}", problems
+
+    def _read(
+        self, root: Path, name: str, used: bytes, train: bool, api: readers.Api | None
+    ) -> _Seen:
+        """`api`: a controller that has run since before the damage."""
+        stage, problems, made = self.stage, list[str](), dict[str, str]()
+        unusable = readers.UNUSABLE if name == "spool.json" else ()
+        witness = not unusable
+
+        def ask(requests: Callable[..., Awaitable[None]]) -> None:
+            nonlocal api
+            api = api or readers.Api(stage, root)
+            problems.extend(api(partial(requests, witness=witness)))
+
+        with readers.quiet() as printed:
+            problems += readers.collect(stage, root, unusable)
+            problems += readers.doctor(stage, root)
+            problems += readers.guarded("controller", lambda: ask(readers.read), unusable)
+            problems += readers.publish(stage, root, used, self.good or readers.made(root), witness)
+            if train and witness:
+                problems += readers.run_jobs(stage, root)
+                problems += readers.guarded("checkpoints", lambda: made.update(readers.made(root)))
+                problems += readers.guarded("controller", lambda: ask(readers.read))
+            problems += readers.clean(stage, root, unusable)
+            problems += readers.guarded("controller", lambda: ask(readers.write), unusable)
+            self.printed = printed()
+        return problems, made
+
+
+def _kind(name: str) -> str:
+    """The file's path without the names of runs and jobs, steps and times. All packed arrays are
+    one kind."""
+    if name.startswith("jobs/data/"):
+        return "jobs/data"
+    name = re.sub(r"runs/[^/]+", "runs/R", name)
+    name = re.sub(r"(jobs/[a-z]+/)(?:[^/]+/)*(?=[^/]*\.(json|jsonl|log)$)", r"\1", name)
+    name = re.sub(r"\d{8}(-\w+)?", "N", name)
+    return re.sub(
+        r"(main|lost|asked|ended|failed|cancelled|forked)(-\w+)?",
+        "J",
+        re.sub(r"\d{16},.*,", "", name),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rounds until the time is over. `arguments`: those of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=10**9, help="no more than these")
+    parser.add_argument("--round", type=int, default=None, help="only this round")
+    parser.add_argument("--only", default="", help="a regular expression for the files' names")
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    failed: Counter[str] = Counter()
+    with memory_directory() as directory:
+        fuzzer = Fuzzer(Path(directory), seed, options.only)
+        end, number = time.monotonic() + 60 * options.minutes, options.round or 0
+        begun = number
+        last = begun + (options.rounds if options.round is None else 1)
+        while time.monotonic() < end and number < last:
+            what, problems = fuzzer.round(number)
+            for problem in problems:
+                failed[re.sub(r"[\w./-]*tandem-test-\w+", "", problem)[:90]] += 1
+                print(f"round {number}: {what}\n    {problem}", flush=True)
+            if options.round is not None:
+                print(what, fuzzer.printed)
+            number += 1
+            if number % 50 == 0:
+                print(f"{number} rounds", flush=True)
+        print(
+            f"{number - begun} rounds with seed {seed}; {sum(failed.values())} problems; files:"
+            f" {dict(fuzzer.seen)}"
+        )
+    for problem, count in failed.most_common():
+        print(f"{count:5} {problem}")
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)  # torch's threads may wait for one another
+
+
+if __name__ == "__main__":
+    main()

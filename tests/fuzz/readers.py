@@ -1,0 +1,307 @@
+"""Every program that reads the spool, in this process, on a damaged copy; for `fuzz.files`.
+
+A function returns what it found wrong: an exception that would end a program or be answered by 500,
+an undamaged run that is not served, a job that succeeded with other weights.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+from prometheus_client.exposition import generate_latest
+from pydantic import ValidationError
+
+import fake_vllm
+from fuzz.stage import WITNESS, Stage
+from tandem.cli import checks_deployment
+from tandem.controller import app
+from tandem.errors import SpoolUnusable, TandemError
+from tandem.families.adapter import WEIGHTS_FILE
+from tandem.inference.publisher.transports import copies_directory
+from tandem.metrics.collector import Page
+from tandem.metrics.controller import QueueCollector
+from tandem.metrics.exporter import make_collectors
+from tandem.metrics.metric import BOTH
+from tandem.model import parallel
+from tandem.spool import Spool, fs, removal
+from tandem.spool.recovery import sweep
+from tandem.trainer.rank import worker
+from tandem.trainer.runner import loop
+from tandem.trainer.runner.stop import Stop
+
+AUTHORIZATION = {"Authorization": f"Bearer {fake_vllm.API_KEY}"}
+RUNS = ("main", "lost", "asked", "ended", "forked", WITNESS)
+JOBS = (
+    "main-0",
+    "main-1",
+    "main-next",
+    "lost-job",
+    "asked-job",
+    "failed",
+    "cancelled",
+    "ended-0",
+    f"{WITNESS}-0",
+    f"{WITNESS}-next",
+)
+_TURN = {"prompt_token_ids": [5, 6], "token_ids": [9, 2], "logprobs": [-0.7, -0.1]}
+_GROUP = {"trajectories": [{"turns": [_TURN], "reward": 1.0}, {"turns": [_TURN], "reward": 0.0}]}
+TRAIN = {"kind": "rl", "groups": [_GROUP], "packing": {"sequence_length": 16}}
+Problems = Iterator[str]
+_LOOP = asyncio.new_event_loop()
+# Making it takes longer than all answers, and nothing of it depends on the spool.
+_OPENAPI = {"paths": dict[str, Any]()}
+
+
+def guarded(
+    what: str, action: Callable[[], object], allowed: tuple[type[BaseException], ...] = ()
+) -> Problems:
+    """What `action` raises, but for `allowed`."""
+    try:
+        action()
+    except allowed:
+        pass
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        yield (
+            f"{what}: {type(error).__name__}: {str(error)[:300]}"
+            f" ({Path(where.filename).name}:{where.lineno})"
+        )
+
+
+class Api:
+    """The routes of a controller that started now."""
+
+    def __init__(self, stage: Stage, root: Path) -> None:
+        with mock.patch.object(app, "_openapi", return_value=_OPENAPI):
+            self._app = app.create_app(stage.settings(root))
+        self._problems: list[str] = []
+
+    def __call__(self, requests: Callable[["Api"], Awaitable[None]]) -> list[str]:
+        """What is wrong with the answers to `requests`."""
+        self._problems = []
+
+        async def run() -> None:
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://fuzz", headers=AUTHORIZATION
+            ) as client:
+                self._client = client
+                await requests(self)
+
+        _LOOP.run_until_complete(run())
+        return self._problems
+
+    async def ask(self, method: str, path: str, *, must: bool = False, **more: Any) -> None:
+        answer = await self._client.request(method, path, **more)
+        answered = f"{method} {path}: {answer.status_code} {answer.text[:300]}"
+        known = ("checkpoint_damaged", "run_damaged", "spool_unusable")
+        if answer.status_code >= 500 and answer.json()["error"]["type"] not in known:
+            self._problems.append(answered)
+        elif must and (answer.status_code >= 400 or WITNESS not in answer.text):
+            self._problems.append(f"the witness is not served: {answered}")
+
+
+async def read(api: Api, *, witness: bool) -> None:
+    """All GET routes. `witness`: whether the witness must be served."""
+    await api.ask("GET", "/readyz")
+    await api.ask("GET", "/metrics")
+    for path in ("/v1/runs", "/v1/jobs", f"/v1/jobs?run={WITNESS}", "/v1/jobs?state=succeeded"):
+        await api.ask("GET", path, must=witness)
+    for run in RUNS:
+        for path in ("", "/checkpoints", *(f"/checkpoints/{step}" for step in range(3))):
+            must = witness and run == WITNESS and path in ("", "/checkpoints/0", "/checkpoints/1")
+            await api.ask("GET", f"/v1/runs/{run}{path}", must=must)
+        await api.ask("GET", f"/v1/runs/{run}/checkpoints/1/download")
+    for job in JOBS:
+        await api.ask("GET", f"/v1/jobs/{job}", must=witness and job.startswith(WITNESS))
+        for path in ("events?wait=false", "log"):
+            await api.ask("GET", f"/v1/jobs/{job}/{path}")
+
+
+async def write(api: Api, *, witness: bool) -> None:
+    """All routes that change something."""
+    for number, run in enumerate(RUNS):
+        must = witness and run == WITNESS
+        await api.ask(
+            "POST", f"/v1/runs/{run}/train", json=TRAIN | {"id": f"new-{number}"}, must=must
+        )
+        await api.ask("PUT", f"/v1/runs/{run}/checkpoints/0/pin")
+        await api.ask(
+            "POST", f"/v1/runs/{run}/fork", json={"step": 0, "name": f"fork-{number}"}, must=must
+        )
+        await api.ask("POST", f"/v1/runs/{run}/rollback", json={"step": 0})
+    for job in JOBS:
+        if not job.startswith(WITNESS):
+            await api.ask("POST", f"/v1/jobs/{job}/cancel")
+    await api.ask("DELETE", "/v1/runs/main?cancel_jobs=true")
+    await api.ask("DELETE", "/v1/runs/ended")
+
+
+def collect(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -> Problems:
+    """Exporter and controller: every collector, twice, and the page."""
+    every = [*make_collectors(stage.settings(root), BOTH), QueueCollector(lambda: Spool(root))]
+    collectors = [collector for collector in every if collector.name != "build"]
+    for _ in range(2):
+        for collector in collectors:
+            collector.collect_once()
+            for error in collector.errors:
+                # `try_each` names the item; an exception of the whole collector begins with its
+                # class.
+                kind = error.split(":")[0]
+                if kind.endswith(("Error", "SpoolUnusable")) and kind not in [
+                    each.__name__ for each in unusable
+                ]:
+                    yield f"collector {collector.name}: {error[:300]}"
+    yield from guarded("metrics page", lambda: generate_latest(Page(collectors)))
+
+
+def doctor(stage: Stage, root: Path) -> Problems:
+    settings = stage.settings(root)
+    for part in (
+        checks_deployment.damage_checks,
+        checks_deployment.weights_checks,
+        checks_deployment.model_checks,
+    ):
+        yield from guarded(
+            f"doctor's {part.__name__}",
+            lambda part=part: list(part(settings)),  # type: ignore[misc]
+            (OSError, TandemError, ValueError),
+        )
+
+
+def publish(stage: Stage, root: Path, used: bytes, good: dict[str, str], witness: bool) -> Problems:
+    """Two passes of a publisher. `used`: of its file `used.json`; `good`: SHA-256 of each step's
+    adapter by name."""
+    copies = copies_directory(root, stage.vllm.url)
+    shutil.rmtree(copies, ignore_errors=True)
+    copies.mkdir(mode=0o700)
+    (copies / "used.json").write_bytes(used)
+    stage.vllm.adapters.clear()
+
+    def passes() -> None:
+        publisher = None
+        for _ in range(2):
+            try:
+                publisher = publisher or stage.publisher(root)
+                publisher.once()
+            except (TandemError, ValidationError, OSError):
+                continue  # the program tries again
+
+    yield from guarded("publisher", passes)
+    if witness and f"{WITNESS}@1" not in stage.vllm.adapters:
+        yield f"publisher: the witness is not served, only {sorted(stage.vllm.adapters)}"
+    for name, (path, _) in stage.vllm.adapters.items():
+        if fs.sha256_file(Path(path) / WEIGHTS_FILE) != good[name]:
+            yield f"publisher: {name} has other weights"
+
+
+class _Impatient(Stop):
+    """Ends when there is no job to claim, and does not wait for a volume that is not broken."""
+
+    def pause(self, seconds: float) -> None: ...
+
+    def retry(self, what: str, action: Callable[[], Any], **_: Any) -> Any:
+        result = action()
+        if what == "look for a job" and result is None:
+            self.requested = True
+        return result
+
+
+class _Here:
+    """A launcher, and the handle of its ranks: the rank runs in this process."""
+
+    holds_devices = False
+
+    def __init__(self, settings: Any, *_: object) -> None:
+        self._root = settings.root
+
+    def prepare(self) -> None: ...
+
+    def launch(self, job: str, attempt: int, _: Path) -> "_Here":
+        self._status = worker.main(self._root, job, attempt)
+        if self._status:
+            parallel.destroy()
+        return self
+
+    def poll(self) -> int:
+        return self._status
+
+    def processes(self) -> list[Any]:
+        return []
+
+    def kill_all(self, _: float) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def run_jobs(stage: Stage, root: Path) -> Problems:
+    """A new runner: it settles what a dead one left, and runs all jobs."""
+    runner = loop.Runner(stage.settings(root), "")
+    runner.stop = _Impatient()
+    with (
+        mock.patch.object(loop, "Launcher", _Here),
+        mock.patch.object(loop.processes, "marked", return_value=[]),
+    ):
+        yield from guarded("runner", runner.run)
+
+
+def made(root: Path) -> dict[str, str]:
+    """SHA-256 of the adapter's file of each readable checkpoint, by `<run>@<step>`."""
+    spool, found = Spool(root), {}
+    for run in spool.runs.names():
+        for step in spool.checkpoints.steps(run):
+            try:
+                found[f"{run}@{step}"] = (
+                    spool.checkpoints.verify(run, step).files[WEIGHTS_FILE].sha256
+                )
+            except (TandemError, OSError, KeyError, ValueError):
+                continue
+    return found
+
+
+def clean(stage: Stage, root: Path, unusable: tuple[type[BaseException], ...]) -> Problems:
+    """The controller's sweeper."""
+
+    def both() -> None:
+        spool = Spool(root)
+        removal.prune(spool, stage.settings(root))
+        sweep(spool)
+
+    yield from guarded("sweeper", both, unusable)
+
+
+@contextmanager
+def quiet() -> Iterator[Callable[[], str]]:
+    """What programs print goes to a file; the value reads it."""
+    with tempfile.TemporaryFile() as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        try:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+
+            def read() -> str:
+                log.seek(0)
+                return log.read().decode(errors="replace")
+
+            yield read
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in zip((1, 2), saved, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+UNUSABLE = (SpoolUnusable,)

@@ -1,0 +1,99 @@
+"""A GPU computes what the CPU computes, by both attention kernels and with full recomputation."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cpu_reference
+from cpu_reference import LORA, evaluate
+from policies import make_policy, write_random_adapter
+from ranks import run_program
+from tandem.families.registry import arch_from_config, weight_rules
+from tandem.model import device, parallel
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 5000,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+FP32 = (2e-3, 2e-3)
+# In bf16 some tokens go to other experts than in fp32.
+BF16 = {"qwen3": (0.05, 0.15), "qwen3_moe": (0.2, 0.6)}
+"""Bounds of the mean difference of log-probs, and of a gradient's difference relative to its
+norm."""
+
+
+def write_model(directory: Path, config: dict[str, Any]) -> None:
+    """Weights of initialisation's size: bf16 changes the log-probs of larger ones by nats."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        name: shape
+        for rule in weight_rules(arch_from_config(config))
+        for name, shape in rule.sources.items()
+    }
+    noise = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights = {
+        name: 1 + 0.1 * value if value.ndim == 1 else value * value.shape[1] ** -0.5
+        for name, value in noise.items()
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module", params=list(BF16))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an adapter, and `cpu.pt`: what the CPU computes."""
+    shape = SHAPE if request.param == "qwen3" else SHAPE | EXPERTS
+    directory = tmp_path_factory.mktemp(request.param)
+    write_model(directory, shape | {"model_type": request.param})
+    write_random_adapter(directory / "adapter", directory, LORA)
+    run_program(cpu_reference.__file__, str(directory), seconds=200)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def on_gpu(model: Path) -> Iterator[None]:
+    device.activate("cuda")
+    parallel.init_parallel()
+    yield
+    parallel.destroy()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_and_gradients_are_those_of_the_cpu(model, on_gpu, dtype, recompute, kernel):
+    policy = make_policy(model, LORA, model / "adapter", dtype=dtype, recompute=recompute)
+    policy.attention_kernel = kernel
+    actual, expected = evaluate(policy), torch.load(model / "cpu.pt")
+    family = policy.arch.model_type
+    by_log_prob, by_gradient = FP32 if dtype is torch.float32 else BF16[family]
+    assert actual.keys() == expected.keys()
+    difference = (actual["logprobs"] - expected["logprobs"]).abs().mean().item()
+    relative = {
+        name: ((actual[name] - value).norm() / value.norm()).item()
+        for name, value in expected.items()
+        if name not in ("logprobs", "entropy")
+    }
+    worst = max(relative, key=relative.__getitem__)
+    print(f"{family} {dtype}: {difference:.1e}; {worst} {relative[worst]:.1e}")
+    assert difference <= by_log_prob
+    assert relative[worst] <= by_gradient, worst

@@ -1,0 +1,17 @@
+"""A kill soak: real programs on the CPU die and freeze at random moments while their volume and
+clocks misbehave.
+
+    python -m tests.soak [--kills 1000] [--seed N]     the soak; `--help` has the options
+    python -m tests.soak.check ROOT LEDGER             checks a spool's files again
+
+`stack` starts the programs and finds their processes, `disturb` strikes and damages, `client`
+submits jobs and keeps the ledger of what it was promised, `vllm` stands in for vLLM. `check` shares
+no code with Tandem.
+"""
+
+import sys
+from pathlib import Path
+
+# A program that is run finds the tests' modules as pytest does (`pythonpath` in pyproject.toml).
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS), str(_TESTS.parent / "examples")]

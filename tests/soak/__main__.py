@@ -1,0 +1,369 @@
+"""Kills and disturbs a stack at random moments, and checks between the rounds that no promise was
+broken.
+
+    python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY]
+
+Each round has one way to start ranks. After it the trainer is stopped and started again, every job
+ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
+jobs; when a process runs is the kernel's choice, so a seed repeats the plan and not the run. Exits
+with 1 at the first round with a violation, and keeps its files. As root the volume is a tmpfs that
+can get full and read-only; otherwise those two are left out.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sized
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from soak import check
+from soak.client import Client, Ledger
+from soak.disturb import (
+    CONTAINER,
+    IMPORTS,
+    SIGNALS,
+    WEIGHTS,
+    Conditions,
+    Damage,
+    Moments,
+    Strikes,
+)
+from soak.stack import TRAINER, Stack, Victim, Volume
+
+ROUND = 40
+LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
+STOP_SECONDS, JOBS_SECONDS, SERVED_SECONDS = 90.0, 240.0, 180.0
+LATE_SECONDS = 20.0
+"""So far behind its pace the soak waits for no moment that seldom comes."""
+VOLUME_MIB = 320
+
+
+class Soak:
+    def __init__(self, work: Path, options: argparse.Namespace) -> None:
+        self._options, self._rng = options, random.Random(options.seed)
+        self.work = work
+        self.volume = Volume(work / "volume", VOLUME_MIB)
+        self.root = self.volume.root
+        self._ledger = Ledger(work / "ledger")
+        self.stack = Stack(work, self.volume, real_vllm=options.real_vllm)
+        self.client = Client(self.root, self.stack.url, self._ledger, self._rng.getrandbits(32))
+        self._moments = Moments(self.root, self.client, self._rng)
+        self._strikes = Strikes(self._rng, self._ledger)
+        self._conditions = Conditions(self.stack, self.volume, self._rng)
+        self._damage = Damage(self.root, self._rng, self._ledger)
+        self.counts: dict[str, Counter[str]] = {
+            name: Counter()
+            for name in ("program", "moment", "signal", "condition", "damage", "launch")
+        }
+        self._imports = 1.0  # how many strikes with a costly end are allowed now
+        self._again: list[str] = []  # programs to strike again
+        self._due = 0.0  # when the next strike is due at `options.pace`
+        self.kills = 0
+
+    def round(self, kills: int, launch: str) -> list[str]:
+        """Strike `kills` times; what is wrong then."""
+        self.counts["launch"][launch] += kills
+        problems = []
+        if self.stack.launch_kind != launch:
+            problems = self.stack.stop("up", STOP_SECONDS) + self._trainer_is_gone()
+            self.stack.launch(launch)
+        self.client.go_on()
+        self._due = time.monotonic()
+        goal = self.kills + kills
+        while self.kills < goal:
+            self._meanwhile()
+            if self._rng.random() < 0.15 and (kind := self._conditions.begin()):
+                self.counts["condition"][kind] += 1
+            if (
+                not self._conditions.refuses_writes
+                and self._rng.random() < 0.35
+                and (kind := self._damage.inflict())
+            ):
+                self.counts["damage"][kind] += 1
+            self._strike(launch)
+        self._strikes.follow(all_now=True)
+        self._conditions.end(all_now=True)
+        return problems + self.drain()
+
+    def _meanwhile(self) -> None:
+        self._strikes.follow()
+        self._conditions.end()
+
+    def _strike(self, launch: str) -> None:
+        costly = IMPORTS if launch == "fork" else IMPORTS | {"rank", "leader"}
+        self._imports = min(3.0, self._imports + self._options.costly)
+        if self._again:
+            self._strike_again(self._again.pop())
+            return
+        program = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if program in costly and self._imports < 1:
+            return
+        # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom
+        # comes. A rank comes again only if its launcher gets the time to start.
+        self._due += self._options.pace
+        early = self._due - time.monotonic()
+        late = early < -LATE_SECONDS
+        longest = (
+            20.0
+            if program in ("rank", "leader") and not late
+            else min(20.0, max(0.4 if late else 1.0, early))
+        )
+        before = self._victims(program)
+        moment = self._moments.wait(self._moments.choose(program), longest, self._meanwhile)
+        how = (
+            "kill"
+            if program == CONTAINER
+            else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
+        )
+        # Looking for processes takes a while, and the moment passes.
+        if not (
+            self._struck(program, before, how) or self._struck(program, self._victims(program), how)
+        ):
+            return
+        if program in costly:
+            self._imports -= 1
+            self._again = [program] * self._rng.choice([0, 0, 1, 2, 3])
+        self._count(program, moment, how)
+
+    def _strike_again(self, program: str) -> None:
+        """The next one dies while it starts and settles what the one before left: before it imports
+        torch."""
+        end = time.monotonic() + self._rng.uniform(0.3, 2.0)
+        while time.monotonic() < end:
+            self._meanwhile()
+            time.sleep(0.05)
+        if self._struck(program, self._victims(program), "kill"):
+            self._count(program, "start", "kill")
+
+    def _count(self, program: str, moment: str, how: str) -> None:
+        self.kills += how != "stop-continue"
+        for name, value in (("program", program), ("moment", moment), ("signal", how)):
+            self.counts[name][value] += 1
+
+    def _victims(self, program: str) -> list[Victim]:
+        wanted = TRAINER if program == CONTAINER else (program,)
+        return [victim for victim in self.stack.victims() if victim.program in wanted]
+
+    def _struck(self, program: str, victims: list[Victim], how: str) -> bool:
+        if program == CONTAINER:
+            return self._strikes.kill_container(victims)
+        return bool(victims) and self._strikes.strike(self._rng.choice(victims), how)
+
+    def drain(self) -> list[str]:
+        """Let everything end undisturbed; what is wrong then."""
+        # A `tandem up` that was killed with supervisord a moment ago left programs, which the next
+        # one ends.
+        problems = self._wait(
+            "tandem up has started", STOP_SECONDS, lambda: self._none_of("supervisord")
+        )
+        problems += self.stack.stop("up", STOP_SECONDS) + self._trainer_is_gone()
+        self.client.pause()
+        self.stack.launch("fork")
+        problems += self._wait("all jobs end", JOBS_SECONDS, self._pending)
+        self._roll_back()
+        problems += self._wait("the newest steps are served", SERVED_SECONDS, self._not_served)
+        ledger = check.Ledger.read(self.work / "ledger")
+        problems += check.violations(self.root, ledger) + self.client.problems
+        self.client.problems = []
+        return problems
+
+    def _roll_back(self) -> None:
+        """Take some of a run's steps out of its chain while the controller may die."""
+        run, step = self._rng.choice(["a", "b", "c"]), self._rng.randrange(3)
+        newest = max(
+            (int(path.name) for path in self.root.glob(f"runs/{run}/checkpoints/0*")), default=0
+        )
+        controllers = self._victims("controller")
+        if controllers and self._rng.random() < 0.5:
+            self._kill_soon(controllers[0])
+        if newest > 2:
+            self.client.request("POST", f"/v1/runs/{run}/rollback", {"step": newest - step})
+
+    def _kill_soon(self, victim: Victim) -> None:
+        """From another thread, within some milliseconds."""
+        threading.Timer(self._rng.uniform(0, 0.03), lambda: victim.send(signal.SIGKILL)).start()
+        self._ledger.write("strike", program=victim.program, how="kill")
+
+    def _wait(self, what: str, seconds: float, missing: Callable[[], Sized]) -> list[str]:
+        end = time.monotonic() + seconds
+        while (left := missing()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return [f"not within {seconds:.0f} s: {what}; missing: {left}"] if left else []
+
+    def _pending(self) -> list[str]:
+        running = "jobs/running/[!.]*.json"  # twice, as jobs go to and fro between the two
+        patterns = (running, "jobs/queued/*/*/[!.]*.json", running)
+        paths = {path for pattern in patterns for path in self.root.glob(pattern)}
+        return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
+
+    def _not_served(self) -> list[str]:
+        """The publisher writes what it serves, and then the event of the job that made it."""
+        missing = []
+        for run in self.root.glob("runs/[!.]*/checkpoints"):
+            newest, served, told = max(run.glob("0*"), default=run), None, False
+            with suppress(OSError, ValueError):
+                served = json.loads((run.parent / "served.json").read_text())["step"]
+                job = json.loads((newest / "manifest.json").read_text())["job"]
+                events = self.root / f"jobs/events/{job}.jsonl"
+                told = not events.exists() or '"type":"served"' in events.read_text().replace(
+                    " ", ""
+                )
+            if not told or served != int(newest.name):
+                missing.append(f"{run.parent.name}@{newest.name}, served is {served}, told: {told}")
+        return missing
+
+    def _none_of(self, program: str) -> list[str]:
+        return [] if self._victims(program) else [program]
+
+    def _trainer_is_gone(self) -> list[str]:
+        """Of a `tandem up` that was killed, supervisord may still be stopping its programs."""
+        return self._wait(
+            "no process of the trainer", STOP_SECONDS, lambda: self._victims(CONTAINER)
+        )
+
+    def finish(self) -> list[str]:
+        """Stop everything, sweep what the strikes left as if it were old, and check once more."""
+        problems = self.stack.close(STOP_SECONDS)
+        problems += self._wait(
+            "no process is left", STOP_SECONDS, lambda: check.leftovers(self.root)
+        )
+        for path in [
+            entry for top in self.root.rglob(".tmp-*") for entry in (top, *top.rglob("*"))
+        ]:
+            os.utime(path, (time.time() - 7200,) * 2)
+        self.stack.sweep(lambda: not [*self.root.rglob(".tmp-*")])
+        problems += check.leftovers(self.root)
+        return problems + check.violations(
+            self.root, check.Ledger.read(self.work / "ledger"), swept=True
+        )
+
+    def summary(self) -> dict[str, object]:
+        paths = [
+            path for path in self.root.glob("jobs/*ed/*/*.json") if check.JUNK not in path.name
+        ]
+        jobs = [json.loads(path.read_text()) for path in paths]
+        counts = {name: dict(count.most_common()) for name, count in self.counts.items()}
+        return {
+            "jobs": Counter(path.parts[-3] for path in paths),
+            "errors": Counter(
+                job["result"]["error"]["type"] for job in jobs if job["result"]["error"]
+            ),
+            "attempts": dict(sorted(Counter(job["attempt"] for job in jobs).items())),
+            "starts": self.stack.starts,
+            "CPU seconds": round(sum(os.times()[:4])),
+            **counts,
+        }
+
+    def close(self) -> None:
+        self._strikes.follow(all_now=True)
+        self._conditions.end(all_now=True)
+        self.stack.close(1.0)
+        for victim in self.stack.victims():
+            victim.send(signal.SIGKILL)
+        self.volume.close()
+
+
+def run(soak: Soak, options: argparse.Namespace) -> list[str]:
+    """The violations of the first round that has any."""
+    rng = random.Random(options.seed)
+    begin = time.monotonic()
+    if not soak.volume.mounted:
+        print(
+            "soak: no tmpfs can be mounted here, so the volume never gets full or read-only",
+            flush=True,
+        )
+    wait_ready(soak.stack.url)
+    while soak.kills < options.kills and time.monotonic() - begin < options.seconds:
+        launch = options.launch or rng.choices(list(LAUNCHES), list(LAUNCHES.values()))[0]
+        problems = soak.round(min(options.round, options.kills - soak.kills), launch)
+        print(
+            f"soak: {soak.kills} kills, {time.monotonic() - begin:.0f} s, round of {launch}: "
+            f"{len(problems)} violations",
+            flush=True,
+        )
+        if problems:
+            return problems
+    return soak.finish()
+
+
+def wait_ready(url: str) -> None:
+    end = time.monotonic() + 180
+    while time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/readyz", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise TimeoutError("the controller did not start within 180 s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument(
+        "--pace", type=float, default=1.6, help="seconds per strike, without the rounds' ends"
+    )
+    parser.add_argument(
+        "--costly",
+        type=float,
+        default=0.08,
+        help="share of strikes that make somebody import torch",
+    )
+    parser.add_argument("--round", type=int, default=ROUND, help="kills between two checks")
+    parser.add_argument(
+        "--launch", choices=list(LAUNCHES), default=None, help="only this way to start ranks"
+    )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no round begins after that")
+    parser.add_argument(
+        "--real-vllm", action="store_true", help="vLLM itself under `tandem up --role inference`"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=None, help="a new directory for everything; kept"
+    )
+    options = parser.parse_args()
+    work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
+    work.mkdir(exist_ok=True)
+    print(f"soak: --seed {options.seed} --kills {options.kills}, in {work}", flush=True)
+    begin = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: stopped by SIGTERM"))
+    soak = Soak(work, options)
+    problems = ["the soak itself failed"]
+    try:
+        problems = run(soak, options)
+        summary = {
+            "kills": soak.kills,
+            "violations": len(problems),
+            "seconds": round(time.monotonic() - begin),
+        }
+        print(json.dumps(summary | soak.summary(), indent=1), flush=True)
+    finally:
+        if problems:
+            soak.stack.keep_evidence()
+        soak.close()
+        if not problems and options.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    for problem in problems:
+        print(f"soak: VIOLATION: {problem}")
+    print(
+        f"soak: {soak.kills} kills, {len(problems)} violations; --seed {options.seed}"
+        + (f"; files: {work}" if problems else "")
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""Checks a spool on which all jobs have ended, from its files alone. Shares no code with Tandem.
+
+    python -m tests.soak.check ROOT LEDGER
+
+Prints one line per violation; exits with 1 if there is any. LEDGER is what the client was promised,
+see `Ledger`.
+"""
+
+import json
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from soak import check_checkpoints
+
+TERMINAL = ("succeeded", "failed", "cancelled")
+# The events of one attempt, in their order. Only `step` may come more than once.
+ORDER = (
+    "claimed",
+    "slept",
+    "started",
+    "loaded",
+    "step",
+    "checkpoint",
+    "released",
+    "woken",
+    "requeued",
+)
+# Of these, an attempt has the first ones: nobody goes on without having written the one before.
+CHAIN = ("claimed", "started", "loaded", "step", "checkpoint")
+JUNK = "soak-junk"
+"""Part of the names of files that the soak itself put among the spool's."""
+
+
+@dataclass
+class Ledger:
+    """What the soak did and was told, one JSON object per line: `{"kind": ..., ...}`."""
+
+    # Job id -> run; every request that was sent.
+    asked: dict[str, str] = field(default_factory=dict)
+    accepted: set[str] = field(default_factory=set)  # job ids that were answered with success
+    refused: set[str] = field(default_factory=set)  # job ids that were answered with a refusal
+    damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
+    repeated: set[str] = field(default_factory=set)  # accepted job ids that were submitted again
+    runs: set[str] = field(default_factory=set)  # runs whose creation was answered with success
+    torn: int = 0  # half lines that were written to event files
+    strikes: int = 0  # signals to programs
+
+    @classmethod
+    def read(cls, path: Path) -> "Ledger":
+        ledger = cls()
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            match entry["kind"]:
+                case "asked":
+                    ledger.asked[entry["id"]] = entry["run"]
+                case "accepted" | "refused" | "damaged" | "repeated" as kind:
+                    getattr(ledger, kind).add(entry["id"])
+                case "run":
+                    ledger.runs.add(entry["run"])
+                case "torn":
+                    ledger.torn += 1
+                case "strike":
+                    ledger.strikes += 1
+        return ledger
+
+
+@dataclass
+class JobFile:
+    """A job, from the name of its file, its content and its events."""
+
+    id: str
+    run: str
+    base_step: int
+    state: str  # a terminal state, or "damaged"
+    record: dict[str, Any]
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def steps_by_attempt(self) -> dict[int, list[dict[str, Any]]]:
+        """The data of the events `step`, by attempt."""
+        found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        for event in self.events:
+            if event["type"] == "step":
+                found[event["attempt"]].append(event["data"])
+        return found
+
+
+def violations(
+    root: Path, ledger: Ledger, *, swept: bool = False, served: bool = True
+) -> list[str]:
+    """What is wrong, one line each. `swept`: temporary names were old and were swept. `served`:
+    vLLM and the publisher had time to serve the newest steps."""
+    found: list[str] = []
+    jobs = _jobs(root, ledger, found)
+    _check_promises(root, ledger, jobs, found)
+    torn = 0
+    for job in jobs.values():
+        # The submitter died after it had removed the damaged job's events, and before the new job
+        # was there.
+        begun_anew = job.state == "damaged" and job.id in ledger.repeated
+        if begun_anew and not (root / "jobs" / "events" / f"{job.id}.jsonl").exists():
+            continue
+        torn += _read_events(root, job, found)
+        _check_events(job, found)
+    if torn > ledger.strikes + ledger.torn:
+        found.append(f"{torn} half-written lines in event files after {ledger.strikes} strikes")
+    _check_remains(root, ledger, jobs, found, swept)
+    check_checkpoints.check(root, ledger, jobs, found, served=served)
+    return found
+
+
+def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
+    """Every job, by id. It must have one file, in one terminal state or among the damaged ones."""
+    places: dict[str, list[tuple[str, Path]]] = defaultdict(list)
+    for state in ("queued", "running", *TERMINAL):
+        for path in (root / "jobs" / state).rglob("*.json"):
+            if not path.name.startswith(".tmp-") and JUNK not in path.name:
+                places[path.stem.split(",")[-1]].append((state, path))
+    jobs = {}
+    for path in (root / "jobs" / "damaged").iterdir():
+        job_id = path.name.split(".json.")[0].split(",")[-1]
+        if JUNK in path.name:
+            continue
+        if job_id not in ledger.damaged:
+            found.append(f"job {job_id}: {path.name} is set aside, and nobody damaged it")
+        if job_id not in places:
+            _, base_step, run, _ = path.name.split(".json.")[0].split(",", 1)[1].split(",")
+            jobs[job_id] = JobFile(job_id, run, int(base_step), "damaged", {})
+    for job_id, files in places.items():
+        states = [state for state, _ in files]
+        if len(files) > 1 or states[0] not in TERMINAL:
+            found.append(f"job {job_id}: is in {states}, not in exactly one terminal state")
+        state, path = files[-1]
+        _, base_step, run, _ = path.stem.split(",")
+        record = json.loads(path.read_text())
+        spec = record["spec"]
+        if (spec["id"], spec["run"], spec["base_step"]) != (job_id, run, int(base_step)):
+            found.append(f"job {job_id}: {path.name} holds job {spec['id']} of run {spec['run']}")
+        name = root / "jobs" / "ids" / job_id
+        if not name.exists() or (
+            name.read_text().strip() != path.stem and job_id not in ledger.damaged
+        ):
+            found.append(f"job {job_id}: jobs/ids does not name its key {path.stem}")
+        result = record["result"]
+        if state in TERMINAL and (result is None or result["state"] != state):
+            found.append(f"job {job_id}: is in {state}, its result is {result}")
+        jobs[job_id] = JobFile(job_id, run, int(base_step), state, record)
+    return jobs
+
+
+def _check_promises(root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str]) -> None:
+    for job_id in sorted(ledger.accepted - jobs.keys()):
+        found.append(f"job {job_id}: was accepted, and is lost")
+    for job_id, job in sorted(jobs.items()):
+        if ledger.asked.get(job_id) != job.run:
+            found.append(f"job {job_id} of run {job.run}: nobody asked for it")
+        if job_id in ledger.refused:
+            found.append(f"job {job_id}: was refused, and exists")
+    for run in sorted(ledger.runs):
+        if not (root / "runs" / run / "run.json").exists():
+            found.append(f"run {run}: was created, and is lost")
+
+
+def _read_events(root: Path, job: JobFile, found: list[str]) -> int:
+    """Fill in `job.events`; returns the number of half-written lines."""
+    try:
+        content = (root / "jobs" / "events" / f"{job.id}.jsonl").read_bytes()
+    except FileNotFoundError:
+        found.append(f"job {job.id}: has no events")
+        return 0
+    *lines, rest = content.split(b"\n")
+    torn = int(bool(rest))
+    for line in lines:
+        try:
+            event = json.loads(line)
+            job.events.append(
+                {name: event[name] for name in ("seq", "job", "type", "attempt", "data")}
+            )
+        except (ValueError, TypeError, KeyError):
+            torn += 1
+    return torn
+
+
+def _check_events(job: JobFile, found: list[str]) -> None:
+    def wrong(problem: str) -> None:
+        found.append(f"job {job.id} ({job.state}): {problem}")
+
+    events = job.events
+    if [event["seq"] for event in events] != list(range(len(events))):
+        wrong(f"the events' numbers are {[event['seq'] for event in events]}")
+    if strangers := {event["job"] for event in events} - {job.id}:
+        wrong(f"has events of {strangers}")
+    ends = [event for event in events if event["type"] in TERMINAL]
+    state = "failed" if job.state == "damaged" else job.state
+    if [end["type"] for end in ends] != [state]:
+        wrong(f"its terminal events are {[end['type'] for end in ends]}")
+        return
+    (end,) = ends
+    after = [event["type"] for event in events[events.index(end) + 1 :]]
+    if after not in ([], ["served"]) or sum(event["type"] == "served" for event in events) > 1:
+        wrong(f"after its end come {after}")
+    if job.state == "damaged":
+        if end["data"]["error"]["type"] != "job_damaged":
+            wrong(f"was damaged, and its end says {end['data']}")
+        return
+    _check_end(job, end, wrong)
+    _check_order([event for event in events if event["type"] not in ("served", *TERMINAL)], wrong)
+    _check_steps(job, wrong)
+
+
+def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
+    result = job.record["result"]
+    if any(result[name] != value for name, value in end["data"].items()):
+        wrong(f"its result is {result}, its terminal event says {end['data']}")
+    if job.state == "succeeded" and result["step"] != job.base_step + 1:
+        wrong(f"made step {result['step']} from step {job.base_step}")
+    if job.state != "succeeded" and not (
+        result["error"] and result["error"]["type"] and result["error"]["message"]
+    ):
+        wrong("has no reason")
+    claims = [event["attempt"] for event in job.events if event["type"] == "claimed"]
+    if end["attempt"] != job.record["attempt"] or any(
+        not 1 <= attempt <= end["attempt"] for attempt in claims
+    ):
+        wrong(
+            f"ended in attempt {end['attempt']}, its record says {job.record['attempt']}, its"
+            f" claims were {claims}"
+        )
+
+
+def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
+    places = [(event["attempt"], ORDER.index(event["type"])) for event in events]
+    if places != sorted(places):
+        wrong(f"events out of order: {[(event['attempt'], event['type']) for event in events]}")
+    counts = Counter(
+        (event["attempt"], event["type"]) for event in events if event["type"] != "step"
+    )
+    if doubled := [key for key, count in counts.items() if count > 1]:
+        wrong(f"doubled events: {doubled}")
+    seen = {(event["attempt"], event["type"]) for event in events}
+    for attempt in sorted({attempt for attempt, _ in seen}):
+        kinds = [kind for kind in CHAIN if (attempt, kind) in seen]
+        if kinds != [*CHAIN[: len(kinds)]]:
+            wrong(f"attempt {attempt} has only the events {kinds} of {CHAIN}")
+
+
+def _check_steps(job: JobFile, wrong: Any) -> None:
+    """Each attempt's optimizer steps are 1, 2, 3, ...; the last one's of a succeeded job are all. A
+    step that another attempt repeats, from the same checkpoint, has the same loss and gradient, bit
+    for bit."""
+    known: dict[int, dict[str, Any]] = {}
+    for attempt, steps in job.steps_by_attempt.items():
+        if [data["step"] for data in steps] != list(range(1, len(steps) + 1)):
+            wrong(f"attempt {attempt} made the optimizer steps {[data['step'] for data in steps]}")
+        if len({data["steps"] for data in steps}) > 1 or len(steps) > steps[0]["steps"]:
+            wrong(f"attempt {attempt} made {len(steps)} optimizer steps of {steps[0]['steps']}")
+        for data in steps:
+            numbers = {name: data["metrics"][name] for name in ("loss", "grad_norm")}
+            if known.setdefault(data["step"], numbers) != numbers:
+                wrong(
+                    f"attempt {attempt} computed {numbers} in step {data['step']}, before"
+                    f" {known[data['step']]}"
+                )
+    if job.state == "succeeded":
+        last = next(reversed(job.steps_by_attempt.values()), [])
+        if not last or len(last) != last[0]["steps"]:
+            wrong(f"succeeded with {len(last)} optimizer steps in its last attempt")
+
+
+def _check_remains(
+    root: Path, ledger: Ledger, jobs: dict[str, JobFile], found: list[str], swept: bool
+) -> None:
+    """What a job needs only until it ends is gone, and strikes left few temporary names; `swept`:
+    none."""
+    for kind in ("data", "work", "leases", "cancel"):
+        for path in (root / "jobs" / kind).iterdir():
+            job = jobs.get(path.name.removesuffix(".json"))
+            if job is not None and job.state != "damaged":
+                found.append(f"job {job.id} ({job.state}): left {path.relative_to(root)}")
+    temporary = [
+        path for path in root.rglob(".tmp-*") if "logs" not in path.relative_to(root).parts
+    ]
+    if len(temporary) > (0 if swept else 2 * ledger.strikes + 5):
+        names = ", ".join(str(path.relative_to(root)) for path in temporary[:5])
+        found.append(
+            f"{len(temporary)} temporary names after {ledger.strikes} strikes: {names}, ..."
+        )
+
+
+def leftovers(root: Path) -> list[str]:
+    """Living processes that were started for this spool: `pid command line`."""
+    mark, found = f"TANDEM_ROOT={root}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                found.append(f"{entry.name} {command[:200]}")
+        except OSError:  # it is gone
+            continue
+    return found
+
+
+def main() -> int:
+    root, ledger = map(Path, sys.argv[1:3])
+    found = violations(root, Ledger.read(ledger))
+    print("\n".join(found) or "0 violations")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""Moments to strike at, damage that the spool tolerates, conditions of the volume, and wrong
+clocks."""
+
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from soak.check import JUNK, TERMINAL
+from soak.client import Client, Ledger
+from soak.stack import Stack, Victim, Volume
+from tandem.spool.locks import LockHeldError, file_lock
+from tandem.spool.paths import Paths
+
+CONTAINER = "trainer container"
+"""All of the trainer's processes at once, with SIGKILL."""
+WEIGHTS = {
+    "rank": 34,
+    "leader": 4,
+    "publisher": 14,
+    "vllm": 14,
+    "controller": 16,
+    "exporter": 2,
+    "runner": 10,
+    "forkserver": 5,
+    "agent": 4,
+    "up": 4,
+    "supervisord": 3,
+    CONTAINER: 3,
+}
+IMPORTS = {"runner", "forkserver", "agent", "up", "supervisord", CONTAINER}
+"""After their death somebody imports torch again, which takes seconds: they are struck less
+often."""
+EVENTS = ("claimed", "started", "loaded", "step", "checkpoint", "released", "requeued", *TERMINAL)
+SIGNALS = {"kill": 70, "term": 15, "stop-kill": 8, "stop-continue": 7}
+CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
+
+
+class Moments:
+    """Waits for a random time, or until a job's newest event, a request or a file is what the
+    moment is called."""
+
+    def __init__(self, root: Path, client: Client, rng: random.Random) -> None:
+        self._root, self._client, self._rng = root, client, rng
+
+    def choose(self, program: str) -> str:
+        if program in ("rank", "leader"):  # which live while a job runs
+            return self._rng.choice(
+                ("claimed", "started", "loaded", "step", "step", "checkpoint", "checkpoint")
+            )
+        if self._rng.random() < 0.4:
+            return "random"
+        return "request" if program == "controller" else self._rng.choice(EVENTS)
+
+    def wait(self, moment: str, longest: float, meanwhile: Callable[[], None]) -> str:
+        """What came: the moment, or "random" where it did not come within `longest` seconds. Calls
+        `meanwhile`."""
+        if moment == "random":
+            time.sleep(self._rng.uniform(0, min(1.5, longest)))
+            return moment
+        end = time.monotonic() + longest
+        known: dict[str, str] = {}  # by job: its newest event
+        if moment != "request":
+            self._came(moment, known)
+        while time.monotonic() < end:
+            if self._client.sending.is_set() if moment == "request" else self._came(moment, known):
+                time.sleep(self._rng.choice([0, 0, 0.01, 0.05]) * self._rng.random() * 2)
+                return moment
+            meanwhile()
+            time.sleep(0.006)
+        return "random"
+
+    def _came(self, moment: str, known: dict[str, str]) -> bool:
+        """Whether a job that runs, or ran when it was last asked, has a new event of this type."""
+        came = False
+        running = [
+            path.stem.split(",")[-1] for path in (self._root / "jobs/running").glob("[!.]*.json")
+        ]
+        for job in {*running, *known}:
+            try:
+                content = (self._root / f"jobs/events/{job}.jsonl").read_bytes()
+            except OSError:
+                continue
+            last = content.rstrip(b"\n").rpartition(b"\n")[2]
+            kind = next((kind for kind in EVENTS if f'"type": "{kind}"'.encode() in last), "")
+            came = came or (kind == moment and known.get(job) != kind)
+            known[job] = kind
+        return came
+
+
+class Strikes:
+    """Signals to programs, and the signals that must follow."""
+
+    def __init__(self, rng: random.Random, ledger: Ledger) -> None:
+        self._rng, self._ledger = rng, ledger
+        self._later: list[tuple[float, Victim, signal.Signals]] = []
+
+    def kill_container(self, victims: list[Victim]) -> bool:
+        """Whether any of them still lived."""
+        killed = [victim for victim in victims if victim.send(signal.SIGKILL)]
+        for victim in killed:
+            self._ledger.write("strike", program=victim.program, how="kill")
+        return bool(killed)
+
+    def strike(self, victim: Victim, how: str) -> bool:
+        """Whether the victim still lived."""
+        first = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(how, signal.SIGSTOP)
+        if not victim.send(first):
+            return False
+        self._ledger.write("strike", program=victim.program, how=how)
+        if how.startswith("stop"):
+            last = signal.SIGKILL if how == "stop-kill" else signal.SIGCONT
+            self._later.append((time.monotonic() + self._rng.uniform(0.1, 2.5), victim, last))
+        return True
+
+    def follow(self, *, all_now: bool = False) -> None:
+        due = [entry for entry in self._later if all_now or entry[0] < time.monotonic()]
+        self._later = [entry for entry in self._later if entry not in due]
+        for _, victim, number in due:
+            victim.send(number)
+
+
+class Conditions:
+    """At most one of each kind at a time, for a second or two."""
+
+    def __init__(self, stack: Stack, volume: Volume, rng: random.Random) -> None:
+        self._stack, self._volume, self._rng = stack, volume, rng
+        self._now: dict[str, float] = {}  # kind -> when it ends
+        self._clock: dict[str, float] = {}
+        self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
+
+    def begin(self) -> str | None:
+        """Begin one; its kind."""
+        kind = self._rng.choice(self.kinds)
+        if kind in self._now or (self.refuses_writes and kind in ("full", "read-only")):
+            return None
+        if kind == "read-only" and not self._volume.read_only():
+            return None
+        self._now[kind] = time.monotonic() + self._rng.uniform(
+            0.5, 2.5 if kind in ("full", "read-only") else 8.0
+        )
+        if kind == "full":
+            self._volume.fill()
+        elif kind == "clocks":
+            modules = (
+                "tandem",
+                "tandem.controller",
+                "tandem.trainer.runner",
+                "tandem.inference.publisher",
+                "tandem.trainer.launch.forkserver",
+                "tandem.trainer.launch.bootstrap",
+            )
+            self._clock = {
+                module: self._rng.choice(CLOCKS) for module in self._rng.sample(modules, 3)
+            }
+        self._tell()
+        return kind
+
+    @property
+    def refuses_writes(self) -> bool:
+        return bool({"full", "read-only"} & self._now.keys())
+
+    def end(self, *, all_now: bool = False) -> None:
+        """End those whose time is over."""
+        over = [kind for kind, end in self._now.items() if all_now or time.monotonic() > end]
+        for kind in over:
+            del self._now[kind]
+            if kind == "full":
+                self._volume.empty()
+            elif kind == "read-only":
+                self._volume.writable()
+            elif kind == "clocks":
+                self._clock = {}
+        if over:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._stack.set_conditions(
+            {"slow": 0.15 if "slow" in self._now else 0.0, "clock": self._clock}
+        )
+
+
+class Damage:
+    """Damages what the spool tolerates, and says so in the ledger where a job suffers from it."""
+
+    def __init__(self, root: Path, rng: random.Random, ledger: Ledger) -> None:
+        self._root, self._rng, self._ledger = root, rng, ledger
+        self.kinds = {
+            "queued job": self._queued_job,
+            "id": self._id,
+            "half an event": self._half_an_event,
+            "lease": self._lease,
+            "served.json": self._served,
+            "heartbeat": self._heartbeat,
+            "junk": self._junk,
+            "staged file": self._staged,
+            "checkpoint": self._checkpoint,
+        }
+
+    def inflict(self) -> str | None:
+        """The kind of what was damaged: the first, in a random order, of which there is
+        something."""
+        for kind in self._rng.sample(list(self.kinds), len(self.kinds)):
+            try:
+                if self.kinds[kind]():
+                    return kind
+            except OSError:  # it is gone by now
+                continue
+        return None
+
+    def _some(self, pattern: str) -> Path | None:
+        paths = sorted(
+            path
+            for path in self._root.glob(pattern)
+            if ".tmp-" not in path.name and JUNK not in path.name
+        )
+        return self._rng.choice(paths) if paths else None
+
+    def _spoil(self, path: Path) -> None:
+        """Truncate, empty, overwrite or flip."""
+        with path.open("r+b") as file:
+            content = file.read()
+            match self._rng.randrange(3):
+                case 0:
+                    file.truncate(self._rng.randrange(max(1, len(content) // 2)))
+                case 1:
+                    file.seek(0)
+                    file.write(
+                        bytes(
+                            self._rng.randrange(256) for _ in range(max(1, min(len(content), 64)))
+                        )
+                    )
+                case 2:
+                    file.seek(0)
+                    file.write(bytes([content[0] ^ 0x80]) if content else b"\xff")
+
+    def _queued_job(self) -> bool:
+        if self._rng.random() < 0.5 or (path := self._some("jobs/queued/*/*/*.json")) is None:
+            return False
+        self._ledger.write("damaged", id=path.stem.split(",")[-1])
+        self._spoil(path)
+        return True
+
+    def _id(self) -> bool:
+        """The name of a job's key, put back after a moment: without it the listings are asked."""
+        if (path := self._some("jobs/ids/*")) is None:
+            return False
+        content = path.read_bytes()
+        self._spoil(path)
+        time.sleep(self._rng.uniform(0, 0.3))
+        path.write_bytes(content)
+        return True
+
+    def _half_an_event(self) -> bool:
+        """As a writer that died: under the job's lock, half of a line without its end. More events
+        follow."""
+        jobs = [
+            *self._root.glob("jobs/running/[!.]*.json"),
+            *self._root.glob("jobs/queued/*/*/[!.]*.json"),
+        ]
+        paths = [self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl" for job in jobs]
+        if not (paths := [path for path in paths if path.exists()]):
+            return False
+        path = self._rng.choice(paths)
+        self._ledger.write("torn", id=path.stem)
+        try:
+            with (
+                file_lock(Paths(self._root).job_lock(path.stem), blocking=False),
+                path.open("ab") as file,
+            ):
+                file.write(b'{"seq": 3, "time": 17')
+        except LockHeldError:
+            return False
+        return True
+
+    def _lease(self) -> bool:
+        return (path := self._some("jobs/leases/*.json")) is not None and not self._spoil(path)
+
+    def _served(self) -> bool:
+        return (path := self._some("runs/*/served.json")) is not None and not self._spoil(path)
+
+    def _heartbeat(self) -> bool:
+        return (path := self._some("jobs/work/*/*/beat.*")) is not None and not self._spoil(path)
+
+    def _junk(self) -> bool:
+        where = self._rng.choice(
+            [
+                "runs",
+                "jobs",
+                "jobs/queued",
+                "jobs/running",
+                "jobs/succeeded",
+                "jobs/damaged",
+                "jobs/ids",
+                "jobs/events",
+                "jobs/data",
+            ]
+        )
+        path = self._root / where / f"{JUNK}-{self._rng.randrange(4)}.json"
+        path.write_bytes(b"junk")
+        return True
+
+    def _staged(self) -> bool:
+        """A file that nobody wants in an attempt's work directory."""
+        if (path := self._some("jobs/work/*/*")) is None:
+            return False
+        (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
+            b'{"0": '
+        )
+        return True
+
+    def _checkpoint(self) -> bool:
+        """A file of a checkpoint, put back from a copy after a moment. Meanwhile the job that needs
+        it may fail."""
+        if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
+            return False
+        job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())
+        if job is None or not [*self._root.glob(f"jobs/succeeded/*/*,{job[1]}.json")]:
+            return False  # its job has not ended yet, and may look at it
+        copy = shutil.copy2(path, self._root.parent / "copy")
+        try:
+            self._spoil(path)
+            time.sleep(self._rng.uniform(0, 1.0))
+        finally:
+            with path.open("r+b") as file:
+                file.write(copy.read_bytes())
+                file.truncate()
+        return True

@@ -1,0 +1,53 @@
+"""`python -m soak.vllm`: the tests' fake vLLM as a program, for a spool with real checkpoints.
+
+The log-probs of a probe's tokens under an adapter are those that the trainer wrote into the
+manifest of the checkpoint with these very bytes, so the publisher verifies what it loaded. Starting
+takes a third of a second.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fake_vllm import FakeVllm, logprobs
+
+ADAPTER = "adapter_model.safetensors"
+
+
+class ProbeVllm(FakeVllm):
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.version = "0.32.0"
+        self._root = root
+
+    def _scores(self, model: str, tokens: list[int]) -> list[float]:
+        if model == "base":
+            return logprobs(tokens, 0.0)
+        content = Path(self.adapters[model][0], ADAPTER).read_bytes()
+        for probe in self._probes(hashlib.sha256(content).hexdigest()):
+            if tokens in probe["tokens"]:
+                return list(probe["logprobs"][probe["tokens"].index(tokens)])
+            long = probe["long"]
+            if long is not None and tokens == long["tokens"][: len(tokens)]:
+                found = dict(zip(long["positions"], long["logprobs"], strict=True))
+                return [found.get(position, -1.0) for position in range(1, len(tokens))]
+        return logprobs(tokens, 0.0)  # the identity's
+
+    def _probes(self, sha256: str) -> Iterator[dict[str, Any]]:
+        for path in self._root.glob("runs/*/*/*/manifest.json"):
+            try:
+                text = path.read_text()
+            except OSError:  # a rollback moved it
+                continue
+            if sha256 in text and (probe := json.loads(text)["probe"]) is not None:
+                yield probe
+
+
+if __name__ == "__main__":
+    ProbeVllm(Path(os.environ["TANDEM_ROOT"])).start(int(os.environ["TANDEM_INFERENCE_PORT"]))
+    while True:
+        time.sleep(60)
