@@ -34,7 +34,7 @@ from tandem.inference.publisher.verify import ROUNDING, Tolerance, WrongWeights,
 from tandem.inference.server.worker import extension, held_adapter
 from tandem.inference.server.worker.model_weights import MergedWeights
 from tandem.spool import Spool
-from tandem.spool.schema import Probe
+from tandem.spool.schema import LORA_TARGETS, Probe
 
 BASE = "base"
 
@@ -50,7 +50,9 @@ class Engine:
             extension.install_plain_cpu_kernels()
         options: dict[str, Any] = {"gpu_memory_utilization": memory}
         if lora:
-            options |= {"enable_lora": True, "max_lora_rank": 64, "max_loras": 1}
+            targets = [*LORA_TARGETS, "qkv_proj", "gate_up_proj"]
+            options |= {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1}
+            options |= {"lora_target_modules": targets}
         self.llm = LLM(
             model,
             dtype=dtype,
@@ -124,11 +126,8 @@ class Merged(Engine):
 
     def __init__(self, model: str, dtype: str, memory: float) -> None:
         super().__init__(model, dtype, lora=False, memory=memory)
-        targets = frozenset(
-            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        )
         own = self.worker.model_runner.get_model()
-        self._weights = MergedWeights(own, model, "device", targets)
+        self._weights = MergedWeights(own, model, "device", frozenset(LORA_TARGETS))
         self._check = SpotCheck(model, dtype)
         self.requests["adapter"] = None
 

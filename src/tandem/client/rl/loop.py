@@ -32,7 +32,7 @@ from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import Record, State, Submitted, batch_numbers, load_state
 from tandem.client.rl.requests import job_names, job_request
 from tandem.client.vllm import raise_unless_serving
-from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NothingToLearn
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
@@ -53,10 +53,12 @@ class Loop:
         *,
         patience: float = PATIENCE,
         pauses: tuple[float, float] = PAUSES,
+        from_served: bool = False,
     ) -> None:
+        """`from_served`: begin before a step that the publisher refused; see `_discard_refused`."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
-        self._environments, self._file = environments, state_file
+        self._environments, self._file, self._from_served = environments, state_file, from_served
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
         # The next job's base step; the newest served step; the last to make.
@@ -129,6 +131,8 @@ class Loop:
                 " trains; set it to 0"
             )
             raise InvalidInput(problem, field="rl.max_off_policy_steps")
+        if self._from_served:
+            await self._discard_refused(status)
         for job in list(self.state.jobs):
             if dead:  # it starts from a step that will not be
                 with suppress(NotFound):
@@ -151,6 +155,22 @@ class Loop:
         self._write_down(None)
         await self._until_served(self._followed)
         await raise_unless_serving(self._vllm, run.name)
+
+    async def _discard_refused(self, status: RunStatus) -> None:
+        """Roll the run back to the step that vLLM serves, if the publisher refused a newer one.
+        What was submitted behind that step is cancelled first, and its tasks come again."""
+        served = status.served
+        if served is None or not status.served_in_chain or served.refused_step is None:
+            return
+        if not served.step < served.refused_step <= status.newest_step:
+            return
+        for job in reversed(self.state.jobs):
+            with suppress(NotFound):
+                await self._tandem.cancel(job.id)
+        for job in self.state.jobs:
+            with suppress(NotFound, JobFailed):
+                await self._tandem.wait_job(job.id, inf)
+        await self._tandem.rollback(self._run, served.step)
 
     @property
     def _followed(self) -> int:

@@ -13,29 +13,33 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.vllm_client.names import NOT_HELD
 
 EXPERT_BUFFERS = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
 NAMED = 3  # differences that a message names
 
 
 class Held(NamedTuple):
-    """One matrix of an adapter in a layer of vLLM.
+    """One matrix of an adapter in a layer of vLLM, or the matrices of all experts of a layer.
 
-    `name`: the file's module and matrix; `buffer`: [rows, columns] in the slot, larger than the
-    matrix where the adapter's rank is below vLLM's largest; `matrix`: the file's, as vLLM casts,
-    scales and cuts it.
+    `name`: the file's module and matrix; `buffer`: [..., rows, columns] in the slot, larger than
+    the matrix where the adapter's rank is below vLLM's largest; `matrix`: the file's, as vLLM
+    casts, scales and cuts it; None: the file has none, and the buffer must be zero.
     """
 
     name: str
     buffer: torch.Tensor
-    matrix: torch.Tensor
+    matrix: torch.Tensor | None
 
-    def equal(self) -> bool:
-        rows, columns = self.matrix.shape
-        rest = self.buffer.clone()
-        rest[:rows, :columns] = 0
+    def wrong(self) -> str:
+        """How the buffer differs; empty: it does not."""
+        if self.matrix is None:
+            return f"{self.name} is not in the file" if self.buffer.any() else ""
+        rows, columns = self.matrix.shape[-2:]
         matrix = self.matrix.to(self.buffer.device)
-        return torch.equal(self.buffer[:rows, :columns], matrix) and not rest.any()
+        equal = torch.equal(self.buffer[..., :rows, :columns], matrix)
+        rest = self.buffer[..., rows:, :].any() or self.buffer[..., columns:].any()
+        return "" if equal and not rest else f"{self.name} has other values"
 
 
 def check(worker: Any, request: Any) -> int:
@@ -58,21 +62,21 @@ def check(worker: Any, request: Any) -> int:
     taken: set[str] = set()
     for layer_name, layer in manager.modules.items():
         parts = manager.packed_modules.get(layer_name, [layer_name])
-        if hasattr(layer, "w13_lora_a_stacked") and not modules.keys() & set(parts):
-            continue
+        experts = hasattr(layer, "w13_lora_a_stacked")
+        if experts and not modules.keys() & set(parts):
+            continue  # vLLM leaves its buffers as they are, and does not use them
         taken |= {part for part in parts if part in modules}
-        held = (
-            _experts(layer, slot, parts, modules, scale)
-            if hasattr(layer, "w13_lora_a_stacked")
-            else _linear(layer, slot, parts, modules, scale)
-        )
-        wrong += [f"{each.name} has other values" for each in held if not each.equal()]
-    wrong = [f"no layer took {name}" for name in modules if name not in taken] + wrong
+        of = _experts if experts else _linear
+        wrong += filter(None, (held.wrong() for held in of(layer, slot, parts, modules, scale)))
+    # A module whose B is zero, as at step 0, changes nothing.
+    ignored = [name for name in modules if name not in taken and modules[name][1].any()]
+    wrong = [f"no layer took {name}" for name in ignored] + wrong
     if wrong:
         more = f", and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
         raise ValueError(
-            f"vLLM does not hold the adapter of {directory}: {'; '.join(wrong[:NAMED])}{more}"
-            f" ({len(taken)} of {len(modules)} modules taken)"
+            f"{NOT_HELD} of {directory}: {'; '.join(wrong[:NAMED])}{more} ({len(taken)} of"
+            f" {len(modules)} modules taken). Start vLLM again; if that does not help, this version"
+            " of vLLM does not serve adapters of this model right"
         )
     return len(modules)
 
@@ -82,8 +86,10 @@ def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tens
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    if hasattr(mapper, "get_rename_mapper"):
-        mapper = mapper.get_rename_mapper()
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # the second: vLLM 0.26
+        if hasattr(mapper, renames):
+            mapper = getattr(mapper, renames)()
+            break
     matrices: dict[str, dict[bool, torch.Tensor]] = {}
     for key, tensor in load_file(file).items():
         name, is_a = parse_fine_tuned_lora_name(key, mapper)[:2]
@@ -112,9 +118,7 @@ def _linear(
         if layer.tp_size > 1 and any(each is not None for each in whole):
             whole = cut(whole) if len(parts) > 1 else [cut(whole[0])]
         for part, buffers, tensor in zip(parts, stacked, whole, strict=True):
-            buffer = buffers[slot, 0]
-            empty = buffer.new_zeros(0, buffer.shape[1])
-            yield Held(f"{part}.lora_{'AB'[matrix]}", buffer, empty if tensor is None else tensor)
+            yield Held(f"{part}.lora_{'AB'[matrix]}", buffers[slot, 0], tensor)
 
 
 def _experts(
@@ -124,25 +128,17 @@ def _experts(
     modules: dict[str, tuple[torch.Tensor, torch.Tensor]],
     scale: float,
 ) -> Iterator[Held]:
-    """The matrices of a mixture's experts, each kind of projection cut as the layer cuts all of
-    its experts. `parts`: the modules of all experts, in their order."""
-    count = layer.local_num_experts
-    first = layer.ep_rank * count if layer.use_ep else 0
+    """The matrices of a mixture's experts, all of one projection together. `parts`: the modules of
+    all experts, in their order; vLLM demands that an adapter has all of them."""
     for projection, (weight, index) in EXPERT_BUFFERS.items():
-        names = [part for part in parts if part.endswith(f".{projection}")][first : first + count]
+        names = [part for part in parts if part.endswith(f".{projection}")]
         for matrix, letter in enumerate("ab"):
-            stacked = getattr(layer, f"{weight}_lora_{letter}_stacked")[index][slot]
-            whole = [
-                _served(modules[name][matrix], stacked.dtype, scale if matrix else 1.0)
-                for name in names
-                if name in modules
-            ]
-            if len(whole) not in (0, len(names)):
-                raise ValueError(f"only {len(whole)} of {len(names)} experts have {projection}")
+            buffer = getattr(layer, f"{weight}_lora_{letter}_stacked")[index][slot]
             cut = getattr(layer, f"_slice_{weight}_{letter}")
-            tensors = cut(torch.stack(whole)) if whole else [stacked.new_zeros(0, 0)] * len(names)
-            for name, buffer, tensor in zip(names, stacked, tensors, strict=False):
-                yield Held(f"{name}.lora_{letter.upper()}", buffer, tensor)
+            scaled = scale if matrix else 1.0
+            whole = [_served(modules[name][matrix], buffer.dtype, scaled) for name in names]
+            name = f"{names[0].rpartition('.experts.')[0]}.experts.*.{projection}"
+            yield Held(f"{name}.lora_{letter.upper()}", buffer, cut(torch.stack(whole)))
 
 
 def _served(matrix: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
