@@ -2,6 +2,8 @@
 
     python -m bench.verification --spool ROOT --run RUN --other OTHER --model DIRECTORY
 
+`--rows FILE` gets each case's errors when it is done, so the same command goes on after a kill.
+
 `RUN` and `OTHER` are runs of one base model on a spool that a training has left. vLLM runs in this
 process, so that it can be made to hold an adapter that the file does not have
 (`bench.verification_cases`). Then each case goes through the publisher's own checks: the tensors
@@ -27,7 +29,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine and its worker 
 import torch
 
 from bench.report import report
-from bench.verification_cases import CONFIG, WEIGHTS, Case, write_cases
+from bench.verification_cases import ALTERATIONS, CONFIG, WEIGHTS, Case, write_cases
 from tandem.families.adapter import peft_keys
 from tandem.inference.merged_model import SpotCheck
 from tandem.inference.publisher.verify import ROUNDING, Tolerance, WrongWeights, verify
@@ -37,6 +39,8 @@ from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, Probe
 
 BASE = "base"
+KINDS = ("right", "step before", "base model", "another run", *ALTERATIONS)
+Key = tuple[int, str]  # step and kind of a case
 
 
 class Engine:
@@ -93,7 +97,8 @@ class Adapters(Engine):
         super().__init__(model, dtype, lora=True, memory=memory)
         from vllm.lora.lora_model import LoRAModel
 
-        load, self._number = LoRAModel.from_local_checkpoint.__func__, 0  # type: ignore[attr-defined]
+        load: Any = LoRAModel.from_local_checkpoint
+        load, self._number = load.__func__, 0
         self._read: dict[str, str] = {}
 
         def redirected(cls: type, directory: str, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +221,8 @@ def judge(
     return row
 
 
-def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(options: argparse.Namespace, done: dict[Key, Any]) -> Iterator[dict[str, Any]]:
+    """The cases that are not `done`; a step's right case is repeated for its wrong ones."""
     spool = Spool(options.spool)
     steps, other = (
         {
@@ -232,19 +238,24 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tolerance = Tolerance(ROUNDING[options.dtype])
     with tempfile.TemporaryDirectory() as work:
         for case in write_cases(steps, other, Path(work), options.seed):
+            wanted = KINDS if case.step % options.wrong_every == 0 else KINDS[:1]
+            missing = [kind for kind in wanted if (case.step, kind) not in done]
+            if not missing or case.kind not in ("right", *missing):
+                continue
             probe = spool.checkpoints.manifest(options.run, case.step).probe
             assert probe is not None
             row = judge(engine, case, steps[case.step], probe, tolerance)
-            if case.kind == "right":
+            if case.kind == "right" and len(wanted) > 1:
                 right = reference.logprobs(probe, steps[case.step])
                 base = reference.logprobs(probe, None)
                 flat = [value for row in probe.base for value in row]
                 rounding = closest_mean(flat, base)
                 row["moved"] = closest_mean(right, base)
-            else:
+            elif case.kind != "right":
                 row["differs"] = closest_mean(reference.logprobs(probe, case.directory), right)
                 row["counts"] = row["differs"] > rounding
-            yield row
+            if (case.step, case.kind) not in done:
+                yield row
 
 
 def main() -> None:
@@ -256,11 +267,21 @@ def main() -> None:
     parser.add_argument("--mode", choices=("adapter", "merged"), default="adapter")
     parser.add_argument("--dtype", choices=tuple(ROUNDING), default="bfloat16")
     parser.add_argument("--every", type=int, default=1, help="only steps that this divides")
+    parser.add_argument("--wrong-every", type=int, default=1, help="the same for wrong cases")
     parser.add_argument("--memory", type=float, default=0.4, help="vLLM's share of the device")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=Path, help="a file for each case's errors, as JSON")
+    parser.add_argument("--rows", type=Path, help="a file for each case's errors, as JSON lines")
     options = parser.parse_args()
-    found = list(rows(options))
+    text = options.rows.read_text() if options.rows and options.rows.exists() else ""
+    found = [json.loads(line) for line in text.splitlines()]
+    started = time.monotonic()
+    for row in rows(options, {(row["step"], row["kind"]): row for row in found}):
+        found.append(row)
+        refused = [check for check in ("tensors", "logprobs") if row[check]]
+        print(f"{time.monotonic() - started:.0f} s", row["step"], row["kind"], refused, flush=True)
+        if options.rows:
+            with options.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
     table = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     for row in found:
         refused = bool(row["tensors"] or row["logprobs"])
@@ -277,8 +298,6 @@ def main() -> None:
             "largest error of right weights over its allowance:",
             round(max(row["error"] / row["allowed"] for row in right), 3),
         )
-    if options.rows:
-        options.rows.write_text(json.dumps(found, indent=1) + "\n")
     columns = sorted({column for counts in table.values() for column in counts})
     report(
         f"verification-{options.mode}-{device()}",

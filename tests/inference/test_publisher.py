@@ -572,7 +572,9 @@ def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Sta
     stage.step(0.3)
     stage.publisher(keep_served=1).once()
     bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
-    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)]
+    # Of the step, and of the base model for vLLM's own error.
+    assert [body["model"] for body in bodies] == ["run@1", "base"]
+    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)] * 2
     queued = VllmClient(stage.settings())
     queued._http._transport = httpx.MockTransport(raise_timeout)
     with pytest.raises(
