@@ -49,6 +49,7 @@ class FakeVllm:
         self.ignores_weights = False  # serves every adapter as the base model
         self.max_model_len = 4096
         self.statuses: dict[str, list[int]] = {}  # of the next answers, by path
+        self.problem = "not now"  # what it says with them
         self.list_seconds = 0.0  # that the list of models takes
         self.used: dict[str, float] = {}  # adapter -> Unix seconds of its last request
         self.merged_phase = ""  # with merged weights: the answer to GET /tandem/merged
@@ -129,7 +130,7 @@ class FakeVllm:
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
         if self.statuses.get(path):
-            return self.statuses[path].pop(0), {"error": {"message": "not now"}}
+            return self.statuses[path].pop(0), {"error": {"message": self.problem}}
         if path in SLEEP:
             return self._sleep(path)
         match path:

@@ -181,9 +181,11 @@ def test_vllms_address_is_that_at_which_it_listens(host, url):
     assert Settings(inference_host=host).resolved_inference_url == url
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", 0.02), ("bfloat16", 0.05)])
-def test_the_tolerance_of_a_served_step_follows_the_dtype(monkeypatch, dtype, expected):
-    from tandem.inference.publisher.verify import verify_tolerance
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tolerance_of_a_served_step_follows_the_dtype_up_to_the_setting(dtype):
+    from tandem.inference.publisher.verify import ROUNDING, Tolerance
 
-    assert verify_tolerance(Settings(device="cpu", dtype=dtype)) == expected
-    assert verify_tolerance(Settings(device="cpu", dtype=dtype, verify_tolerance=0.3)) == 0.3
+    free = Tolerance.of(Settings(device="cpu", dtype=dtype))
+    assert free.allowed(0.0, 0.0) == ROUNDING[dtype]
+    limited = Tolerance.of(Settings(device="cpu", dtype=dtype, verify_tolerance=0.3))
+    assert (limited.allowed(0.0, 0.0), limited.allowed(0.0, 9.0)) == (ROUNDING[dtype], 0.3)

@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     vllm_args: str = ""
     vllm_stall_seconds: float = Field(default=300.0, gt=0)
     verify_tolerance: float | None = Field(default=None, gt=0)
-    """None: 0.02 in float32, 0.05 in bfloat16."""
+    """None: the rule alone decides (`inference.publisher.verify.Tolerance`)."""
     keep_served: int = Field(default=2, ge=1)
 
     # ---- metrics

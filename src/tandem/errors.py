@@ -115,8 +115,20 @@ class JobFailed(TandemError, code="job_failed"):
 
 
 class NotServed(TandemError, code="not_served"):
-    """The publisher refused a checkpoint, or did not serve it in the given time; raised by clients
-    that wait."""
+    """The publisher refused a checkpoint (StepRefused), or did not serve it in the given time;
+    raised by clients that wait."""
+
+
+class StepRefused(NotServed, code="step_refused"):
+    """The publisher refused a checkpoint; raised by clients that wait for it. It may be served
+    later: after a restart of vLLM all refused checkpoints are tried again.
+
+    `served`: the run's step that vLLM serves.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, served: int = 0) -> None:
+        super().__init__(message, field=field)
+        self.served = served
 
 
 class Unreachable(TandemError, code="unreachable", http_status=503, retriable=True):

@@ -191,6 +191,32 @@ def test_the_reach_of_a_stack_asks_tandems_vllm_and_no_other_provider(tandem, mo
         provider.stop()
 
 
+ENVIRONMENT = """
+class Task:
+    def tasks(self):
+        return [1, 2]
+    async def rollout(self, task, sampler):
+        raise AssertionError("nothing is to be sampled")
+"""
+
+
+def test_a_refused_step_ends_rl_with_a_status_of_its_own(tandem, run, server, tmp_path):
+    train(tandem, run)
+    run_one(server.spool)
+    reason = {"refused_step": 1, "refused_reason": "vLLM holds other tensors"}
+    serve(server.spool, run, 0, **reason)
+    (tmp_path / "refused_task.py").write_text(ENVIRONMENT)
+    config = tmp_path / "c.toml"
+    config.write_text(
+        f'[run]\nname = "{run}"\nlora = {{rank = 2}}\n[rl]\nsteps = 1\n'
+        '[[rl.environment]]\nuse = "refused_task:Task"\n'
+    )
+    status, _, err = tandem("rl", str(config))
+    assert status == 6, err
+    assert f"the publisher refused {run}@1: vLLM holds other tensors. vLLM serves step 0." in err
+    assert f"tandem rl {config} --from-served discards it" in err
+
+
 def test_train_from_json_lines_until_served(tandem, as_json, run, server, tmp_path):
     (tmp_path / "groups.jsonl").write_text("\n".join(json.dumps(g) for g in groups(2)) + "\n")
     status, out, err = train_while(

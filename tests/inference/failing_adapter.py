@@ -12,6 +12,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu_worker import Worker
 
 from tandem.inference.server import patches
+from tandem.inference.server.worker import held_adapter
 
 
 class Queue(deque[Any]):
@@ -34,6 +35,7 @@ def process(rank: int) -> WorkerProc:
 
 
 def main() -> None:
+    held_adapter.check = lambda *_: 0  # there is no model
     patches.tell_failed_adapters()
     workers, executor = [process(0), process(1)], object.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue = False, deque()

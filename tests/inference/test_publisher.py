@@ -25,6 +25,7 @@ from tandem.vllm_client.client import (
     InferenceUnavailable,
     VllmClient,
 )
+from tandem.vllm_client.names import NOT_HELD
 from waiting import until
 
 
@@ -188,6 +189,24 @@ def test_a_checkpoint_that_vllm_answers_with_500_is_tried_again_later(
     monkeypatch.setattr("time.monotonic", lambda: now + checkpoint_loader.TRY_AGAIN_SECONDS + 1)
     publisher.once()
     assert stage.served() == (1, None)
+
+
+def test_an_adapter_that_a_worker_does_not_hold_is_refused_after_one_load(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers 500, as after a passing fault."""
+    publisher = stage.publisher()
+    publisher.once()
+    stage.step(0.3)
+    stage.vllm.problem = f"ValueError: {NOT_HELD} of /x: no layer took q_proj"
+    stage.vllm.statuses["/v1/load_lora_adapter"] = [500]
+    stage.vllm.calls.clear()
+    publisher.once()
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + checkpoint_loader.TRY_AGAIN_SECONDS + 1)
+    publisher.once()
+    assert (stage.served(), stage.vllm.loads()) == ((0, 1), ["run@1"])
+    assert "no layer took q_proj" in str(stage.record().refused_reason)
 
 
 def test_a_slow_list_of_models_makes_the_publisher_forget_nothing(stage: Stage) -> None:
@@ -589,7 +608,9 @@ def test_verification_passes_waiting_requests_and_waits_for_one_place(stage: Sta
     stage.step(0.3)
     stage.publisher(keep_served=1).once()
     bodies = [body for path, body in stage.vllm.calls if path == "/v1/completions"]
-    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)]
+    # Of the step, and of the base model for vLLM's own error.
+    assert [body["model"] for body in bodies] == ["run@1", "base"]
+    assert [(body["prompt"], body["priority"]) for body in bodies] == [(PROMPTS, -1)] * 2
     queued = VllmClient(stage.settings())
     queued._http._transport = httpx.MockTransport(raise_timeout)
     with pytest.raises(

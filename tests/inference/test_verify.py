@@ -8,7 +8,15 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from tandem.inference.publisher.verify import MARGIN, WrongWeights, movement, verify
+from tandem.inference.publisher.verify import (
+    MARGIN,
+    MOVED_SHARE,
+    ROUNDING,
+    Tolerance,
+    WrongWeights,
+    movement,
+    verify,
+)
 from tandem.spool.schema import LongProbe, Probe
 
 RNG = np.random.default_rng(0)
@@ -19,11 +27,16 @@ BASE = RNG.normal(-3.0, 0.5, (4, 64))
 
 
 class Scorer:
-    """A vLLM with one adapter. It has no base model: verification must not ask for it where there
-    is a probe."""
+    """A vLLM with one adapter, and beside it the base model where `base` is given."""
 
-    def __init__(self, served: np.ndarray, long: Sequence[float] = (), longest: int = 4095) -> None:
-        self.values = {"run@1": served}
+    def __init__(
+        self,
+        served: np.ndarray,
+        long: Sequence[float] = (),
+        longest: int = 4095,
+        base: np.ndarray | None = None,
+    ) -> None:
+        self.values = {"run@1": served} | ({} if base is None else {"base": base})
         self.long, self.longest = long, longest
 
     def longest_prompt(self) -> int:
@@ -48,10 +61,15 @@ def probe(new: np.ndarray, previous: np.ndarray = PREVIOUS, base: np.ndarray = B
     )
 
 
+def within(limit: float) -> Tolerance:
+    """The same bound whatever rounding is measured."""
+    return Tolerance(math.inf, limit)
+
+
 def refusal(served: np.ndarray, of_trainer: Probe, tolerance: float = 0.02) -> str:
     """Why these weights are refused, or empty."""
     try:
-        verify(Scorer(served), "run@1", of_trainer, tolerance=tolerance)
+        verify(Scorer(served), "run@1", of_trainer, tolerance=within(tolerance))
     except WrongWeights as error:
         return str(error)
     return ""
@@ -70,7 +88,7 @@ def flat(*arrays: np.ndarray) -> tuple[list[float], ...]:
 def test_right_weights_pass_whatever_the_step_and_the_noise(step: float, error: float) -> None:
     for _ in range(30):
         new = PREVIOUS + noise(step)
-        result = verify(Scorer(new + noise(error)), "run@1", probe(new), tolerance=0.02)
+        result = verify(Scorer(new + noise(error)), "run@1", probe(new), tolerance=within(0.02))
     assert result.tokens == 256
     assert result.error == pytest.approx(error * math.sqrt(2 / math.pi), rel=0.2)
 
@@ -198,14 +216,56 @@ def test_what_differs_only_after_many_tokens_is_refused_where_vllm_takes_so_many
     )
     served = values + np.where(np.arange(999) >= differs_from, 1.0, 1e-4)
     with pytest.raises(WrongWeights, match="in a sequence of") if refused else nullcontext():
-        result = verify(Scorer(PREVIOUS, served, longest), "run@1", of_trainer, tolerance=0.02)
+        result = verify(
+            Scorer(PREVIOUS, served, longest), "run@1", of_trainer, tolerance=within(0.02)
+        )
     if longest > 64 and not refused:
         assert result.tokens == 256 + sum(position < longest for position in positions)
 
 
 def test_a_server_with_short_prompts_is_compared_on_the_beginnings() -> None:
     new = PREVIOUS + noise(0.1)
-    result = verify(Scorer(new, longest=15), "run@1", probe(new), tolerance=0.02)
+    result = verify(Scorer(new, longest=15), "run@1", probe(new), tolerance=within(0.02))
     assert result.tokens == 4 * 14
     with pytest.raises(WrongWeights, match="before it"):
-        verify(Scorer(PREVIOUS, longest=15), "run@1", probe(new), tolerance=1.0)
+        verify(Scorer(PREVIOUS, longest=15), "run@1", probe(new), tolerance=within(1.0))
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("base_error", [0.0, 0.03, 0.3])
+def test_the_bound_grows_with_the_measured_rounding_and_with_the_way(
+    moved: float, base_error: float
+) -> None:
+    """A real model's right weights differ by 0.12 nats after a way of 0.8; an FP8 base differs by
+    0.33 from the first step on."""
+    new, base = BASE + moved, BASE + base_error
+    bound = max(ROUNDING["bfloat16"], 4 * base_error) + MOVED_SHARE * moved
+    rule = Tolerance(ROUNDING["bfloat16"])
+    for error, passes in ((0.99 * bound, True), (1.01 * bound, False)):
+        scorer = Scorer(new + error, base=base)
+        with nullcontext() if passes else pytest.raises(WrongWeights, match="differ from the"):
+            result = verify(scorer, "run@1", probe(new, new - 1.0), tolerance=rule, beside="base")
+            assert result.allowed == pytest.approx(bound)
+
+
+def test_weights_that_are_not_in_use_are_refused_however_far_they_are() -> None:
+    """vLLM may hold the tensors and compute without them."""
+    rule = Tolerance(ROUNDING["bfloat16"])
+    for way in (0.05, 0.3, 3.0, 30.0):
+        new = BASE + noise(way)
+        with pytest.raises(WrongWeights):
+            verify(
+                Scorer(BASE + noise(1e-3), base=BASE),
+                "run@1",
+                probe(new),
+                tolerance=rule,
+                beside="base",
+            )
+
+
+def test_a_limit_of_the_setting_is_an_upper_bound() -> None:
+    new = BASE + 1.0
+    rule = Tolerance(ROUNDING["bfloat16"], limit=0.1)
+    assert verify(Scorer(new + 0.09), "run@1", probe(new), tolerance=rule).allowed == 0.1
+    with pytest.raises(WrongWeights, match=r"allowed: 0\.1;"):
+        verify(Scorer(new + 0.11), "run@1", probe(new), tolerance=rule)

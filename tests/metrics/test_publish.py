@@ -32,6 +32,7 @@ def serve(spool: Spool, number: int, *, error: float = 0.01, refused: int | None
         checkpoint="x",
         verified=time.time(),
         mean_abs_logprob_error=error,
+        allowed_logprob_error=0.15,
         tokens_checked=9,
         refused_step=refused,
         seconds=SECONDS,
@@ -98,6 +99,7 @@ def test_served_and_refused_steps_are_counted_once(volume: Spool) -> None:
     # It was served before the exporter began.
     assert seen.get("tandem_publish_total", outcome="served") == 0
     assert seen.get("tandem_publish_logprob_error_nats") == 0.005
+    assert seen.get("tandem_publish_logprob_error_allowed_nats") == 0.15
     for number in (2, 3):  # two steps between two collections
         job = train_one(volume)
         serve(volume, number)

@@ -20,7 +20,7 @@ from tandem.client.rl import environment
 from tandem.client.rl.config import Config
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import RunRecord
-from tandem.errors import Conflict, JobFailed, NotFound, NothingToLearn
+from tandem.errors import Conflict, JobFailed, NotFound, NothingToLearn, StepRefused
 from tandem.spool.schema import Event, LoraShape
 
 RUN = "fake"
@@ -52,6 +52,7 @@ class FakeStack:
         self.sampled: list[tuple[int, int]] = []  # (asked step, newest served then) of each request
         self.serving: Callable[[int], bool] = lambda _: True
         self.fail_jobs = fail_jobs
+        self.refuses = 100  # the first step that the publisher refuses
         self.shared_gpus = False
         self.answer_ids = [5]
         self.calls, self.kill_at = 0, -1
@@ -74,8 +75,14 @@ class FakeStack:
             raise NotFound(run)
         spec = SimpleNamespace(name=run, created=self.created, trainable="lora", lora=LoraShape())
         shared = self.shared_gpus
+        refused = self.newest if self.newest >= self.refuses else None
         return SimpleNamespace(
-            newest_step=self.newest, num_pending=pending, shared_gpus=shared, spec=spec
+            newest_step=self.newest,
+            num_pending=pending,
+            shared_gpus=shared,
+            spec=spec,
+            served=SimpleNamespace(step=self.served, refused_step=refused),
+            served_in_chain=True,
         )
 
     async def get_job(self, job: str) -> SimpleNamespace:
@@ -149,18 +156,27 @@ class FakeStack:
         job.state, self.newest = "succeeded", job.base + 1
         self.trained.append(job)
         await self.pause()
-        self.served = max(self.served, job.base + 1)
+        if job.base + 1 < self.refuses:
+            self.served = max(self.served, job.base + 1)
+
+    async def rollback(self, run: str, step: int) -> None:
+        self.mark()
+        if any(job.state in ("queued", "running") for job in self.jobs.values()):
+            raise Conflict("the run has queued or running jobs")
+        self.newest, self.refuses = step, 100
 
     async def wait_job(self, job: str, timeout: float = 60.0) -> None:
         while self.jobs[job].state in ("queued", "running"):
             await asyncio.sleep(0.0005)
-        if self.jobs[job].state == "failed":
+        if self.jobs[job].state in ("failed", "cancelled"):
             raise JobFailed(f"job {job} failed", job_id=job)
         self.mark()
 
     async def wait_served(self, run: str, step: int, timeout: float = 600.0) -> SimpleNamespace:
         while self.served < step:
             await asyncio.sleep(0.0005)
+            if self.refuses <= step <= self.newest:
+                raise StepRefused("the publisher refused it", served=self.served)
         self.mark()
         return SimpleNamespace(step=self.served)
 
@@ -231,7 +247,12 @@ def config(evaluation: dict[str, Any] | None = None, **rl: Any) -> Config:
 
 
 def make_loop(
-    settings: Config, stack: FakeStack, environment: Any, directory: Path, patience: float = 60.0
+    settings: Config,
+    stack: FakeStack,
+    environment: Any,
+    directory: Path,
+    patience: float = 60.0,
+    **options: Any,
 ) -> Loop:
     vllm = MockVllm(stack.answer)
     record = RunRecord(directory / "metrics.jsonl", lambda line: None)
@@ -244,6 +265,7 @@ def make_loop(
         record,  # type: ignore[arg-type]
         patience=patience,
         pauses=(0.001, 0.05),
+        **options,
     )
 
 

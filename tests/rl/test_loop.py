@@ -31,7 +31,15 @@ from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
 from tandem.client.rl.record import State, load_progress
 from tandem.client.rl.requests import job_names
-from tandem.errors import Conflict, InvalidInput, JobFailed, NothingToLearn, NotServed, TandemError
+from tandem.errors import (
+    Conflict,
+    InvalidInput,
+    JobFailed,
+    NothingToLearn,
+    NotServed,
+    StepRefused,
+    TandemError,
+)
 from tandem.spool.locks import file_lock
 from tandem.spool.schema import JobId
 
@@ -385,6 +393,60 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
     assert {tasks[int(name.partition(":")[2])] for name in discarded} <= again, (
         "they are handed out first"
     )
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_the_same_command_goes_on_when_a_refused_step_is_served(tmp_path: Path, bound: int) -> None:
+    stack, settings = FakeStack(), config(steps=4, max_off_policy_steps=bound)
+    stack.refuses = 2
+    for _ in range(2):
+        with pytest.raises(StepRefused):
+            run(settings, stack, tmp_path)
+    stack.refuses, stack.served = 100, stack.newest  # vLLM was started again
+    run(settings, stack, tmp_path)
+    check(stack, 4, bound)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_with_from_served_a_refused_step_is_discarded_and_made_again(
+    tmp_path: Path, bound: int
+) -> None:
+    stack, settings = FakeStack(), config(steps=4, max_off_policy_steps=bound)
+
+    async def scene() -> None:
+        with pytest.raises(StepRefused):
+            await make_loop(settings, stack, Environment(stack), tmp_path).run()
+        async with asyncio.timeout(30):
+            again = make_loop(settings, stack, Environment(stack), tmp_path, from_served=True)
+            await again.run()
+
+    stack.refuses = 2
+    asyncio.run(scene())
+    assert [job.id for job in stack.trained if job.base < 2] == [
+        "fake-rl-0",
+        "fake-rl-1",
+        "fake-rl-1-2",
+    ]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert stack.newest == stack.served == 4
+
+
+def test_without_a_refused_step_from_served_changes_nothing(tmp_path: Path) -> None:
+    stack, settings = FakeStack(), config(steps=2)
+    run(settings, stack, tmp_path)
+    stack.served = 1  # vLLM starts again
+    loop = make_loop(config(steps=3), stack, Environment(stack), tmp_path, from_served=True)
+
+    async def scene() -> None:
+        async with asyncio.timeout(30):
+            running = asyncio.create_task(loop.run())
+            await asyncio.sleep(0.05)
+            stack.served = 2
+            await running
+
+    asyncio.run(scene())
+    check(stack, 3, settings.rl.max_off_policy_steps)
 
 
 def test_a_group_that_fails_after_it_was_dropped_as_stale_is_left_out_once(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint=sha256,
             verified=time.time(),
             mean_abs_logprob_error=1e-4,
+            allowed_logprob_error=0.15,
             tokens_checked=9,
         ),
     )

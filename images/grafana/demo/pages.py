@@ -76,6 +76,7 @@ def gauges(world: World, exporter: Exporter) -> Samples:
             samples.set("tandem_merged_phase", float(phase == "served"), phase=phase)
         samples.set("tandem_merged_runs", 1)
         samples.set("tandem_publish_logprob_error_nats", 0.011 + 0.001 * math.sin(world.served))
+        samples.set("tandem_publish_logprob_error_allowed_nats", 0.21)
     return samples
 
 

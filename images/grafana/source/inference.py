@@ -346,10 +346,12 @@ def _serving_what_is_trained() -> list[Json]:
         stat(
             "Log-prob error",
             "Mean absolute difference of trainer and vLLM in the last verification: "
-            "`tandem_publish_logprob_error_nats`. Beyond TANDEM_VERIFY_TOLERANCE a step is"
+            "`tandem_publish_logprob_error_nats`. `tandem_publish_logprob_error_allowed_nats` is"
+            " what this step may have in the closest nine tenths of the tokens; beyond, it is"
             " refused.",
             "short",
             query("tandem_publish_logprob_error_nats{@pod}", "nats", kind="instant"),
+            query("tandem_publish_logprob_error_allowed_nats{@pod}", "allowed", kind="instant"),
             width=6,
             height=6,
             none="nothing published",

@@ -50,7 +50,8 @@ app = typer.Typer(
     """,
     epilog=(
         "Exit status: 0 done; 1 refused or broken; 2 wrong usage; 3 the job failed or was"
-        " cancelled; 4 the step is not served; 5 the controller can't be reached."
+        " cancelled; 4 the step is not served; 5 the controller can't be reached; 6 the publisher"
+        " refused the step."
     ),
     rich_markup_mode="rich",
     no_args_is_help=True,

@@ -24,6 +24,7 @@ from tandem.errors import (
     InvalidInput,
     JobFailed,
     NotServed,
+    StepRefused,
     TandemError,
     Unreachable,
     from_validation_error,
@@ -138,6 +139,7 @@ def exit_code(error: Exception) -> int:
     """The exit status for an error; `tandem --help` lists them."""
     codes: list[tuple[type[Exception], int]] = [
         (JobFailed, 3),
+        (StepRefused, 6),
         (NotServed, 4),
         (TimeoutError, 4),
         (Unreachable, 5),

@@ -24,7 +24,7 @@ from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, RunRecord
 from tandem.client.rl.samples import find_samples, read_samples, said, sample, samples_file, shown
 from tandem.client.vllm import open_vllm
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, StepRefused
 from tandem.system.open_files import allow_many_open_files
 
 
@@ -33,17 +33,32 @@ def rl(
     state: Annotated[
         Path | None, typer.Option(help="The state file.  \\[default: <CONFIG>.state.json]")
     ] = None,
+    from_served: Annotated[
+        bool,
+        typer.Option(
+            "--from-served", help="If a step was refused, discard it, and go on before it."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a run by RL: roll out an environment's groups, train on them, sample from the new step,
     and again.
 
     The same command goes on after Ctrl-C or a kill. TANDEM_INFERENCE_URL is vLLM's address
-    (http://127.0.0.1:8000).
+    (http://127.0.0.1:8000). Exit status 6: the publisher refused a step, which is trained but not
+    served. The same command goes on once the step is served, after a restart of vLLM at the latest;
+    with --from-served it goes on from the step that is served.
     """
     allow_many_open_files()  # each rollout that samples holds a connection
     try:
-        asyncio.run(_run(config, state or config.with_suffix(".state.json"), json))
+        asyncio.run(_run(config, state or config.with_suffix(".state.json"), json, from_served))
+    except StepRefused as error:
+        again = (
+            f"{error.message}. vLLM serves step {error.served}. The same command goes on once the"
+            f" refused step is served; tandem rl {config} --from-served discards it, and goes on"
+            f" from step {error.served}"
+        )
+        raise StepRefused(again, served=error.served) from error
     except KeyboardInterrupt:
         err.print(
             f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}",
@@ -111,7 +126,7 @@ app.command("train")(rl)
 app.command("samples")(samples)
 
 
-async def _run(config: Path, state: Path, json: bool) -> None:
+async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None:
     settings = read_toml(config, Config)
     sys.path.insert(0, str(config.parent.resolve()))
     sections = [
@@ -130,7 +145,7 @@ async def _run(config: Path, state: Path, json: bool) -> None:
 
     async with AsyncTandem(patience=PATIENCE) as tandem, open_vllm() as vllm:
         record = RunRecord(config.with_suffix(".metrics.jsonl"), tell)
-        loop = Loop(settings, tandem, vllm, environments, state, record)
+        loop = Loop(settings, tandem, vllm, environments, state, record, from_served=from_served)
         with (
             Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2)
             if live

@@ -28,7 +28,7 @@ from tandem.controller.schemas import (
 )
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.inputs import Group
-from tandem.errors import Conflict, NotServed, TandemError
+from tandem.errors import Conflict, NotServed, StepRefused, TandemError
 from tandem.spool.fs import new_ulid
 from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, Served
 
@@ -144,7 +144,7 @@ class Api(Requests):
         """Wait until vLLM serves step `step` of `run`, or a later one, and the publisher has
         verified it.
 
-        Raises NotServed when the publisher refused it, or after `timeout` seconds.
+        Raises StepRefused when the publisher refused it, NotServed after `timeout` seconds.
         """
         until = time.monotonic() + timeout
         while True:
@@ -153,8 +153,11 @@ class Api(Requests):
             # After a rollback the record names a discarded step until the publisher has followed.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            if served is not None and served.refused_step == step:
-                raise NotServed(f"the publisher refused {run}@{step}: {served.refused_reason}")
+            # The newest refused step is told. What is between that and the served one is refused.
+            refused = served.refused_step if served else None
+            if served and refused and step <= refused <= status.newest_step:
+                reason = f"the publisher refused {run}@{refused}: {served.refused_reason}"
+                raise StepRefused(reason, served=served.step)
             if time.monotonic() >= until:
                 now = (
                     f"vLLM serves {run}@{served.step}"

@@ -44,6 +44,13 @@ class PublishCollector(SpoolCollector):
             "served.json",
             exporters=("inference",),
         ),
+        Metric(
+            "tandem_publish_logprob_error_allowed_nats",
+            "Largest mean log-prob difference of the closest 90 % of the tokens at which that "
+            "verification serves a step.",
+            "served.json",
+            exporters=("inference",),
+        ),
     )
     interval = 2.0
 
@@ -51,8 +58,8 @@ class PublishCollector(SpoolCollector):
         super().__init__(open_spool)
         # Run -> when served.json was written, and what.
         self._records: dict[str, tuple[float, Served | None]] = {}
-        # Unix seconds and nats of the last verification.
-        self._error: tuple[float, float] | None = None
+        # Unix seconds, error and allowed error in nats of the last verification.
+        self._error: tuple[float, float, float] | None = None
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
@@ -61,6 +68,7 @@ class PublishCollector(SpoolCollector):
         self._caught_up = True
         if self._error is not None:
             gauges.set("tandem_publish_logprob_error_nats", self._error[1])
+            gauges.set("tandem_publish_logprob_error_allowed_nats", self._error[2])
 
     def _read_run(self, spool: Spool, run: str) -> None:
         written = spool.served.changed(run)
@@ -71,9 +79,8 @@ class PublishCollector(SpoolCollector):
         if record is None:
             return
         self._records[run] = written, record
-        self._error = max(
-            self._error or (0.0, 0.0), (record.verified, record.mean_abs_logprob_error)
-        )
+        errors = record.mean_abs_logprob_error, record.allowed_logprob_error
+        self._error = max(self._error or (0.0, 0.0, 0.0), (record.verified, *errors))
         if self._caught_up:
             self._count(spool, run, before, record)
 

@@ -11,7 +11,7 @@ import httpx
 
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
-from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE
+from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE, NOT_HELD
 
 _LORA_INFO = re.compile(
     r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE
@@ -309,7 +309,8 @@ class VllmClient:
             response.status_code == 500 and not self.healthy()
         ):
             raise InferenceUnavailable(message)
-        raise (InferenceFailed if response.status_code == 500 else InferenceRefused)(message)
+        failed = response.status_code == 500 and NOT_HELD not in message
+        raise (InferenceFailed if failed else InferenceRefused)(message)
 
 
 def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> list[float]:

@@ -21,5 +21,9 @@ MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""
 
+NOT_HELD = "vLLM does not hold the adapter"
+"""How a worker's refusal begins that holds other tensors than an adapter's file. vLLM answers 500
+with it, and the same load gives the same answer again."""
+
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
 """What state the server says that its merged weights are in."""

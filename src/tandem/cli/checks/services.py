@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tandem.cli.checks.check import Asked, Answer
+from tandem.cli.checks.check import Answer, Asked
 from tandem.client.http import connection
 from tandem.client.vllm import listed_models, vllm_url
 from tandem.errors import Unreachable

@@ -28,6 +28,7 @@ from tandem.client.rl.environment import (
 )
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
+from tandem.client.rl.refused import discard_refused
 from tandem.client.rl.requests import job_names, job_request
 from tandem.client.rl.samples import SampleFile, sample, samples_file
 from tandem.client.vllm import Vllm, raise_unless_serving
@@ -53,10 +54,12 @@ class Loop:
         *,
         patience: float = PATIENCE,
         pauses: tuple[float, float] = PAUSES,
+        from_served: bool = False,
     ) -> None:
+        """`from_served`: begin before a step that the publisher refused; see `discard_refused`."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
-        self._environments, self._file = environments, state_file
+        self._environments, self._file, self._from_served = environments, state_file, from_served
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
         # The next job's base step; the newest served step; the last to make.
@@ -129,6 +132,8 @@ class Loop:
                 " trains; set it to 0"
             )
             raise InvalidInput(problem, field="rl.max_off_policy_steps")
+        if self._from_served:
+            await discard_refused(tandem=self._tandem, state=self.state, status=status)
         await self._settle_jobs()
         jobs = self.state.jobs
         self.base = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.transports import LoraTransport, MergedTransport
-from tandem.inference.publisher.verify import WrongWeights, verify
+from tandem.inference.publisher.verify import Tolerance, WrongWeights, verify
 from tandem.spool import Spool
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.system.logs import Log
@@ -56,12 +56,13 @@ class Refusal:
 
 @dataclass
 class CheckpointLoader:
-    """`tolerance`: nats; `base_model`: the one that vLLM serves, to explain a refusal."""
+    """`tolerance`: the rule of verification; `base_model`: the one that vLLM serves, to explain a
+    refusal."""
 
     spool: Spool
     client: VllmClient
     transport: LoraTransport | MergedTransport
-    tolerance: float
+    tolerance: Tolerance
     base_model: str | None
     _served: dict[str, ServedCheckpoint] = field(default_factory=dict)
     _refused: dict[str, Refusal] = field(default_factory=dict)
@@ -166,7 +167,12 @@ class CheckpointLoader:
         identity = self.transport.identity or name
         try:
             result = verify(
-                self.client, name, manifest.probe, tolerance=self.tolerance, identity=identity
+                self.client,
+                name,
+                manifest.probe,
+                tolerance=self.tolerance,
+                identity=identity,
+                beside=self.transport.identity,
             )
         except WrongWeights as error:
             wanted = resolve_model(self.spool.root, run.base_model)
@@ -190,6 +196,7 @@ class CheckpointLoader:
             checkpoint=manifest.weights_sha256,
             verified=time.time(),
             mean_abs_logprob_error=result.error,
+            allowed_logprob_error=result.allowed,
             tokens_checked=result.tokens,
             seconds={part: round(value, 6) for part, value in seconds.items()},
         )

@@ -25,7 +25,7 @@ from tandem.inference.publisher.transports import (
     copies_directory,
 )
 from tandem.inference.publisher.usage import Retention, Usage, run_of
-from tandem.inference.publisher.verify import verify_tolerance
+from tandem.inference.publisher.verify import Tolerance
 from tandem.spool import Spool
 from tandem.spool.paths import is_run_name
 from tandem.spool.schema import RunSpec, Served
@@ -59,7 +59,7 @@ class Publisher:
         )
         base_model = settings.model_path() if settings.base_model else None
         self._loader = CheckpointLoader(
-            self._spool, client, self._transport, verify_tolerance(settings), base_model
+            self._spool, client, self._transport, Tolerance.of(settings), base_model
         )
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
@@ -295,6 +295,7 @@ class Publisher:
                     "model",
                     "transport",
                     "mean_abs_logprob_error",
+                    "allowed_logprob_error",
                     "tokens_checked",
                     "seconds",
                 }

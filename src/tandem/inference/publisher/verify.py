@@ -1,11 +1,17 @@
-"""Checks that vLLM computes for a checkpoint what the trainer computed. No checkpoint is served
-without it: hashes prove only that the volume has the right bytes."""
+"""Checks that vLLM computes for a checkpoint what the trainer computed.
+
+vLLM's workers prove that they hold the checkpoint's tensors: each compares the adapter that it
+computes with, bit for bit, with the file (`held_adapter.py`), and rows of merged weights are
+compared with what they must be (`SpotCheck`). Log-probs prove that vLLM computes with these
+tensors, from the same base model. No checkpoint is served without both.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self
 
 from tandem.config import Settings
 from tandem.inference.server.command import serving_dtype
@@ -21,6 +27,14 @@ MARGIN = 4.0
 trainer's log-probs are rounded too: after a step no larger than bfloat16's rounding, any weights
 give a movement of about one half."""
 
+ROUNDING = {"float32": 0.02, "bfloat16": 0.15}
+"""Nats that rounding may move log-probs, by the dtype in which vLLM serves, of any model."""
+BASE_ERRORS = 4.0
+"""Times vLLM's error of the base model on the same tokens, where it is more than ROUNDING: an FP8
+base, a mixture of experts."""
+MOVED_SHARE = 0.25
+"""Share of the way from the base model to the checkpoint. Rounding grows with it, and weights that
+are not in use give an error as long as the whole way."""
 LONG_TOLERANCE = 2.0
 COMPARED = 0.9
 """The share of the tokens, those with the smallest errors, whose mean error the tolerance limits.
@@ -29,9 +43,11 @@ Tokens that go to other experts differ by any amount. Wrong weights change all t
 
 @dataclass(frozen=True)
 class Verification:
-    """`error`: mean |served - expected| over all `tokens` log-probs, in nats."""
+    """`error`: mean |served - expected| over all `tokens` log-probs, in nats; `allowed`: for the
+    mean error of the closest tokens (COMPARED of all)."""
 
     error: float
+    allowed: float
     tokens: int
 
 
@@ -40,14 +56,27 @@ class WrongWeights(Exception):
     why."""
 
 
-def verify_tolerance(settings: Settings) -> float:
-    """The largest error at which a checkpoint is served, in nats: the setting, or a bound on
-    rounding.
+@dataclass(frozen=True)
+class Tolerance:
+    """The rule for the largest error at which a step is served, in nats.
 
-    Measured means of all tokens: up to 2e-6 in float32 (CPU), 0.04 in bfloat16 (H100, a small model
-    with peaked distributions; a mixture of four experts 0.05, and 0.03 of COMPARED).
+    Rounding is measured, not guessed: by vLLM's error of the base model on the same tokens, and by
+    how far the checkpoint moved them. `bench/verification.py` measures the rule, and
+    docs/performance.md has its table.
     """
-    return settings.verify_tolerance or (0.02 if serving_dtype(settings) == "float32" else 0.05)
+
+    rounding: float
+    limit: float = math.inf
+    """The most at which a step is served, whatever the rule says: TANDEM_VERIFY_TOLERANCE."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
+
+    def allowed(self, base_error: float, moved: float) -> float:
+        """Nats for a checkpoint. `base_error`: mean error of the base model, 0 where vLLM does not
+        serve it; `moved`: mean distance of the checkpoint's log-probs from the base model's."""
+        return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
 def movement(
@@ -83,38 +112,59 @@ def verify(
     model: str,
     probe: Probe | None,
     *,
-    tolerance: float,
+    tolerance: Tolerance,
     identity: str = BASE_MODEL_NAME,
+    beside: str = "",
 ) -> Verification:
     """Compare what vLLM serves as `model` with the trainer's `probe`, or with `identity` if there
     is none (step 0).
 
-    The mean absolute error of the closest tokens (COMPARED of all) must be at most `tolerance`
-    nats. A small step would pass that with the old weights, so the served log-probs must also be
-    nearer to the checkpoint's than to those of the checkpoint before it and of the base model,
-    where rounding lets them be told apart. Raises WrongWeights, and what VllmClient raises.
+    The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
+    be nearer to the checkpoint's than to those of the checkpoint before it and of the base model,
+    where rounding lets them be told apart.
+
+    Args:
+        client: of the vLLM server.
+        model: name under which vLLM serves the checkpoint.
+        probe: of the checkpoint's manifest; None for step 0.
+        tolerance: rule for the largest error.
+        identity: name of a model that equals step 0.
+        beside: name under which vLLM serves the base model beside `model`; empty: it does not.
+
+    Raises WrongWeights, and what VllmClient raises.
     """
     longest = client.longest_prompt()
     prompts = [tokens[:longest] for tokens in (IDENTITY_PROMPTS if probe is None else probe.tokens)]
     served = list(chain.from_iterable(client.prompt_logprobs(model, *prompts)))
     if probe is None:
         expected = list(chain.from_iterable(client.prompt_logprobs(identity, *prompts)))
-        return Verification(_error(served, expected, "the base model", tolerance), len(served))
+        allowed = tolerance.allowed(0.0, 0.0)
+        return Verification(
+            _error(served, expected, "the base model", allowed), allowed, len(served)
+        )
     expected = _of_prompts(prompts, probe.logprobs)
-    short = Verification(_error(served, expected, "the trainer", tolerance), len(served))
-    # The trainer computed the references too. vLLM's own log-probs of the base model would share
-    # vLLM's rounding with `served`: after a step as small as that, right weights come out nearer to
-    # them.
+    base = _of_prompts(prompts, probe.base)
+    for name, rows in (("the trainer", expected), ("the base model", base)):
+        if len(rows) != len(served) or not served:
+            raise WrongWeights(
+                f"the probe is malformed: {len(rows)} log-probs of {name} for {len(served)}"
+                " predictions"
+            )
+    base_error = 0.0
+    if beside:
+        # Not a reference: vLLM's own rounding of the base model is in `served`, too. After a step
+        # as small as rounding, right weights come out nearer to it than to the trainer's.
+        served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
+        base_error = _closest_mean(served_base, base)
+    allowed = tolerance.allowed(base_error, _closest_mean(expected, base))
+    error = _error(served, expected, "the trainer", allowed)
+    short = Verification(error, allowed, len(served))
     for name, rows in (
-        ("the checkpoint before it", probe.previous),
-        ("the base model", probe.base),
+        ("the checkpoint before it", _of_prompts(prompts, probe.previous)),
+        ("the base model", base),
     ):
-        _refuse_reference(served, expected, _of_prompts(prompts, rows), name)
-    return (
-        short
-        if probe.long is None
-        else _with_long(short, client, model, probe.long, longest, tolerance)
-    )
+        _refuse_reference(served, expected, rows, name)
+    return short if probe.long is None else _with_long(short, client, model, probe.long, longest)
 
 
 def _with_long(
@@ -123,11 +173,10 @@ def _with_long(
     model: str,
     probe: LongProbe,
     longest: int,
-    tolerance: float,
 ) -> Verification:
     """The result for all tokens. `longest`: tokens that vLLM takes; positions beyond them are not
-    compared. The mean error may be LONG_TOLERANCE times `tolerance`, because few tokens after a
-    long prefix have more rounding.
+    compared. The mean error may be LONG_TOLERANCE times as large, because few tokens after a long
+    prefix have more rounding.
     """
     positions = [position for position in probe.positions if position < longest]
     if not positions:
@@ -141,11 +190,11 @@ def _with_long(
     )
     where = f" (in a sequence of {end} tokens)"
     error, tokens = (
-        _error(served, expected, "the trainer", LONG_TOLERANCE * tolerance, where),
+        _error(served, expected, "the trainer", LONG_TOLERANCE * short.allowed, where),
         len(served),
     )
     mean = (short.error * short.tokens + error * tokens) / (short.tokens + tokens)
-    return Verification(mean, short.tokens + tokens)
+    return Verification(mean, short.allowed, short.tokens + tokens)
 
 
 def _error(
@@ -161,16 +210,23 @@ def _error(
     errors = sorted(abs(s - e) for s, e in zip(served, expected, strict=True))
     if not math.isfinite(sum(errors)):
         raise WrongWeights(f"vLLM's log-probs of the probe are not all finite{where}")
-    compared = errors[: math.ceil(COMPARED * len(errors))]
-    error = sum(compared) / len(compared)
+    error = _closest_mean(served, expected)
     if error > allowed:
         raise WrongWeights(
             f"vLLM's log-probs differ from {owner}'s by {error:.4g} nats on average over the"
             f" closest {COMPARED:.0%} of {len(errors)} tokens (allowed: {allowed:g}; median"
-            f" {statistics.median(errors):.4g}, largest {errors[-1]:.4g}): it does not serve these"
-            f" weights{where}"
+            f" {statistics.median(errors):.4g}, largest {errors[-1]:.4g}){where}: it computes with"
+            " another base model, or not with this checkpoint. Compare TANDEM_BASE_MODEL of trainer"
+            " and inference, then start vLLM again"
         )
     return sum(errors) / len(errors)
+
+
+def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
+    """The mean difference in nats of the closest tokens, COMPARED of all."""
+    errors = sorted(abs(a - b) for a, b in zip(one, other, strict=True))
+    closest = errors[: math.ceil(COMPARED * len(errors))]
+    return sum(closest) / len(closest)
 
 
 def _refuse_reference(

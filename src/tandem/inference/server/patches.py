@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -138,17 +139,24 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
 
 
 def tell_failed_adapters() -> None:
-    """A worker that can't load an adapter answers with its error, and the engine raises it."""
+    """A worker that can't load an adapter, or does not hold what the adapter's file has, answers
+    with its error, and the engine raises it."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
+
+    from tandem.inference.server.worker import held_adapter
 
     add = Worker.add_lora
 
     def add_or_tell(worker: Any, adapter: Any) -> Any:
         try:
-            return add(worker, adapter)
+            added = add(worker, adapter)
+            held_adapter.check(worker, adapter)
         except Exception as error:
+            with suppress(Exception):
+                worker.remove_lora(adapter.lora_int_id)
             return f"{type(error).__name__}: {error}"
+        return added
 
     def add_to_all(executor: Any, adapter: Any) -> bool:
         answers = executor.collective_rpc("add_lora", args=(adapter,))

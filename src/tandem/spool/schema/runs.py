@@ -170,6 +170,8 @@ class Served(Record):
     checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
+    # The most at which the step is served: of the mean of the closest tokens (`verify.COMPARED`).
+    allowed_logprob_error: float
     tokens_checked: int
     # By part: copy, load (of merged weights: stage, drain and swap are in it), verify;
     # since_checkpoint is from the commit to `verified`, so it is long where a publisher or vLLM has

@@ -37,13 +37,22 @@ Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 def stored_tensors(model: str) -> dict[str, torch.Tensor]:
     """A model's tensors by name, memory-mapped, so that a block is read where it is used. `model`:
     a directory, or the name of a hub repository that is in the cache."""
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
     for path in weight_files(model_directory(model, cached=True)):
-        entries = read_header(path)
-        data = np.memmap(path, np.uint8, "c")  # torch warns of memory that it must not write
-        for name, entry in entries.items():
-            flat = torch.from_numpy(data[entry.begin : entry.end])
-            stored[name] = flat.view(_DTYPES[entry.dtype]).view(entry.shape)
+        stored |= file_tensors(path)
+    return stored
+
+
+def file_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file by name, memory-mapped. InvalidInput as `read_header`."""
+    entries = read_header(path)
+    with open_plain(path, links="any") as file:
+        # Writable pages of this process's own: torch warns of memory that it must not write.
+        data = np.memmap(file, np.uint8, "c")
+    stored = {}
+    for name, entry in entries.items():
+        flat = torch.from_numpy(data[entry.begin : entry.end])
+        stored[name] = flat.view(_DTYPES[entry.dtype]).view(entry.shape)
     return stored
 
 

@@ -1,0 +1,27 @@
+"""A step that the publisher refused, and the way back before it."""
+
+from contextlib import suppress
+from math import inf
+
+from tandem.client import AsyncTandem, RunStatus
+from tandem.client.rl.record import State
+from tandem.errors import JobFailed, NotFound
+
+
+async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:
+    """Roll the run back to the step that vLLM serves, if the publisher refused a newer one.
+
+    Jobs that were submitted behind the served step are cancelled first, and their tasks come again.
+    """
+    served = status.served
+    if served is None or not status.served_in_chain or served.refused_step is None:
+        return
+    if not served.step < served.refused_step <= status.newest_step:
+        return
+    for job in reversed(state.jobs):
+        with suppress(NotFound):
+            await tandem.cancel(job.id)
+    for job in state.jobs:
+        with suppress(NotFound, JobFailed):
+            await tandem.wait_job(job.id, inf)
+    await tandem.rollback(state.run, served.step)

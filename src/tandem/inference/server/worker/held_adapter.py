@@ -1,0 +1,151 @@
+"""Compares the adapter that a worker of vLLM computes with, bit for bit, with the adapter's file.
+
+Log-probs can't prove this: bfloat16's rounding moves them further than a missing layer does. vLLM
+loads an adapter whose names it does not know, and ignores it without a word.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tandem.families.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tandem.inference.server.worker.model_weights import file_tensors
+from tandem.system.plain_files import read_plain
+from tandem.vllm_client.names import NOT_HELD
+
+EXPERT_BUFFERS = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
+CONFIG_BYTES = 2**20
+NAMED = 3  # differences that a message names
+
+
+class Held(NamedTuple):
+    """One matrix of an adapter in a layer of vLLM, or the matrices of all experts of a layer.
+
+    `name`: the file's module and matrix; `buffer`: [..., rows, columns] in the slot, larger than
+    the matrix where the adapter's rank is below vLLM's largest; `matrix`: the file's, as vLLM
+    casts, scales and cuts it; None: the file has none, and the buffer must be zero.
+    """
+
+    name: str
+    buffer: torch.Tensor
+    matrix: torch.Tensor | None
+
+    def wrong(self) -> str:
+        """How the buffer differs; empty: it does not."""
+        if self.matrix is None:
+            return f"{self.name} is not in the file" if self.buffer.any() else ""
+        rows, columns = self.matrix.shape[-2:]
+        matrix = self.matrix.to(self.buffer.device)
+        equal = torch.equal(self.buffer[..., :rows, :columns], matrix)
+        rest = self.buffer[..., rows:, :].any() or self.buffer[..., columns:].any()
+        return "" if equal and not rest else f"{self.name} has other values"
+
+
+def check(worker: Any, request: Any) -> int:
+    """Compare the slot of an adapter that the worker has just activated with the adapter's file.
+
+    Args:
+        worker: vLLM's `Worker`, of any tensor parallel rank.
+        request: vLLM's `LoRARequest`, whose path is the adapter's directory.
+
+    Returns the number of the file's modules. Raises ValueError with the first differences: a module
+    that no layer took, a matrix with other values, or a layer with values that the file lacks.
+    """
+    directory = Path(request.lora_path)
+    config = json.loads(read_plain(directory / CONFIG_FILE, most=CONFIG_BYTES))
+    scale = config["lora_alpha"] / config["r"]
+    manager = worker.model_runner.lora_manager._adapter_manager
+    slot = manager.lora_index_to_id.index(request.lora_int_id)
+    modules = _modules(directory / WEIGHTS_FILE, manager.model)
+    wrong: list[str] = []
+    taken: set[str] = set()
+    for layer_name, layer in manager.modules.items():
+        parts = manager.packed_modules.get(layer_name, [layer_name])
+        experts = hasattr(layer, "w13_lora_a_stacked")
+        if experts and not modules.keys() & set(parts):
+            continue  # vLLM leaves its buffers as they are, and does not use them
+        taken |= {part for part in parts if part in modules}
+        of = _experts if experts else _linear
+        wrong += filter(None, (held.wrong() for held in of(layer, slot, parts, modules, scale)))
+    # A module whose B is zero, as at step 0, changes nothing.
+    ignored = [name for name in modules if name not in taken and modules[name][1].any()]
+    wrong = [f"no layer took {name}" for name in ignored] + wrong
+    if wrong:
+        more = f", and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise ValueError(
+            f"{NOT_HELD} of {directory}: {'; '.join(wrong[:NAMED])}{more} ({len(taken)} of"
+            f" {len(modules)} modules taken). Start vLLM again; if that does not help, this version"
+            " of vLLM does not serve adapters of this model right"
+        )
+    return len(modules)
+
+
+def _modules(file: Path, model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """vLLM's name of a module → A [rank, in] and B [out, rank], as in the file."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    for renames in ("get_rename_mapper", "get_unstacked_mapper"):  # the second: vLLM 0.26
+        if hasattr(mapper, renames):
+            mapper = getattr(mapper, renames)()
+            break
+    matrices: dict[str, dict[bool, torch.Tensor]] = {}
+    for key, tensor in file_tensors(file).items():
+        name, is_a = parse_fine_tuned_lora_name(key, mapper)[:2]
+        matrices.setdefault(name, {})[is_a] = tensor
+    return {name: (pair[True], pair[False]) for name, pair in matrices.items()}
+
+
+def _linear(
+    layer: Any,
+    slot: int,
+    parts: list[str],
+    modules: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    scale: float,
+) -> Iterator[Held]:
+    """The matrices of a linear layer; `parts`: the modules that vLLM fused into the layer."""
+    for matrix, stacked, cut in (
+        (0, layer.lora_a_stacked, layer.slice_lora_a),
+        (1, layer.lora_b_stacked, layer.slice_lora_b),
+    ):
+        whole = [
+            _served(modules[part][matrix], stacked[0].dtype, scale if matrix else 1.0)
+            if part in modules
+            else None
+            for part in parts
+        ]
+        if layer.tp_size > 1 and any(each is not None for each in whole):
+            whole = cut(whole) if len(parts) > 1 else [cut(whole[0])]
+        for part, buffers, tensor in zip(parts, stacked, whole, strict=True):
+            yield Held(f"{part}.lora_{'AB'[matrix]}", buffers[slot, 0], tensor)
+
+
+def _experts(
+    layer: Any,
+    slot: int,
+    parts: list[str],
+    modules: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    scale: float,
+) -> Iterator[Held]:
+    """The matrices of a mixture's experts, all of one projection together. `parts`: the modules of
+    all experts, in their order; vLLM demands that an adapter has all of them."""
+    for projection, (weight, index) in EXPERT_BUFFERS.items():
+        names = [part for part in parts if part.endswith(f".{projection}")]
+        for matrix, letter in enumerate("ab"):
+            buffer = getattr(layer, f"{weight}_lora_{letter}_stacked")[index][slot]
+            cut = getattr(layer, f"_slice_{weight}_{letter}")
+            scaled = scale if matrix else 1.0
+            whole = [_served(modules[name][matrix], buffer.dtype, scaled) for name in names]
+            name = f"{names[0].rpartition('.experts.')[0]}.experts.*.{projection}"
+            yield Held(f"{name}.lora_{letter.upper()}", buffer, cut(torch.stack(whole)))
+
+
+def _served(matrix: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """The matrix as vLLM keeps it: cast, then B multiplied by the scale in place."""
+    served = matrix.to(dtype, copy=True)
+    if scale != 1.0:
+        served *= scale
+    return served

@@ -1,0 +1,171 @@
+"""The worker's comparison of the adapter that it holds with the adapter's file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.lora.layers.column_parallel_linear import (
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+)
+from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
+
+from policies import write_random_adapter
+from tandem.families.adapter import WEIGHTS_FILE
+from tandem.inference.server.worker import held_adapter
+from tandem.spool.schema import LoraShape
+from tiny import write_random_model
+
+RIGHT = (
+    "everywhere",
+    "as large as vLLM allows",
+    "attention",
+    "one of a fused layer",
+    "gate_proj",
+    "down_proj",
+    "after all",
+)
+WRONG = {
+    "scale halved": "q_proj.lora_B has other values",
+    "scale doubled": "q_proj.lora_B has other values",
+    "layer missing": "layers.1.self_attn.q_proj.lora_A has other values",
+    "module missing": "up_proj.lora_A has other values",
+    "one value": ": model.layers.1.self_attn.v_proj.lora_B has other values (14 of 14",
+    "one more rank": "q_proj.lora_A has other values",
+    "ignored prefix": "(0 of 14 modules taken)",
+    "overwritten": ": model.layers.0.self_attn.q_proj.lora_B has other values (14 of 14",
+    "overwritten beyond the rank": ": model.layers.0.self_attn.q_proj.lora_A has other values (14",
+}
+
+
+@pytest.mark.slow
+def test_a_worker_refuses_every_adapter_but_the_one_in_the_file(tmp_path: Path) -> None:
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-m", "inference.held_adapters", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=500,
+    )
+    lines = done.stdout.splitlines()
+    found = dict(json.loads(line) for line in lines if line.startswith('["'))
+    assert found.keys() == {*RIGHT, *WRONG}
+    assert not {name: found[name] for name in RIGHT if found[name]}
+    for name, words in WRONG.items():
+        assert "vLLM does not hold the adapter of " in found[name], name
+        assert words in found[name], name
+
+
+EVERYWHERE = LoraShape(rank=4, alpha=10.0)
+MOST = 8  # vLLM's largest rank
+INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # of the tiny mixture of experts; 24 inside of an expert
+
+
+def layer(kind: type, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
+    """A layer of vLLM on one of two workers, with its own functions that cut adapters."""
+    made = object.__new__(kind)
+    torch.nn.Module.__init__(made)
+    made.tp_size, made.tp_rank, made.n_slices = 2, rank, len(sizes)
+    made.output_slices, made.input_size = tuple(sizes), inputs
+    made.output_ids = (rank,) * len(sizes)
+    made.lora_a_stacked = tuple(torch.zeros(2, 1, MOST, inputs) for _ in sizes)
+    made.lora_b_stacked = tuple(torch.zeros(2, 1, size, MOST) for size in sizes)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+class Experts(FusedMoEWithLoRA):
+    """Without the layer that has the sizes."""
+
+    intermediate_size_per_partition = 12  # type: ignore[assignment]
+
+    def __init__(self, rank: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.tp_size, self.tp_rank, self.fully_sharded, self._w13_slices = 2, rank, False, 2
+        self.enable_moe_shared_loras = False
+        self.adapter_enabled = torch.zeros(3, dtype=torch.int)
+        self.w13_lora_a_stacked = tuple(torch.zeros(2, EXPERTS, MOST, INPUTS) for _ in range(2))
+        self.w13_lora_b_stacked = tuple(torch.zeros(2, EXPERTS, 12, MOST) for _ in range(2))
+        self.w2_lora_a_stacked = (torch.zeros(2, EXPERTS, MOST, 12),)
+        self.w2_lora_b_stacked = (torch.zeros(2, EXPERTS, INPUTS, MOST),)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_of_two_workers_compares_its_part(rank: int, tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", family="qwen3_moe", num_hidden_layers=1)
+    adapter = write_random_adapter(tmp_path / "adapter", model, EVERYWHERE)
+    attention, mixture = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+    qkv = layer(MergedQKVParallelLinearWithLoRA, rank, [32, 16, 16], INPUTS)
+    output = layer(RowParallelLinearWithLoRA, rank, [INPUTS], 32)
+    experts = Experts(rank)
+    names = [
+        f"{mixture}.{expert}.{projection}"
+        for expert in range(EXPERTS)
+        for projection in ("gate_proj", "down_proj", "up_proj")
+    ]
+    manager = SimpleNamespace(
+        lora_index_to_id=[None, 7],
+        model=SimpleNamespace(),
+        modules={f"{attention}.qkv_proj": qkv, f"{attention}.o_proj": output, mixture: experts},
+        packed_modules={
+            f"{attention}.qkv_proj": [f"{attention}.{x}_proj" for x in "qkv"],
+            mixture: names,
+        },
+    )
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    worker = SimpleNamespace(model_runner=runner)
+    request = SimpleNamespace(lora_path=str(adapter), lora_int_id=7)
+
+    tensors = {
+        name.removeprefix("base_model.model."): tensor * (2.5 if "lora_B" in name else 1.0)
+        for name, tensor in load_file(adapter / WEIGHTS_FILE).items()
+    }
+    pairs = {
+        name: (tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
+        for name in [f"{attention}.{x}_proj" for x in "qkvo"] + names
+    }
+    fused = [pairs[f"{attention}.{x}_proj"] for x in "qkv"]
+    qkv.set_lora(1, [a for a, _ in fused], [b for _, b in fused])
+    output.set_lora(1, *pairs[f"{attention}.o_proj"])
+    stacked = [
+        [torch.stack([pairs[name][matrix] for name in names[kind::3]]) for kind in range(3)]
+        for matrix in range(2)
+    ]
+    experts.set_lora(1, *stacked)
+    assert held_adapter.check(worker, request) == 4 + 3 * EXPERTS
+
+    for buffer, words in (
+        (qkv.lora_b_stacked[2][1, 0], "v_proj.lora_B has other values"),
+        (output.lora_a_stacked[0][1, 0], "o_proj.lora_A has other values"),
+        (experts.w13_lora_b_stacked[1][1, 5], r"experts.\*.up_proj.lora_B has other values"),
+        (experts.w2_lora_a_stacked[0][1, 5], r"experts.\*.down_proj.lora_A has other values"),
+    ):
+        buffer[3, 2] += 1.0
+        with pytest.raises(ValueError, match=words):
+            held_adapter.check(worker, request)
+        buffer[3, 2] -= 1.0
+
+
+def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
+    gate_up = layer(MergedColumnParallelLinearWithLoRA, 0, [24, 24], INPUTS)
+    parts = ["mlp.gate_proj", "mlp.up_proj"]
+    modules = {"mlp.gate_proj": (torch.ones(4, INPUTS), torch.ones(48, 4))}
+    gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
+    held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
+    assert not [each.wrong() for each in held if each.wrong()]
+    gate_up.lora_b_stacked[1][0, 0, 0, 0] = 1.0  # of an adapter that had the slot before
+    held = held_adapter._linear(gate_up, 0, parts, modules, 1.0)
+    assert [each.wrong() for each in held if each.wrong()] == [
+        "mlp.up_proj.lora_B is not in the file"
+    ]
