@@ -194,7 +194,7 @@ def main() -> None:
         "--model", choices=["smollm2", "tiny"], default="smollm2", help="the model, and its task"
     )
     parser.add_argument(
-        "--rl-steps", type=int, help=f"by default 7, with the tiny model {RL_STEPS}"
+        "--rl-steps", type=int, help=f"by default 5, with the tiny model {RL_STEPS}"
     )
     parser.add_argument("--samples", type=int, default=200, help="of the tiny model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
