@@ -141,7 +141,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
-RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.worker import preload; preload()"
+RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.entry import preload; preload('auto')"
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 9400

@@ -62,8 +62,10 @@ def train(out: Path, text: str, tell: Callable[[str], object]) -> dict[str, Any]
     ) as loop:
         assert loop.stdout is not None
         for printed in loop.stdout:
-            lines.append(line := json.loads(printed))
-            tell(described(line))
+            line = json.loads(printed)
+            if "notice" not in line:
+                lines.append(line)
+                tell(described(line))
     if loop.returncode:
         raise SystemExit(f"tandem rl ended with {loop.returncode}; {config} is its config")
     report |= {"rl_seconds": round(time.monotonic() - begun, 3), "after": samples(last)}
@@ -102,7 +104,7 @@ def samples(step: int) -> list[dict[str, Any]]:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the samples before and after, and the evaluations."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="HttpAnswer with the number only.")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Answer with the number only.")
     for column in ("sum", "before", "reward", "after", "reward"):
         table.add_column(column)
     for before, after in zip(report["before"], report["after"], strict=True):

@@ -192,7 +192,8 @@ def download(
     )
     if WEIGHTS_FILE in manifest.files and misread_by_peft(_tensor_names(dest / WEIGHTS_FILE)):
         problem = "PEFT 0.21 does not load adapters on a mixture's MLPs right"
-        err.print(f"{problem}; `tandem export {run} {step} DIR` makes a merged model")
+        remedy = f"`tandem export {run} {step} DIR` makes a merged model"
+        err.print(f"{problem}; {remedy}", soft_wrap=True)
 
 
 def _tensor_names(file: Path) -> list[str]:

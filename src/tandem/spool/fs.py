@@ -278,7 +278,7 @@ def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> by
     damage."""
     for more in (4, 3, 2, 1, 0):
         try:
-            return read_plain(path, most=most)
+            return read_plain(path.absolute(), most=most)
         except NotPlainError:
             return b""
         except (FileNotFoundError, NotADirectoryError):
