@@ -17,7 +17,6 @@ PRIVATE = "in a private directory of this user"
 EXCEPTIONS = {
     "cli/common.py read_toml": OWN,
     "cli/train.py job": OWN,
-    "cli/runs.py _tensor_names": OWN,
     "client/chain.py _digest": OWN,
     "client/http.py connection": OWN,
     "client/rl/record.py RunRecord.__init__": OWN,

@@ -1,6 +1,5 @@
 """Commands about a run: `tandem run`, `tandem checkpoints`, `tandem export`, `tandem track`."""
 
-import json as json_module
 import math
 import signal
 from pathlib import Path
@@ -26,6 +25,7 @@ from tandem.client.download import partial_directory
 from tandem.errors import InvalidInput
 from tandem.families.adapter import WEIGHTS_FILE, misread_by_peft
 from tandem.families.model_config import model_directory
+from tandem.system.safetensors_header import read_header
 
 app = typer.Typer(
     help="Create runs and look at them. A run is an adapter or a model, and all its steps.",
@@ -190,16 +190,10 @@ def download(
         json,
         lambda _: f"{run}@{step} is in {dest} ({size(total)}, {len(manifest.files)} files)",
     )
-    if WEIGHTS_FILE in manifest.files and misread_by_peft(_tensor_names(dest / WEIGHTS_FILE)):
+    if WEIGHTS_FILE in manifest.files and misread_by_peft(read_header(dest / WEIGHTS_FILE)):
         problem = "PEFT 0.21 does not load adapters on a mixture's MLPs right"
         remedy = f"`tandem export {run} {step} DIR` makes a merged model"
         err.print(f"{problem}; {remedy}", soft_wrap=True)
-
-
-def _tensor_names(file: Path) -> list[str]:
-    with file.open("rb") as opened:
-        header = json_module.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return [name for name in header if name != "__metadata__"]
 
 
 @checkpoints.command()
