@@ -141,7 +141,9 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
  && rm -f /opt/tandem/.lock /tmp/uv-*.lock
 COPY --chmod=755 entrypoints/trainer /entrypoint
 ENV TANDEM_ROLE=trainer
-RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.entry import preload; preload('auto')"
+RUN python -c "import tandem.trainer.runner.loop, tandem.metrics.exporter, tandem.supervise.up, tandem.trainer.launch.bootstrap; from tandem.trainer.rank.entry import preload; preload('auto')" \
+ # torch makes its cache's directory as root, and the user below could not write there.
+ && find /private-cache -mindepth 1 -delete
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 9400
@@ -177,7 +179,8 @@ COPY --chmod=755 entrypoints/inference /entrypoint
 ENV TANDEM_ROLE=inference TANDEM_INFERENCE_HOST=0.0.0.0 TMPDIR=/private-cache/tmp \
     # Not the trainer's: the two may share a network.
     TANDEM_METRICS_PORT=9401
-RUN python -c "import tandem.inference.publisher.publisher, tandem.metrics.exporter, tandem.supervise.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs"
+RUN python -c "import tandem.inference.publisher.publisher, tandem.metrics.exporter, tandem.supervise.up, openai, torch, vllm; from vllm.engine.arg_utils import EngineArgs" \
+ && find /private-cache -mindepth 1 -delete
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8000 9401

@@ -99,8 +99,14 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
     inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
     triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
     for directory in filter(None, (inductor, triton)):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        private_directory(directory)
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(directory)
+        except PermissionError as error:
+            raise SpoolUnusable(
+                f"{directory} for compiled code cannot be made: {directory.parent} belongs to "
+                f"another user; remove it, or set {INDUCTOR_VARIABLE} and {TRITON_VARIABLE}"
+            ) from error
     return {
         INDUCTOR_VARIABLE: str(inductor),
         TRITON_VARIABLE: str(triton or private_directory(inductor / "triton")),
