@@ -53,6 +53,14 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         os.environ.setdefault("TORCH_WARM_POOL", "0")
         # Importing it saves each forked rank a second. Using it would make calls to CUDA.
         import_module("torch._inductor.compile_fx")
+        # The keys of compiled code are hashes of all of torch's and Triton's sources, half a second
+        # in each forked rank. Both functions keep theirs.
+        for module, key in (
+            ("torch._inductor.codecache", "torch_key"),
+            ("triton.runtime.cache", "triton_key"),
+        ):
+            with contextlib.suppress(ImportError, AttributeError):
+                getattr(import_module(module), key)()
     gc.freeze()
     gc.enable()
 
