@@ -59,7 +59,7 @@ def server_command(
             "vLLM has LoRA on experts only on CUDA: set TANDEM_WEIGHTS=merged or"
             " TANDEM_EXPERT_LORA=0"
         )
-        raise InvalidInput(message, field="expert_lora")
+        raise InvalidInput(message, field="TANDEM_EXPERT_LORA")
     argv = [
         sys.executable,
         "-m",
@@ -109,7 +109,7 @@ def check_merged_arguments(settings: Settings) -> None:
                     f"TANDEM_WEIGHTS=merged does not go with {name} in TANDEM_VLLM_ARGS: {reason}"
                 )
                 raise InvalidInput(
-                    f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="vllm_args"
+                    f"{message}; remove it, or set TANDEM_WEIGHTS=adapter", field="TANDEM_VLLM_ARGS"
                 )
 
 
@@ -220,7 +220,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
     rank = next((rank for rank in LORA_RANKS if rank >= settings.max_lora_rank), None)
     if rank is None:
         message = f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {settings.max_lora_rank}"
-        raise InvalidInput(message, field="max_lora_rank")
+        raise InvalidInput(message, field="TANDEM_MAX_LORA_RANK")
     return [
         *("--enable-lora", "--max-lora-rank", str(rank)),
         # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host
@@ -307,17 +307,19 @@ def _extra_arguments(text: str) -> list[str]:
         extra = shlex.split(text)
     except ValueError as error:
         # Without the text, which may have a token in it.
-        raise InvalidInput(f"is not valid shell syntax ({error})", field="vllm_args") from error
+        raise InvalidInput(
+            f"is not valid shell syntax ({error})", field="TANDEM_VLLM_ARGS"
+        ) from error
     for argument in extra:
         option = argument.partition("=")[0].replace("_", "-")
         for name, setting in _ELSEWHERE.items():
             if argument.startswith("--") and _means(argument, name):
-                raise InvalidInput(f"set {setting} instead of {name}", field="vllm_args")
+                raise InvalidInput(f"set {setting} instead of {name}", field="TANDEM_VLLM_ARGS")
         if option.startswith("--") and _SECRET.search(option):
             problem = f"{option} may hold a secret, and every user can read a command line"
             raise InvalidInput(
                 f"{problem}; give it in an environment variable or a file that vLLM reads",
-                field="vllm_args",
+                field="TANDEM_VLLM_ARGS",
             )
     return extra
 
