@@ -201,6 +201,13 @@ def test_settings_that_cannot_work_are_named(values: dict[str, object], field: s
     assert "hf_x" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("0.0.0.0", None)])
+def test_nccl_of_one_host_listens_on_loopback_only(host: str, interface: str | None) -> None:
+    made = command(inference_host=host, api_key="k")
+    assert made.env.get("NCCL_SOCKET_IFNAME") == interface
+    assert command({"NCCL_SOCKET_IFNAME": "eth7"}).env["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
 def test_no_value_of_the_operators_arguments_is_logged() -> None:
     """vLLM has options for URLs and JSON, in which people put passwords."""
     extra = "--tokenizer t --max-num-batched-tokens 9 --otlp-traces-endpoint=https://u:hf_x@host"

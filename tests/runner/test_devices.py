@@ -54,6 +54,26 @@ def test_ranks_inherit_no_secret(monkeypatch):
     assert environment["TANDEM_ROOT"] == "kept"
 
 
+NCCL = {"weights": "merged", "transport": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "interface"),
+    [
+        ({}, None, "lo"),
+        ({"inference_url": "http://inference:8000"}, None, "lo"),  # no NCCL between the two
+        (NCCL, None, "lo"),
+        (NCCL | {"inference_url": "http://inference:8000"}, None, None),
+        ({}, "eth7", "eth7"),
+    ],
+)
+def test_nccl_of_one_host_listens_on_loopback_only(monkeypatch, settings, given, interface):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+    assert rank_environment(Settings(**settings)).get("NCCL_SOCKET_IFNAME") == interface
+
+
 @pytest.mark.parametrize(("names", "visible"), [(["1"], "1"), ([], "0")])
 def test_ranks_count_gpus_as_the_runner_does(monkeypatch, names, visible):
     """CUDA's own order begins with the fastest GPU; that of NVML, which measures them, is the order

@@ -20,6 +20,7 @@ from tandem.families.registry import read_arch
 from tandem.spool.schema import LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
+from tandem.system.loopback import is_loopback
 from tandem.system.gpus import Devices
 from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
@@ -269,6 +270,8 @@ def _environment(
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if is_loopback(settings.inference_host):
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # else its sockets listen beyond this host
     if device == "cpu":
         # By default vLLM pins itself to one thread of each physical core except one, and every
         # server on the machine to the same ones. On two cores that leaves one thread, shared with
