@@ -100,22 +100,21 @@ def in_float32(part: str) -> Iterator[None]:
 
     def product(
         layer: LoraLinear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         def rounded(tensor: torch.Tensor, unless: str = "") -> torch.Tensor:
             return tensor if part == unless else tensor.to(BF16).float()
 
         plus = 0.0 if residual is None else residual.float()
-        a, b = (tensor.float() for tensor in layer.cast(FP32 if part == "LoRA" else BF16))
-        inner = rounded(linear(x.float(), a), unless="LoRA")
         bias = None if layer.bias is None else layer.bias.float()
         output = linear(x.float(), layer.weight.float(), bias)
-        if part == EARLY:
-            return rounded(rounded(output + plus) + inner @ b.t()).to(BF16), inner
-        output = rounded(rounded(output) + inner @ b.t())
-        if residual is None:
-            return output.to(BF16), inner
-        output = output + plus
-        return (output if part == "residual" else output.to(BF16)), inner
+        output, inner = rounded(output + plus if part == EARLY else output), None
+        if layer.adapted:
+            a, b = (tensor.float() for tensor in layer.cast(FP32 if part == "LoRA" else BF16))
+            inner = rounded(linear(x.float(), a), unless="LoRA")
+            output = rounded(output + inner @ b.t())
+        if part != EARLY and residual is not None:
+            output = rounded(output + plus, unless="residual")
+        return (output if part == "residual" and residual is not None else output.to(BF16)), inner
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         normalised = norm(x.float(), weight, eps)
@@ -196,7 +195,7 @@ def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[
         if policy is None or policy.lora != lora:
             policy = make_policy(options.model, lora)
         exact = by_transformers(options.model, adapter, FP32, sequences)
-        parts = PARTS if options.parts else ()
+        parts = PARTS if options.parts == [] else tuple(options.parts or ())
         for way, values in scores(options.model, adapter, policy, sequences, parts):
             found[way].append((values - exact).abs())
             print(adapter, way, f"{found[way][-1].mean():.4f}", flush=True)
@@ -223,7 +222,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, help="a JSON list of sequences")
     parser.add_argument("--count", type=int, default=2000, help="tokens of the sums")
     parser.add_argument("--every", type=int, default=1, help="take every so many-th adapter")
-    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, help="without a name: all of them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--name", default="rounding", help="of the file under bench/results")
     options = parser.parse_args()
