@@ -19,10 +19,12 @@ from tandem.spool.schema import PackedData
 VOCAB = 5
 
 
-def turn(prompt: list[int], sampled: list[int], first_logprob: float = -0.5) -> Turn:
+def turn(
+    prompt: list[int], sampled: list[int], first_logprob: float = -0.5, step: int | None = None
+) -> Turn:
     """Log-probs tell apart what is equal otherwise: first, first - 1/8, ..."""
     logprobs = [first_logprob - index / 8 for index in range(len(sampled))]
-    return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs)
+    return Turn(prompt_token_ids=prompt, token_ids=sampled, logprobs=logprobs, policy_step=step)
 
 
 def group(members: list[Trajectory]) -> Group:
@@ -50,7 +52,9 @@ def run(
     """`more`: settings of the advantages."""
     packing = PackingSettings.model_validate({"sequence_length": length, "too_long": too_long})
     advantage = AdvantageSettings.model_validate(more)
-    return prepare_rl(groups, vocab_size=vocab_size, advantage=advantage, packing=packing, out=out)
+    return prepare_rl(
+        groups, vocab_size=vocab_size, advantage=advantage, packing=packing, out=out, base_step=2
+    )
 
 
 def lineages(row: PackedRow) -> list[list[int]]:
@@ -62,19 +66,20 @@ def lineages(row: PackedRow) -> list[list[int]]:
 
 # A tiny vocabulary and short sequences make shared prefixes, duplicates, prefixes of each other all
 # likely.
+steps = st.none() | st.integers(0, 2)
 ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 
 
 @st.composite
 def trajectories(draw: st.DrawFn, prompt: list[int]) -> Trajectory:
-    turns = [turn(prompt, draw(ids), -draw(st.integers(0, 9)))]
+    turns = [turn(prompt, draw(ids), -draw(st.integers(0, 9)), draw(steps))]
     for _ in range(draw(st.integers(0, 2))):
         context = turns[-1].prompt_token_ids + turns[-1].token_ids
         continues = draw(st.booleans())
         context = (
             context + draw(ids) if continues else context[: draw(st.integers(1, len(context)))]
         )
-        turns.append(turn(context, draw(ids), -draw(st.integers(0, 9))))
+        turns.append(turn(context, draw(ids), -draw(st.integers(0, 9)), draw(steps)))
     return Trajectory(turns=turns, reward=draw(st.sampled_from([0.0, 0.25, 1.0])))
 
 
@@ -86,17 +91,22 @@ def batches(draw: st.DrawFn) -> list[Group]:
     ]
 
 
-def linear(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[tuple[int, float], ...]]]:
-    """The sequences a trajectory means: (tokens, ((index, log-prob) of the trained ones)), written
-    the slow way."""
-    found: list[tuple[list[int], list[tuple[int, float]]]] = []
+def linear(
+    trajectory: Trajectory,
+) -> list[tuple[tuple[int, ...], tuple[tuple[int, float, int], ...]]]:
+    """The sequences a trajectory means: (tokens, ((index, log-prob, step) of the trained ones)),
+    written the slow way."""
+    found: list[tuple[list[int], list[tuple[int, float, int]]]] = []
     for sampled in trajectory.turns:
         if found and sampled.prompt_token_ids[: len(found[-1][0])] == found[-1][0]:
             trained = found.pop()[1]
         else:
             trained = []
         start = len(sampled.prompt_token_ids)
-        trained = trained + [(start + index, value) for index, value in enumerate(sampled.logprobs)]
+        step = -1 if sampled.policy_step is None else sampled.policy_step
+        trained = trained + [
+            (start + index, value, step) for index, value in enumerate(sampled.logprobs)
+        ]
         found.append((sampled.prompt_token_ids + sampled.token_ids, trained))
     return [(tuple(tokens), tuple(trained)) for tokens, trained in found]
 
@@ -140,7 +150,12 @@ def read_back(batch: PackedBatch) -> Counter:
                 assert row.item_source[item] == lineage[row.item_target[item]][-2]
                 assert row.item_target[item] in path
             trained = tuple(
-                (int(row.positions[row.item_target[i]]), float(row.item_logprob[i])) for i in at
+                (
+                    int(row.positions[row.item_target[i]]),
+                    float(row.item_logprob[i]),
+                    int(row.item_policy_step[i]),
+                )
+                for i in at
             )
             found[
                 (

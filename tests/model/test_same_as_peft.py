@@ -12,6 +12,7 @@ from tandem.errors import CheckpointDamaged
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, misread_by_peft
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
+from tandem.model.lora import AdapterSwitch, LoraLinear
 from tandem.spool.schema import LoraShape
 from tiny import MOE, write_random_model
 
@@ -126,3 +127,21 @@ def test_a_damaged_adapter_leaves_the_policy_as_it_was(alone, tmp_path):
         policy.load_adapter(bad)
     after = policy.adapter_tensors()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_sum_with_the_residual_rounds_it_once(alone):
+    """The residual is far larger than what a layer adds to it, and so is its rounding."""
+    torch.manual_seed(3)
+    layer = LoraLinear(
+        64, {"o_proj": 256}, "columns", LORA, AdapterSwitch(), dtype=torch.bfloat16
+    ).requires_grad_(requires_grad=False)
+    for parameter in layer.parameters():
+        parameter.normal_(std=parameter.shape[1] ** -0.5)
+    x, residual = torch.randn(33, 64).bfloat16(), (20 * torch.randn(33, 256)).bfloat16()
+    output, _inner = layer(x, residual)
+    a, b = (tensor.double() for tensor in layer.cast(torch.float32))
+    exact = residual.double() + x.double() @ (layer.weight.double() + b @ a).t()
+    error, one_rounding = (
+        (tensor.double() - exact).abs().mean() for tensor in (output, exact.bfloat16())
+    )
+    assert error < 1.1 * one_rounding

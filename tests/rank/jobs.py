@@ -180,7 +180,7 @@ def _submit(
             created=time.time(),
             fingerprint=name,
             stall_seconds=STALL_SECONDS,
-            data=pack(out=staged),
+            data=pack(out=staged, **({"base_step": base} if kind is RLJob else {})),
             loss=loss,
             optimizer=optimizer_settings,
         )

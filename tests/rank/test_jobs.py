@@ -191,6 +191,44 @@ def test_two_jobs_of_a_step_equal_one_job_of_two(
         ]
 
 
+def aged(group: Group, step: int | None) -> Group:
+    """The group as if the step had sampled it."""
+    made = group.model_dump()
+    for trajectory in made["trajectories"]:
+        trajectory["turns"] = [turn | {"policy_step": step} for turn in trajectory["turns"]]
+    return Group.model_validate(made)
+
+
+def test_the_samplers_difference_is_told_by_the_age_of_the_turns(spool: Spool) -> None:
+    """The job's own base step differs by rounding, older steps by training too."""
+    both = ("sampler_logprob_difference", "kl_sampler")
+    parts = {f"{name}_{age}" for name in both for age in ("fresh", "stale")}
+    groups = jobs.random_groups(2, 3)
+
+    def train(job_id: str, chosen: list[Group]) -> dict[str, float]:
+        jobs.run_here(
+            spool,
+            jobs.submit_rl(spool, "r", job_id, groups=chosen, grad_accumulation_sequences=64),
+        )
+        [metrics] = jobs.steps_of(spool, job_id)
+        return metrics
+
+    assert parts.isdisjoint(train("unknown", groups))
+    items = [
+        sum(len(turn.token_ids) for trajectory in group.trajectories for turn in trajectory.turns)
+        for group in groups
+    ]
+    groups = [aged(group, step) for group, step in zip(groups, (1, 0, None), strict=True)]
+    mixed, known = train("mixed", groups), train("known", groups[:2])
+    assert parts < mixed.keys()
+    for name in both:
+        stale = known[f"{name}_stale"]
+        assert f"{name}_fresh" not in known  # the base step is 2 now
+        assert stale == pytest.approx(known[name])
+        parts_of_three = items[0] * mixed[f"{name}_fresh"] + items[1] * mixed[f"{name}_stale"]
+        assert 0 < parts_of_three < sum(items) * mixed[name]
+
+
 @pytest.mark.parametrize("old_logprobs", ["sampler", "trainer"])
 def test_kl_in_the_advantage_changes_advantages_but_not_their_mean(
     old_logprobs: str, spool: Spool, model: Path

@@ -46,6 +46,7 @@ class Case:
         self.sampler = self.old + 0.5 * spread * rng.normal(size=n)
         self.ref = self.lp + spread * rng.normal(size=n)
         self.entropy = rng.exponential(1.0, n)
+        self.behind = rng.integers(-1, 3, n)
         self.adv = rng.normal(size=len(trajectory))[of_item["trajectory"]]
 
     def weights(self, kind: str) -> tuple[np.ndarray, float]:
@@ -62,6 +63,7 @@ class Case:
             num_sequences=len(self.sequences),
             old_logprobs=torch.tensor(self.old),
             sampler_logprobs=torch.tensor(self.sampler),
+            steps_behind=torch.tensor(self.behind),
             reference_logprobs=torch.tensor(self.ref),
         )
 
@@ -196,6 +198,10 @@ def test_rl_loss_equals_the_papers(case, spec) -> None:
     close(out.sums["kl_sampler"], (np.exp(ahead) - 1 - ahead).sum())
     close(out.sums["logprob_difference"], np.abs(ahead).sum())
     close(out.maxima["above_sampler"], ahead.max())
+    for age, of_age in (("fresh", case.behind == 0), ("stale", case.behind > 0)):
+        close(out.sums[f"items_{age}"], of_age.sum())
+        close(out.sums[f"kl_sampler_{age}"], (np.exp(ahead) - 1 - ahead)[of_age].sum())
+        close(out.sums[f"logprob_difference_{age}"], np.abs(ahead)[of_age].sum())
 
 
 @settings(max_examples=50, deadline=None)
@@ -274,7 +280,7 @@ def test_gspo_bounds_a_sequences_mean_and_not_each_token() -> None:
     case = Case(0, 0.0)
     case.n, case.sequence, case.sequences = 3, np.zeros(3, int), [np.arange(3)]
     case.lp, case.adv, case.entropy = np.array([-1.0, -35.0, -2.0]), np.full(3, -1.0), np.ones(3)
-    case.sampler = case.ref = case.lp
+    case.sampler, case.ref, case.behind = case.lp, case.lp, np.zeros(3, int)
     for log_ratios in ([30.0, -30.0, 0.0], [45.0, -30.0, 0.0], [-29.0, 29.0, 0.1]):
         case.old = case.lp - np.array(log_ratios)
         spec = RLLoss(policy="gspo", clip_low=0.2, clip_high=0.2)

@@ -224,6 +224,8 @@ class World:
             "kl": 0.002 * done + abs(draw(0, 0.001)),
             "kl_sampler": abs(draw(0.002, 0.0005)),
             "logprob_mismatch": abs(draw(0.012, 0.002)),
+            "logprob_mismatch_fresh": abs(draw(0.005, 0.001)),
+            "logprob_mismatch_stale": abs(draw(0.014, 0.002)),
             "clip_ratio": abs(draw(0.03, 0.01)),
             "importance_ratio_max": abs(draw(3, 0.6)),
             "reward_mean": reward + draw(0, 0.02),

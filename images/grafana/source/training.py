@@ -191,11 +191,18 @@ def _learning() -> list[Json]:
             defaults={"min": 0},
         ),
         of_last_step("Largest importance ratio", "importance_ratio_max", "Over all tokens."),
-        of_last_step(
+        timeseries(
             "Trainer against sampler",
-            "logprob_mismatch",
-            "Mean absolute difference of log-probs, in nats: "
-            "from two implementations and one step of lag.",
+            "Mean absolute difference of log-probs, in nats: of the tokens of the job's base step"
+            " rounding (`tandem_train_logprob_mismatch_fresh`), of those of older steps also what"
+            " was trained since (`tandem_train_logprob_mismatch_stale`), and of all"
+            " (`tandem_train_logprob_mismatch`).",
+            "short",
+            query("tandem_train_logprob_mismatch_fresh{@pod}", "of the base step"),
+            query("tandem_train_logprob_mismatch_stale{@pod}", "of older steps"),
+            query("tandem_train_logprob_mismatch{@pod}", "of all"),
+            width=6,
+            none="no RL job yet",
             defaults={"min": 0},
         ),
         of_last_step("Learning rate", "learning_rate", "As set by the job.", "sci"),

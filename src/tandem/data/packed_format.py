@@ -23,6 +23,8 @@ slots, N items, T trajectories and G groups:
                                                contiguous, in order, in one row
     item_trajectory       int32 [N]            index into `trajectory_*`
     item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT
+    item_policy_step      int32 [N]            the checkpoint that sampled the token; -1: unknown,
+                                               or not sampled
     item_weight           float32 [N]          the factor of the item's loss: for RL the advantage,
                                                for SFT the weight; in a pair 1
     item_rejected         bool [N]             in a pair whether the item is of the rejected
@@ -48,7 +50,7 @@ from numpy.typing import NDArray
 from tandem.errors import InvalidInput
 from tandem.spool import fs
 
-FORMAT = 4
+FORMAT = 5
 FILE = "arrays.npy"
 LARGEST_BYTES = 2**31 - 1  # of a NumPy record
 Int16 = NDArray[np.int16]
@@ -76,6 +78,7 @@ class PackedRow:
     item_sequence: Int32
     item_trajectory: Int32
     item_logprob: Float32
+    item_policy_step: Int32
     item_weight: Float32
     item_rejected: Bool
 

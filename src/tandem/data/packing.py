@@ -27,7 +27,8 @@ class LinearSequence:
     """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of
     the trained ones, rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to
     predict there; `weights` [k] float32: the factors of their losses; `logprobs` [k] float32: the
-    sampler's, nats; NaN where nothing was sampled; `expert_ids` int16 [.., layers, experts per
+    sampler's, nats; NaN where nothing was sampled; `policy_steps` [k] int32: the checkpoints that
+    sampled them, or -1; `expert_ids` int16 [.., layers, experts per
     token]: `slot_experts` of the first tokens, as many as are known.
     """
 
@@ -36,6 +37,7 @@ class LinearSequence:
     targets: Int32
     weights: Float32
     logprobs: Float32
+    policy_steps: Int32
     expert_ids: Int16 | None = None
 
     @classmethod
@@ -47,6 +49,7 @@ class LinearSequence:
         targets: Int32 | None = None,
         weights: Float32 | None = None,
         logprobs: Float32 | None = None,
+        policy_steps: Int32 | None = None,
         expert_ids: Int16 | None = None,
     ) -> Self:
         """Without the tokens after the last trained one: no trained token attends to them. By
@@ -57,6 +60,7 @@ class LinearSequence:
             tokens[trained] if targets is None else targets,
             np.ones(len(trained), np.float32) if weights is None else weights,
             np.full(len(trained), np.nan, np.float32) if logprobs is None else logprobs,
+            np.full(len(trained), -1, np.int32) if policy_steps is None else policy_steps,
             expert_ids,
         )
 
@@ -72,6 +76,7 @@ class LinearSequence:
             targets=self.targets[:count],
             weights=self.weights[:count],
             logprobs=self.logprobs[:count],
+            policy_steps=self.policy_steps[:count],
             expert_ids=self.expert_ids,
         )
 
@@ -234,6 +239,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         "item_sequence": np.repeat(np.arange(len(order)), item_counts).astype(np.int32),
         "item_trajectory": item_trajectory,
         "item_logprob": np.concatenate([sequence.logprobs for sequence in ordered]),
+        "item_policy_step": np.concatenate([sequence.policy_steps for sequence in ordered]),
         "item_weight": (
             weights[item_trajectory] * np.concatenate([sequence.weights for sequence in ordered])
         ),

@@ -235,13 +235,22 @@ def _linked_turns(
         expert_ids = routed_expert_ids(turn, mixture, f"{field}.turns.{k}.routed_experts")
         tokens, logprobs = np.concatenate([prompt, sampled]), np.array(turn.logprobs, np.float32)
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
+        step = -1 if turn.policy_step is None else turn.policy_step
+        policy_steps = np.full(len(sampled), step, np.int32)
         if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
             before = sequences.pop()
             trained = np.concatenate([before.trained, trained])
             logprobs = np.concatenate([before.logprobs, logprobs])
+            policy_steps = np.concatenate([before.policy_steps, policy_steps])
             expert_ids = joined(before.expert_ids, expert_ids)
         sequences.append(
-            LinearSequence.of(tokens, trained, logprobs=logprobs, expert_ids=expert_ids)
+            LinearSequence.of(
+                tokens,
+                trained,
+                logprobs=logprobs,
+                policy_steps=policy_steps,
+                expert_ids=expert_ids,
+            )
         )
     return sequences
 

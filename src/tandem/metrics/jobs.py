@@ -60,6 +60,14 @@ _LAST_STEP = {
         "logprob_mismatch",
         "Mean absolute difference of the trainer's and the sampler's log-probs, in nats (RL)",
     ),
+    "sampler_logprob_difference_fresh": (
+        "logprob_mismatch_fresh",
+        "The same of the tokens that the job's base step sampled; absent if there are none",
+    ),
+    "sampler_logprob_difference_stale": (
+        "logprob_mismatch_stale",
+        "The same of the tokens that older steps sampled; absent if there are none",
+    ),
     "clip_fraction": ("clip_ratio", "Share of tokens whose importance ratio was clipped (RL)"),
     "ratio_max": ("importance_ratio_max", "Largest importance ratio (RL)"),
     "reward_mean": ("reward_mean", "Mean reward (RL)"),

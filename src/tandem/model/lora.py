@@ -212,26 +212,20 @@ class LoraLinear(Adapters):
         A x of all targets [S, targets * rank], for `parameter_gradients`)."""
         if self.column and self.sequence:
             x = parallel.gather(x, self.group)
-        # All ranks of a row-parallel layer have the same bias, so it is added once, after the sum.
-        bias = None if self.column else self.bias
-        if residual is not None and self._alone and self.fp8 is None and bias is None:
-            # One pass less than the product and a sum.
-            output = torch.addmm(residual, x, self.weight.t())
-        else:
-            output = self._product(x)
-            if not self.column:
-                output = self._sum_over_ranks(output)
-            if bias is not None:
-                output += bias
-            if residual is not None:
-                output += residual
-        if not self.adapted:
-            return output, None
-        a, b = self.cast(x.dtype)
-        inner = linear(x, a)
+        output, inner = self._product(x), None
         if not self.column:
-            inner = self._sum_over_ranks(inner)
-        return output.addmm_(inner, b.t()), inner
+            output = self._sum_over_ranks(output)
+            # All ranks of a row-parallel layer have the same bias, so it is added once.
+            if self.bias is not None:
+                output += self.bias
+        if self.adapted:
+            a, b = self.cast(x.dtype)
+            inner = linear(x, a)
+            if not self.column:
+                inner = self._sum_over_ranks(inner)
+            output.addmm_(inner, b.t())
+        # Last: bf16 rounds a sum in proportion to it, and the residual is the largest part.
+        return (output if residual is None else output.add_(residual)), inner
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""

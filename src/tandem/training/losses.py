@@ -72,6 +72,9 @@ class Items:
     mean_kl: float = 0.0
     pair: Tensor | None = None  # int64, 0 .. pairs - 1 in the row; needed by preferences
     rejected: Tensor | None = None  # bool: of its pair's rejected answer; needed by preferences
+    # int64: steps from the checkpoint that sampled the token to the job's base step; below 0:
+    # unknown.
+    steps_behind: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -246,8 +249,9 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
 
     Of the sums, `kl_sampler` is k3 of KL(sampler || trainer), `logprob_difference` |trainer -
-    sampler|, both in nats, and `masked` counts importance weights of 0. Of the maxima,
-    `above_sampler` is trainer - sampler, in nats.
+    sampler|, both in nats, and `masked` counts importance weights of 0. Both sums end in `_fresh`
+    over the items that the job's base step sampled, and in `_stale` over those of older steps. Of
+    the maxima, `above_sampler` is trainer - sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)
@@ -259,6 +263,11 @@ def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     sums["advantage_square"] = items.advantages.double().square()
     sums["kl_sampler"] = kl_estimate(items.sampler_logprobs, detached, "k3")
     sums["logprob_difference"] = (detached - items.sampler_logprobs).abs()
+    if (behind := items.steps_behind) is not None:
+        for age, of_age in (("fresh", behind == 0), ("stale", behind > 0)):
+            sums[f"items_{age}"] = of_age
+            for name in ("kl_sampler", "logprob_difference"):
+                sums[f"{name}_{age}"] = sums[name].where(of_age, 0.0)
     if (weights := importance_weights(items, loss)) is not None:
         sums |= {"importance": weights, "masked": weights == 0}
         per_item = weights * per_item

@@ -29,6 +29,8 @@ _MEANS = {
     "masked": "masked_fraction",
 }
 """Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
+_AGES = ("fresh", "stale")
+"""Tokens that the job's base step sampled, and those of older steps."""
 _PAIR_MEANS = {
     "accuracy": "pair_accuracy",
     "margin": "reward_margin",
@@ -170,12 +172,18 @@ def reduce_values(
 
 def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items,
-    unweighted."""
+    unweighted; over no items there is none."""
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
     metrics |= {
         metric: sums[name] / sums["pairs"] for name, metric in _PAIR_MEANS.items() if name in sums
+    }
+    metrics |= {
+        f"{_MEANS[name]}_{age}": sums[f"{name}_{age}"] / sums[f"items_{age}"]
+        for age in _AGES
+        if sums.get(f"items_{age}")
+        for name in ("kl_sampler", "logprob_difference")
     }
     if "ratio" in maxima:  # RL
         variance = sums["advantage_square"] / items - metrics["advantage_mean"] ** 2

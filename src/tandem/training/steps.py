@@ -295,6 +295,8 @@ class Training:
             # A job of one optimizer step computes none before training: the old policy is the
             # current one.
             items.old_logprobs = self._old_logprobs.get(row.index, outputs.logprobs.detach())
+        behind = self.job.base_step - row.item_policy_step
+        items.steps_behind = tensor(np.where(row.item_policy_step < 0, -1, behind), torch.int64)
         items.reference_logprobs = self._reference_logprobs.get(row.index)
         return rl_loss(items, loss)
 

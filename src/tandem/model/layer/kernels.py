@@ -40,7 +40,7 @@ def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467): [S,
     features]."""
-    return (_normalise(x, eps)[0] * weight).to(x.dtype)
+    return (_normalise(x.float(), eps)[0] * weight).to(x.dtype)
 
 
 @_one_kernel_on_cuda
@@ -48,7 +48,8 @@ def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
-    return (plus + _norm_gradient(gradient * weight, *_normalise(x, eps))).to(x.dtype)
+    grad_x = _norm_gradient(gradient.float() * weight, *_normalise(x.float(), eps))
+    return (plus + grad_x).to(x.dtype)
 
 
 def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,11 +68,10 @@ def split_heads(
     i + size / 2, or with `partial_rope`, where cos has fewer columns, with i + that number. Slots
     from S to `length` become zero.
     """
-    x = qkv.float() if shape.partial_rope else qkv
-    parts = list(_group_heads(x, shape).split([shape.queries, 1, 1], 2))
+    parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         if weight is not None:
-            parts[index] = (_normalise(parts[index], shape.eps)[0] * weight).to(x.dtype)
+            parts[index] = _normalise(parts[index], shape.eps)[0] * weight
         parts[index] = _rotate(parts[index], cos, sin)
     q, k, v = (
         pad(part.flatten(1, 2).to(qkv.dtype), (0, 0, 0, 0, 0, length - len(qkv))) for part in parts
@@ -84,10 +84,9 @@ def split_heads_backward(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of `qkv`. `gradients` may have any strides between slots and heads."""
-    x = qkv.float() if shape.partial_rope else qkv
-    inputs = _group_heads(x, shape).split([shape.queries, 1, 1], 2)
+    inputs = _group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2)
     parts = [
-        gradient[: len(qkv)].to(x.dtype).unflatten(1, (shape.groups, -1)) for gradient in gradients
+        gradient[: len(qkv)].float().unflatten(1, (shape.groups, -1)) for gradient in gradients
     ]
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
         parts[index] = _rotate(parts[index], cos, -sin)
@@ -117,8 +116,8 @@ def head_norm_gradients(
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up (Shazeer, 2020, arXiv:2002.05202) of [S, 2 * features], gate first: [S,
     features]."""
-    gate, up = gate_up.chunk(2, -1)
-    return silu(gate) * up
+    gate, up = gate_up.float().chunk(2, -1)
+    return (silu(gate) * up).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
@@ -127,11 +126,12 @@ def swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, `swiglu(gate_up)`). On CUDA the gradient is written over
     `gate_up`."""
-    gate, up = gate_up.chunk(2, -1)
-    sigmoid = gate.sigmoid()
+    gate, up = gate_up.float().chunk(2, -1)
+    sigmoid, gradient = gate.sigmoid(), gradient.float()
     activated = gate * sigmoid
     grad_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
-    return torch.cat((grad_gate, gradient * activated), -1), activated * up
+    grad_gate_up = torch.cat((grad_gate, gradient * activated), -1)
+    return grad_gate_up.to(gate_up.dtype), (activated * up).to(gate_up.dtype)
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def geglu_backward(
 @_one_kernel_on_cuda
 def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """`swiglu` times each assignment's probability, fp32 [N]: [N, features]."""
-    return (swiglu(gate_up) * probs[:, None]).to(gate_up.dtype)
+    return (swiglu(gate_up.float()) * probs[:, None]).to(gate_up.dtype)
 
 
 @_one_kernel_on_cuda
@@ -163,11 +163,9 @@ def expert_swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of
     `probs`)."""
-    grad_gate_up, activated = swiglu_backward(
-        (gradient * probs[:, None]).to(gate_up.dtype), gate_up
-    )
+    grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
     return (
-        grad_gate_up,
+        grad_gate_up.to(gate_up.dtype),
         (activated * probs[:, None]).to(gate_up.dtype),
         (gradient.float() * activated).sum(-1),
     )
@@ -211,7 +209,7 @@ def sum_assignments(
     `values`: [N, features], one line per assignment of a token to an expert. `assignments`: int64
     [S, k], each token's.
     """
-    return plus + values[assignments].sum(1)
+    return (plus.float() + values[assignments].float().sum(1)).to(plus.dtype)
 
 
 def _clamp(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
