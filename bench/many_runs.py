@@ -2,9 +2,9 @@
 
     python -m bench.many_runs [--runs 20000] [--limit 200] [--pages 20]
 
-A controller process on a spool with copies of one new run. The first page is the first request
-after the controller's start; the others are asked for in turn. `load` is the machine's load average
-at that moment; CPU times depend on it least.
+A controller process on a spool with copies of one new run, all of them served. The first page is
+the first request after the controller's start; the others are asked for in turn. `load` is the
+machine's load average at that moment; CPU times depend on it least.
 """
 
 import argparse
@@ -18,10 +18,11 @@ import httpx
 from bench.many_jobs import KEY, deployment
 from bench.report import report
 from tandem.spool import Spool
+from tandem.spool.schema import Served
 
 
 def fill(spool: Spool, count: int) -> None:
-    """`count` runs beside the first, without syncing them."""
+    """`count` runs with the first, without syncing them. vLLM serves each."""
     first = spool.paths.run_dir("run-0")
     files = [path for path in first.rglob("*") if path.is_file()]
     for number in range(count - 1):
@@ -34,6 +35,23 @@ def fill(spool: Spool, count: int) -> None:
             else:
                 shutil.copyfile(path, copy)
         (spool.paths.run_dir(name) / "discarded").mkdir()
+        serve(spool, name)
+    serve(spool, "run-0")
+
+
+def serve(spool: Spool, name: str) -> None:
+    """Writes the record of a served step as the publisher does."""
+    served = Served(
+        step=0,
+        model=f"{name}@0",
+        checkpoint=spool.checkpoints.manifest(name, 0).weights_sha256,
+        manifest=spool.checkpoints.manifest_identity(name, 0),
+        verified=time.time(),
+        mean_abs_logprob_error=0.0,
+        allowed_logprob_error=0.0,
+        tokens_checked=1,
+    )
+    (spool.paths.run_dir(name) / "served.json").write_text(served.model_dump_json())
 
 
 def main() -> None:
@@ -58,6 +76,7 @@ def main() -> None:
                 page = http.get("/v1/runs", params=params).raise_for_status().json()
                 seconds.append(time.monotonic() - begin)
                 assert len(page) == options.limit
+                assert all(run["served_in_chain"] for run in page)
                 after = page[-1]["spec"]["name"]
         row = {
             "runs": count,

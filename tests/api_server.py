@@ -249,13 +249,12 @@ def run_one(spool: Spool) -> Job:
 
 def serve(spool: Spool, run: str, step: int, **refused: Any) -> None:
     """Record that vLLM serves a step."""
-    verified = {
+    verified: dict[str, Any] = {
         "verified": time.time(),
         "mean_abs_logprob_error": 0.001,
         "allowed_logprob_error": 0.15,
         "tokens_checked": 10,
     }
-    sha256 = spool.checkpoints.manifest(run, step).files["adapter_model.safetensors"].sha256
-    spool.served.put(
-        run, Served(step=step, model=f"{run}@{step}", checkpoint=sha256, **verified, **refused)
-    )
+    verified["checkpoint"] = spool.checkpoints.manifest(run, step).weights_sha256
+    verified["manifest"] = spool.checkpoints.manifest_identity(run, step)
+    spool.served.put(run, Served(step=step, model=f"{run}@{step}", **verified, **refused))

@@ -1,6 +1,7 @@
 """Ways to damage one file, for `fuzz.files`."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +45,10 @@ _VALUES = (
 )
 
 
-def damage(path: Path, root: Path, chosen: random.Random) -> str:
-    """Damages the file; returns how."""
-    ways = [*_BYTES, *_NODES]
-    if _parsed(path) is not None:
+def damage(path: Path, root: Path, chosen: random.Random, *, node: bool) -> str:
+    """Damages the file; returns how. `node`: something else is in its place."""
+    ways = list(_NODES) if node else [*_BYTES, *_NODES]
+    if not node and _parsed(path) is not None:
         ways += 3 * [_splice, _splice_line, _key]
     way = chosen.choice(ways)
     told = way(path, root, chosen)
@@ -190,6 +191,19 @@ def _symlink(path: Path, root: Path, chosen: random.Random) -> str:
     return str(target).replace(str(root), "")
 
 
+def _fifo(path: Path, _: Path, __: random.Random) -> str:
+    """Nobody writes into it: who opens it in the plain way waits for ever."""
+    path.unlink()
+    os.mkfifo(path)
+    return ""
+
+
+def _sparse(path: Path, _: Path, __: random.Random) -> str:
+    """2 GiB that take no space."""
+    os.truncate(path, 2**31)
+    return ""
+
+
 def _swapped(path: Path, root: Path, chosen: random.Random) -> str:
     """It has the content of another file with the same ending."""
     others = [other for other in root.rglob(f"*{path.suffix}") if other.is_file() and other != path]
@@ -204,4 +218,4 @@ def _unreadable(path: Path, _: Path, __: random.Random) -> str:
     return ""
 
 
-_NODES: list[Way] = [_missing, _directory, _symlink, _swapped, _unreadable]
+_NODES: list[Way] = [_missing, _directory, _symlink, _fifo, _sparse, _swapped, _unreadable]

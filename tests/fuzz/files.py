@@ -15,6 +15,7 @@ import argparse
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -64,11 +65,13 @@ class Fuzzer:
         root = self.stage.copy("copy")
         path = self.stage.directory / USED if name == USED else root / name
         if name == USED:
+            shutil.rmtree(path, ignore_errors=True)  # what an earlier round put there
+            path.unlink(missing_ok=True)
             path.write_text('{"main": 1.0, "lost": 2.0}')
         api = readers.Api(self.stage, root) if chosen.random() < 0.5 else None
-        how = damage(path, root, chosen)
+        how = damage(path, root, chosen, node=number % 3 == 0)
         self.seen[kind] += 1
-        used = path.read_bytes() if name == USED and path.is_file() else b"{}"
+        used = path.read_bytes() if name == USED and path.is_file() and how != "sparse" else b"{}"
         trains = chosen.random() < 0.2 or bool(
             re.search(r"jobs/(queued|running|data|ids)|checkpoints|run\.json", name)
         )

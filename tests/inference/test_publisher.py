@@ -135,6 +135,21 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     assert stage.served() == (2, None)
 
 
+def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None:
+    """By which the controller knows the checkpoint without opening its manifest."""
+    publisher = stage.publisher()
+    stage.step(0.3)
+    publisher.once()
+    manifest = stage.spool.checkpoints.path("run", 1) / "manifest.json"
+    for _ in range(2):
+        status = manifest.stat()
+        assert stage.record().manifest == (status.st_ino, status.st_mtime_ns)
+        manifest.with_suffix(".new").write_bytes(manifest.read_bytes())
+        manifest.with_suffix(".new").replace(manifest)  # as after a restore
+        assert stage.spool.checkpoints.has("run", stage.record())
+        publisher.once()
+
+
 def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_are_refused(
     stage: Stage,
 ) -> None:

@@ -95,8 +95,8 @@ def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
     """Each attempt would end it in its imports, and the next would begin them again."""
     stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")
     code = (HERE / "fake_rank.py").read_text()
-    slow = "def preload():\n    __import__('time').sleep(9)\n"
-    (tmp_path / "rank_that_imports_slowly.py").write_text(code.replace("def preload():\n", slow))
+    slow = "\n\ndef preload(device: str):\n    time.sleep(12)\n"
+    (tmp_path / "rank_that_imports_slowly.py").write_text(code + slow)
     stack.environment["PYTHONPATH"] = f"{tmp_path}:{stack.environment['PYTHONPATH']}"
     try:
         stack.start()

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from free_ports import free_ports
+from listening import LOOPBACK, watched
 from local_stack import DEVICES, LocalStack, seen, succeeded, train
 from tandem.system import processes
 from waiting import answers, until
@@ -247,6 +248,15 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     succeeds(stack, job)
     stack.wait_ready()
     serves_all_steps(stack)
+
+
+def test_no_program_listens_for_strangers(stack: LocalStack) -> None:
+    """With adapters; test_merged_stack.py looks at the other transports, and test_real_ranks.py at
+    the other launchers."""
+    with watched(stack.process.pid) as listeners:
+        succeeds(stack, submit(stack))
+    assert listeners
+    assert set(listeners) <= LOOPBACK, listeners
 
 
 def test_no_secret_is_on_the_spool(stack: LocalStack) -> None:

@@ -42,8 +42,7 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
         spec=spec,
         newest_step=spool.checkpoints.newest(run),
         served=served,
-        served_in_chain=served is not None
-        and spool.checkpoints.has(run, served.step, served.checkpoint),
+        served_in_chain=served is not None and spool.checkpoints.has(run, served),
         pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
         num_pending=len(running) + index.count("queued", run),
         size=spool.checkpoints.size(run),

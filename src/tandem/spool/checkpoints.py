@@ -20,7 +20,7 @@ from tandem.spool import fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
-from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec
+from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec, Served
 from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
@@ -123,11 +123,15 @@ class Checkpoints:
             return status.st_ino, status.st_mtime_ns
         return None
 
-    def has(self, run: str, step: int, sha256: str) -> bool:
-        """Whether the weights of the run's present checkpoint `step` have this SHA-256, by its
-        manifest."""
+    def has(self, run: str, served: Served) -> bool:
+        """Whether what is served is the run's present checkpoint of that step. Opens its manifest
+        only where that is not the file which the record names."""
         with suppress(NotFound, CheckpointDamaged):
-            return self.manifest(run, step).weights_sha256 == sha256
+            if served.manifest is not None and served.manifest == self.manifest_identity(
+                run, served.step
+            ):
+                return True
+            return self.manifest(run, served.step).weights_sha256 == served.checkpoint
         return False
 
     def verify(self, run: str, step: int) -> Manifest:

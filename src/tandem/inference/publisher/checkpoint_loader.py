@@ -30,13 +30,17 @@ LONGEST_PAUSE_SECONDS = 3600.0
 @dataclass
 class ServedCheckpoint:
     """A checkpoint that vLLM lists under `path` and that was verified. `told`: whether its job's
-    events say so; `manifest`: the `manifest_identity` with which it was last read."""
+    events say so."""
 
     path: Path
     record: Served
     job: str | None
     told: bool = False
-    manifest: tuple[int, int] | None = None
+
+    def read(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
+        """Its manifest was read, and had this `manifest_identity` right before."""
+        self.record = self.record.model_copy(update={"manifest": manifest})
+        return self
 
 
 class CheckpointRefused(Exception):
@@ -92,7 +96,7 @@ class CheckpointLoader:
             if (
                 identity
                 and served is not None
-                and served.manifest == identity
+                and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
                 return served  # to read a manifest with its probe takes milliseconds, at every turn
@@ -104,8 +108,7 @@ class CheckpointLoader:
                 return served
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
-            served.manifest = identity
-            return served
+            return served.read(identity)
         self._served.pop(name, None)
         if name in self.transport.listed and not self._lists(name, path):
             log.info("unloading an adapter whose checkpoint was replaced", model=name)
@@ -123,8 +126,7 @@ class CheckpointLoader:
             raise self._refuse(
                 name, stats, str(error), passing=isinstance(error, InferenceFailed)
             ) from error
-        served.manifest = identity
-        self._served[name] = served
+        self._served[name] = served.read(identity)
         self._refused.pop(name, None)
         return served
 

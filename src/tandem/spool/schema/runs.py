@@ -168,6 +168,8 @@ class Served(Record):
     weights: Serving = "adapter"
     transport: str = "lora"  # how the weights reached vLLM
     checkpoint: str  # SHA-256 of the weights (`Manifest.weights_sha256`)
+    # Inode and mtime (ns) of the manifest that had it: readers need not open that file again.
+    manifest: tuple[int, int] | None = None
     verified: float  # Unix seconds
     mean_abs_logprob_error: float  # trainer against vLLM, over the probe's tokens; nats
     # The most at which the step is served: of the mean of the closest tokens (`verify.COMPARED`).
