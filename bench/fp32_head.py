@@ -10,6 +10,7 @@ transformers in float32.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def by_vllm(model: str, head: str, sequences: Sequences) -> list[float]:
         max_model_len=256,
         enforce_eager=True,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.2,
     )
     answers = llm.generate(
         [{"prompt_token_ids": tokens} for tokens in sequences],
@@ -61,7 +62,8 @@ def in_child(model: str, head: str, sequences: Sequences, work: Path) -> torch.T
     tokens.write_text(json.dumps(sequences))
     command = [sys.executable, "-m", "bench.fp32_head", "--model", model]
     command += ["--adapters", str(work), "--child", head]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    alone = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=alone)
     return torch.tensor(json.loads(found.read_text()))
 
 
@@ -96,6 +98,8 @@ def scores(model: str, adapter: Path, sequences: Sequences) -> dict[str, torch.T
             with in_float32(part):
                 found[f"trainer {head}"] = by_trainer(policy, sequences)
             found[f"vLLM {head}"] = in_child(directory, head, sequences, Path(work))
+            apart = (found[f"trainer {head}"] - found[f"vLLM {head}"]).abs().mean()
+            print(adapter, head, f"{apart:.4f}", flush=True)
         return found
 
 
@@ -112,7 +116,7 @@ def main() -> None:
         sequences = json.loads((options.adapters / "tokens.json").read_text())
         values = by_vllm(options.model, options.child, sequences)
         (options.adapters / "found.json").write_text(json.dumps(values))
-        return
+        os._exit(0)  # without vLLM's own end, which a busy machine makes wait
     device.activate(options.device)
     parallel.init_parallel()
     sequences = sums(options.model, options.count, seed=1)

@@ -30,7 +30,7 @@ def test_the_file_is_numpys_own_and_always_the_same(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == [FILE]
     record = np.load(tmp_path / "a" / FILE, mmap_mode="r", allow_pickle=False)
     assert all(record[name].flags.aligned for name in record.dtype.names)
-    assert (int(record["format"]), int(record["vocab_size"])) == (4, 10)
+    assert (int(record["format"]), int(record["vocab_size"])) == (5, 10)
     with PackedBatch.open(tmp_path / "a", sha256) as batch:
         assert (len(batch), batch.sequence_length) == (2, 8)
         for index in range(2):
@@ -45,6 +45,7 @@ def test_the_file_is_numpys_own_and_always_the_same(tmp_path: Path) -> None:
                 "sequence",
                 "trajectory",
                 "logprob",
+                "policy_step",
                 "weight",
                 "rejected",
             ):
@@ -93,7 +94,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     record = np.load(tmp_path / FILE)
     record["format"] = 2
     np.save(tmp_path / FILE, record)
-    with pytest.raises(InvalidInput, match=r"format 2 is not 4: .*the same version"):
+    with pytest.raises(InvalidInput, match=r"format 2 is not 5: .*the same version"):
         PackedBatch.open(tmp_path)
     (tmp_path / FILE).unlink()
     with pytest.raises(InvalidInput, match="submit it again") as refused:

@@ -61,6 +61,7 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
             advantage=AdvantageSettings(keep_zero_variance=True),
             packing=PackingSettings(sequence_length=sequence_length),
             out=out,
+            base_step=2,
         )
         with PackedBatch.open(out) as packed:
             rows = [packed.row(index) for index in range(len(packed))]
@@ -78,7 +79,7 @@ def test_packed_equals_one_by_one(policy, batch, sequence_length):
         len(row.item_target) for row in rows
     )
     for tokens, trained, advantage in sequences:
-        one = loss(policy(linear_row(tokens, [slot for slot, _ in trained])), advantage)
+        one = loss(policy(linear_row(tokens, [slot for slot, *_ in trained])), advantage)
         one.backward()
         expected += one.detach()
     assert abs(total - expected) <= 1e-5 * abs(expected)
