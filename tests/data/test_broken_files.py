@@ -230,7 +230,7 @@ CASES: list[tuple[str, Any, str, str]] = [
         "turns.jsonl",
         [{"chosen": [ASK, ANSWER, ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "x"}]}],
         "line 1",
-        "chosen must be one message of the assistant",
+        "chosen must be the assistant's messages, with tools' answers",
     ),
     (
         "types.jsonl",

@@ -29,6 +29,8 @@ from tandem.data.inputs import (
 from tandem.spool.schema import Record
 
 LARGEST_WEIGHT = 1e30
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""A message's reasoning, by the names that clients and templates give it."""
 StrictBool = Annotated[bool, Field(strict=True)]
 
 
@@ -106,9 +108,7 @@ class Message(Record):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_KEYS)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
-    reasoning_content: Text | None = Field(
-        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
-    )
+    reasoning_content: Text | None = Field(default=None, validation_alias=AliasChoices(*REASONING))
     weight: Literal[0, 1] | None = None
     train: StrictBool | None = None
     content: Annotated[Text | None, BeforeValidator(_joined)] = Field(
@@ -144,9 +144,7 @@ class Message(Record):
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         if self.reasoning_content is not None:
-            message |= dict.fromkeys(
-                ("reasoning_content", "reasoning", "thinking"), self.reasoning_content
-            )
+            message |= dict.fromkeys(REASONING, self.reasoning_content)
         more = {"tool_call_id": self.tool_call_id, "name": self.name}
         return message | {key: value for key, value in more.items() if value is not None}
 
@@ -181,13 +179,20 @@ _FORMS = (
     {"token_ids", "trainable"},
     {"token_ids", "weights"},
 )
-_MORE = {"weight", "tools", "targets"}
+_MORE = {"weight", "tools", "chat_template_kwargs", "targets"}
+
+
+def _check_no_template(item: "SFTExample | PreferencePair") -> None:
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(item, name):
+            raise ValueError(f"{name} go with messages only; leave them out")
 
 
 class SFTExample(Record):
     """One of these forms; `tandem.data.render` says how they become tokens:
 
-    - `messages`, and optionally `tools`: the assistant's messages are trained;
+    - `messages`, and optionally `tools` and `chat_template_kwargs` (variables that the chat
+      template reads, as vLLM's requests have them): the assistant's messages are trained;
     - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
       trained;
     - `text`: everything but its first token is trained;
@@ -200,6 +205,7 @@ class SFTExample(Record):
 
     messages: Messages | None = None
     tools: Tools | None = None
+    chat_template_kwargs: JsonObject | None = None
     prompt: TextOrMessages | None = None
     completion: TextOrMessages | None = None
     text: Text | None = Field(default=None, min_length=1)
@@ -263,8 +269,8 @@ class SFTExample(Record):
             raise ValueError(
                 "prompt and completion must both be texts, or both be lists of messages"
             )
-        if self.tools is not None and not isinstance(self.prompt, list) and self.messages is None:
-            raise ValueError("tools go with messages only; leave them out")
+        if not isinstance(self.prompt, list) and self.messages is None:
+            _check_no_template(self)
         if self.targets is not None and self.weights is None:
             raise ValueError("targets go with weights only; give weights")
         return self
@@ -272,14 +278,15 @@ class SFTExample(Record):
 
 class PreferencePair(Record):
     """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of
-    messages, and then each is one message of the assistant after the prompt. Without `prompt`, what
-    the two begin with is the prompt.
+    messages. Without `prompt`, what the two begin with is the prompt. As messages, a completion
+    begins and ends with the assistant; the answers of tools between are context.
     """
 
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages
     rejected: TextOrMessages
     tools: Tools | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _like_each_other(self) -> Self:
@@ -292,19 +299,18 @@ class PreferencePair(Record):
             raise ValueError("chosen and rejected are the same, so there is nothing to prefer")
         if "" in (self.chosen, self.rejected):
             raise ValueError("chosen or rejected is empty")
-        if isinstance(self.chosen, str) and self.tools is not None:
-            raise ValueError("tools go with messages only; leave them out")
+        if isinstance(self.chosen, str):
+            _check_no_template(self)
         if isinstance(self.chosen, list):
             for name, (_, completion) in zip(
                 ("chosen", "rejected"), self.conversations(), strict=True
             ):
-                if [message.role for message in completion] != ["assistant"]:
-                    problem = (
-                        f"{name} must be one message of the assistant after what the two have in"
-                        " common"
-                    )
+                roles = [message.role for message in completion]
+                ends = {*roles[:1], *roles[-1:]}
+                if ends != {"assistant"} or not {"assistant", "tool"}.issuperset(roles):
                     raise ValueError(
-                        f"{problem}, but is {[message.role for message in completion]}"
+                        f"{name} must be the assistant's messages, with tools' answers between"
+                        f" them, after what the two have in common, but is {roles}"
                     )
         return self
 
@@ -324,12 +330,23 @@ class Rendering(Record):
     the loss, 0 for context; `lengths`: the sequences' tokens; `slots`: what must fit a row, the
     longest sequence, or both of a pair with what they begin with once; `trained`: how many tokens
     are trained; `left_out`: what the chat template has no place for, `reasoning` of a trained
-    message or `tools`."""
+    message or `tools`.
+
+    Of conversations also: `trained_turns`; of these, `endless_turns` do not end with a token at
+    which vLLM stops (`endless`: what to do), and `empty_thoughts` train a thought without a word;
+    `control_tokens`: how often messages have the text of each special token, and so the token;
+    `date`: today's, where the template prints it."""
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)
     slots: int = 0
     trained: int = 0
     left_out: list[str] = Field(default_factory=list)
+    trained_turns: int = 0
+    endless_turns: int = 0
+    empty_thoughts: int = 0
+    control_tokens: dict[str, int] = Field(default_factory=dict)
+    endless: str | None = None
+    date: str | None = None
     error: str | None = None
     field: str | None = None
