@@ -168,7 +168,7 @@ CASES: list[tuple[str, Any, str, str]] = [
         "keep the good ones",
     ),
     ("empty-text.jsonl", [{"text": "a"}, {"text": ""}], "line 2: text", "at least 1"),
-    ("surrogate.jsonl", '{"text": "\\ud800"}\n', "line 1: text", "valid string"),
+    ("surrogate.jsonl", '{"text": "\\ud800"}\n', "line 1: text", "half of a pair"),
     (
         "flags.jsonl",
         [{"token_ids": [1, 2], "trainable": [False]}],

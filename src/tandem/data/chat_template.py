@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from tandem.data.dialects import REASONING
 from tandem.data.encoder import Encoder
-from tandem.data.examples import REASONING, Message
+from tandem.data.examples import Message
 from tandem.data.message_checks import INSTEAD, check_blank, check_calls
 from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence

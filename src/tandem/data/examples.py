@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BeforeValidator,
     Discriminator,
     Field,
@@ -17,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from tandem.data import dialects
+from tandem.data.dialects import REASONING
 from tandem.data.inputs import (
     LOWEST_WEIGHT,
     MOST_ITEMS,
@@ -29,8 +30,6 @@ from tandem.data.inputs import (
 from tandem.spool.schema import Record
 
 LARGEST_WEIGHT = 1e30
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""A message's reasoning, by the names that clients and templates give it."""
 StrictBool = Annotated[bool, Field(strict=True)]
 
 
@@ -43,12 +42,13 @@ def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _parsed(value: Any) -> Any:
-    if isinstance(value, str):
+    found = {} if value in (None, "") else dialects.decoded(value)
+    if isinstance(found, str):
         try:
-            return json.loads(value or "{}")
+            json.loads(found)
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"neither a JSON object nor the text of one: {exc}") from exc
-    return {} if value is None else value
+    return {} if found is None else found
 
 
 def _joined(content: Any) -> Any:
@@ -90,17 +90,14 @@ class ToolCall(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return (
-            {"function": value}
-            if isinstance(value, dict) and "function" not in value and "name" in value
-            else value
-        )
+    def _as_written(cls, value: Any) -> Any:
+        return dialects.call(value)
 
 
 class Message(Record):
-    """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content`
-    may be called `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the
+    """A message as OpenAI writes it. `content`: text, or a list of text parts; of a tool any JSON.
+    `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` `function_call`.
+    Keys without a value are as absent. `weight` 0 or `train` false: this message of the
     assistant is context only.
     """
 
@@ -108,12 +105,17 @@ class Message(Record):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_KEYS)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
-    reasoning_content: Text | None = Field(default=None, validation_alias=AliasChoices(*REASONING))
+    reasoning_content: Text | None = None
     weight: Literal[0, 1] | None = None
     train: StrictBool | None = None
     content: Annotated[Text | None, BeforeValidator(_joined)] = Field(
         default=None, validate_default=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, value: Any) -> Any:
+        return dialects.message(value)
 
     @field_validator("tool_calls", "reasoning_content", "weight", "train")
     @classmethod
@@ -157,19 +159,9 @@ TextOrMessages = Annotated[
 ]
 
 
-def _wrapped(tool: Any) -> Any:
-    """A tool as OpenAI writes it; `{name, parameters}` alone is taken too, as of calls."""
-    if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
-        return tool
-    return {
-        "type": "function",
-        "function": {key: value for key, value in tool.items() if key != "type"},
-    }
-
-
 Tools = Annotated[
-    list[Annotated[JsonObject, BeforeValidator(_wrapped)]],
-    Field(min_length=1, max_length=MOST_KEYS),
+    list[Annotated[JsonObject, BeforeValidator(dialects.tool)]],
+    Field(max_length=MOST_KEYS),
 ]
 _LONG = Field(fail_fast=True, max_length=MOST_ITEMS)
 _FORMS = (
@@ -204,7 +196,7 @@ class SFTExample(Record):
     `weight` multiplies the loss of each trained token."""
 
     messages: Messages | None = None
-    tools: Tools | None = None
+    tools: Annotated[Tools | None, BeforeValidator(dialects.tools)] = None
     chat_template_kwargs: JsonObject | None = None
     prompt: TextOrMessages | None = None
     completion: TextOrMessages | None = None
@@ -285,7 +277,7 @@ class PreferencePair(Record):
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages
     rejected: TextOrMessages
-    tools: Tools | None = None
+    tools: Annotated[Tools | None, BeforeValidator(dialects.tools)] = None
     chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
