@@ -14,7 +14,7 @@ from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
 from tandem.data.packed_format import write_packed
-from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
+from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of
 from tandem.data.render import check_ends, check_ids, check_vocabulary, render
 from tandem.data.routing import Mixture, joined, routed_expert_ids
 from tandem.errors import InvalidInput, NothingToLearn
@@ -161,8 +161,7 @@ def prepare_dpo(
     check_ends(tokenizer, everything, rendered, "pairs")
     trajectories = []
     for p, both in enumerate(rendered):
-        chosen, rejected = (one.tokens for one in both)
-        slots = slots_of_pair(chosen, rejected)
+        slots = slots_of(both)
         fits = slots <= packing.sequence_length
         if not fits and packing.too_long != "drop":
             remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
@@ -172,8 +171,8 @@ def prepare_dpo(
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
         check_vocabulary(everything[p], both, vocab_size, fields[p])
-        for sequence, is_rejected in zip(both, (False, True), strict=True):
-            kept = [sequence] if fits else []
+        for is_rejected in (False, True):
+            kept = [one for one in both if fits and one.rejected == is_rejected]
             trajectories.append(
                 PackedTrajectory(kept, p, 1.0, float("nan"), not fits, batch, is_rejected)
             )

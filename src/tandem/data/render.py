@@ -4,6 +4,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from itertools import batched, pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from tandem.data.chat_template import SequenceText, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
-from tandem.data.packing import LinearSequence, common_prefix, slots_of_pair
+from tandem.data.packing import LinearSequence, common_prefix, slots_of
 from tandem.data.stopping import endings, endless_problem
 from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
@@ -155,7 +156,7 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence], day:
                 str(day) if prints_date(tokenizer.get_chat_template(tools=item.tools)) else None
             ),
         }
-    slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
+    slots = slots_of(sequences) if both else max(lengths)
     return Rendering(
         parts=parts,
         lengths=lengths,
@@ -278,14 +279,7 @@ def _pair_texts(
     for name, (prompt, answer) in zip(("chosen", "rejected"), pair.conversations(), strict=True):
         names = [f"{field}.{name}"] * (len(prompt) + len(answer))
         said = {i for i, one in enumerate(answer, len(prompt)) if one.role == "assistant"}
-        texts = renderer(tokenizer).chat([*prompt, *answer], names, said, pair.tools, more)
-        if len(texts) > 1:
-            problem = "the chat template renders this branch's earlier messages differently later"
-            raise InvalidInput(
-                f"{problem}, so it is no single completion; leave this pair out",
-                field=f"{field}.{name}",
-            )
-        sources += texts
+        sources += renderer(tokenizer).chat([*prompt, *answer], names, said, pair.tools, more)
     return sources
 
 
@@ -303,32 +297,42 @@ def _finish(
             )
         ]
     sequences = [
-        one for source, tokens in tokenised for one in renderer(tokenizer).finish(source, tokens)
+        (source, renderer(tokenizer).finish(source, tokens)) for source, tokens in tokenised
     ]
-    if isinstance(item, PreferencePair) and len(sequences) != 2:
-        problem = "a token spans the border between a tool's answer and trained text"
-        raise InvalidInput(f"{problem}; leave this pair out", field=field)
-    return _paired(item, field, *sequences) if isinstance(item, PreferencePair) else sequences
+    if not isinstance(item, PreferencePair):
+        return [one for _, ones in sequences for one in ones]
+    halves = [
+        [one for source, ones in sequences for one in ones if source.spans[0][2] == half]
+        for half in (f"{field}.chosen", f"{field}.rejected")
+    ]
+    chosen, rejected = _paired(item, field, *halves)
+    return [*chosen, *(replace(one, rejected=True) for one in rejected)]
 
 
 def _paired(
-    pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence
-) -> list[LinearSequence]:
-    """The two with everything trained after the prompt that they have in common."""
-    tokens = [chosen.tokens, rejected.tokens]
-    if np.array_equal(chosen.tokens, rejected.tokens):
+    pair: PreferencePair, field: str, chosen: list[LinearSequence], rejected: list[LinearSequence]
+) -> list[list[LinearSequence]]:
+    """The two with everything trained after the prompt that they have in common. Of a branch of
+    several turns there may be several sequences, which begin with the prompt."""
+    halves = [chosen, rejected]
+    tokens = [half[0].tokens for half in halves]
+    if len(chosen) == len(rejected) and all(
+        np.array_equal(a.tokens, b.tokens) for a, b in zip(chosen, rejected, strict=True)
+    ):
         problem = "chosen and rejected are the same tokens, so there is nothing to prefer"
         raise InvalidInput(f"{problem}; leave this pair out", field=field)
-    first = int(chosen.trained[0])
+    first = int(chosen[0].trained[0])
     if isinstance(pair.chosen, str) and not pair.prompt:
         first = min(common_prefix(*tokens), *(len(one) - 1 for one in tokens))
         if first == 0:
             raise InvalidInput(
                 "chosen and rejected have no common beginning; give a prompt", field=field
             )
-    elif first != rejected.trained[0] or not np.array_equal(tokens[0][:first], tokens[1][:first]):
+    elif first != rejected[0].trained[0] or not np.array_equal(
+        tokens[0][:first], tokens[1][:first]
+    ):
         problem = "the chat template renders the prompt differently for chosen and rejected"
         raise InvalidInput(f"{problem}; leave this pair out", field=field)
     if isinstance(pair.chosen, list):
-        return [chosen, rejected]
-    return [LinearSequence.of(one, np.arange(first, len(one), dtype=np.int32)) for one in tokens]
+        return halves
+    return [[LinearSequence.of(one, np.arange(first, len(one), dtype=np.int32))] for one in tokens]
