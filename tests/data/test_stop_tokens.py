@@ -15,7 +15,7 @@ from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import PackingSettings
 from tandem.data.prepare import prepare_dpo, prepare_sft
 from tandem.data.render import preview, render
-from tandem.data.stopping import endings, stop_ids
+from tandem.data.stopping import Stops, stop_ids
 from tandem.errors import InvalidInput
 
 ASK = turn("user", "hi")
@@ -195,7 +195,7 @@ def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> N
         first = turns(sequences)[0]
         shown, endless = tokenizer.decode(first).rstrip(), (name, kind) in ENDLESS
         assert shown.endswith(end), (kind, shown)
-        ends = endings(tokenizer, stop_ids(tokenizer), sequences)
+        ends = Stops(tokenizer).endings(sequences)
         assert (ends[0] is not None) == endless, (kind, shown)
         # Sampling ends at the first stop token. The tags of a template may go on.
         if "endgeneration" not in tokenizer.chat_template:

@@ -23,7 +23,7 @@ from tandem.data.examples import Message
 from tandem.data.message_checks import INSTEAD, check_blank, check_calls
 from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence
-from tandem.data.stopping import stop_ids
+from tandem.data.stopping import Stops
 from tandem.errors import InvalidInput
 
 _COMMENT, _GENERATION = (
@@ -82,8 +82,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
-        self.stops = stop_ids(tokenizer)
-        self._stop_texts = set(tokenizer.convert_ids_to_tokens(sorted(self.stops)))
+        self.stops = Stops(tokenizer)
         special = {
             number: token.content
             for number, token in tokenizer.added_tokens_decoder.items()
@@ -228,7 +227,7 @@ class Renderer:
         stops = [
             mark.end()
             for mark in self.marks.finditer(completion, begin, end)
-            if mark[0] in self._stop_texts
+            if mark[0] in self.stops.texts
         ]
         # One that the message itself ends with is not the turn's.
         if message["content"].rstrip().endswith(self.endings):
@@ -252,7 +251,7 @@ class Renderer:
             return True
         start, end, _ = source.spans[-1]
         return any(
-            mark[0] in self._stop_texts for mark in self.marks.finditer(source.text, start, end)
+            mark[0] in self.stops.texts for mark in self.marks.finditer(source.text, start, end)
         )
 
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
@@ -273,7 +272,7 @@ class Renderer:
             return ""
         more = whole[len(before) :] if whole.startswith(before) else ""
         mark = self.marks.search(more)
-        found = mark and mark[0] in self._stop_texts and not more[: mark.start()].strip()
+        found = mark and mark[0] in self.stops.texts and not more[: mark.start()].strip()
         return more[: mark.end()] if mark and found else ""
 
     def _apply(

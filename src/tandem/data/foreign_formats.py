@@ -50,7 +50,7 @@ _UNREAD: _Formats = [
 ]
 
 
-def refusal(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | None:
+def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | None:
     """The column that shows the format, and the refusal; None for other records. `given`: a
     record's columns with a value; `fits`: whether it has the columns of a format of Tandem's."""
     if isinstance(given.get("label"), int):  # topics are texts

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tandem.data.columns import Record, answer, asked, json_value, led, text, turns
 from tandem.data.conversations import chat
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.foreign_formats import refusal
+from tandem.data.foreign_formats import other_format
 from tandem.data.records import open_records
 from tandem.errors import InvalidInput, from_validation_error
 
@@ -243,7 +243,7 @@ class Examples:
             raise InvalidInput(f"a record must be an object, not {type(record).__name__}")
         given = _given(record)
         fits = any(needed <= given.keys() for needed in columns)
-        if refused := refusal(given, fits=fits or bool(_fitting(given, None))):
+        if refused := other_format(given, fits=fits or bool(_fitting(given, None))):
             raise InvalidInput(refused[1], field=refused[0])
         if not fits:
             others = _fitting(given, self._kind_asked)
@@ -291,7 +291,7 @@ class Examples:
             raise InvalidInput(
                 f"fits the formats {' and '.join(fitting)}; name one with --format", field=place
             )
-        if isinstance(record, dict) and (refused := refusal(_given(record), fits=False)):
+        if isinstance(record, dict) and (refused := other_format(_given(record), fits=False)):
             raise InvalidInput(refused[1], field=f"{place}: {refused[0]}")
         asked = [item for item in FORMATS.items() if self._kind_asked in (None, item[1][0])]
         needs = "; ".join(f"{name}: {_needs(columns)}" for name, (_, _, columns, _) in asked)

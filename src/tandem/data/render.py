@@ -15,7 +15,6 @@ from tandem.data.chat_template import SequenceText, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence, common_prefix, slots_of
-from tandem.data.stopping import endings, endless_problem
 from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
@@ -83,12 +82,12 @@ def check_ends(
     )
     last = None
     for one in chats:
-        ends = endings(tokenizer, renderer(tokenizer).stops, [one])
+        ends = renderer(tokenizer).stops.endings([one])
         if None in ends:
             return
         last = ends[-1]
     if last is not None and not renderer(tokenizer).ends_answers():
-        raise InvalidInput(endless_problem(tokenizer, renderer(tokenizer).stops, last), field=field)
+        raise InvalidInput(renderer(tokenizer).stops.problem(last), field=field)
 
 
 def preview(
@@ -144,12 +143,12 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence], day:
     more: dict[str, Any] = {}
     if _is_chat(item):
         stops = renderer(tokenizer).stops
-        ends = endings(tokenizer, stops, sequences)
+        ends = stops.endings(sequences)
         endless = [last for last in ends if last is not None]
         more = {
             "trained_turns": len(ends),
             "endless_turns": len(endless),
-            "endless": endless_problem(tokenizer, stops, endless[-1]) if endless else None,
+            "endless": stops.problem(endless[-1]) if endless else None,
             "empty_thoughts": sum(map(_empty_thoughts, parts)),
             "control_tokens": _control_tokens(tokenizer, item),
             "date": (

@@ -14,6 +14,48 @@ from tandem.errors import InvalidInput
 _TAIL = 8
 
 
+class Stops:
+    """The stop tokens of a tokenizer: their `ids` and `texts`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.ids = tokenizer, stop_ids(tokenizer)
+        self.texts = tokenizer.convert_ids_to_tokens(sorted(self.ids))
+        self._special = {
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+
+    def endings(self, sequences: Iterable[LinearSequence]) -> list[int | None]:
+        """For each trained turn None where it ends with a stop token, else its last token. Special
+        tokens and white space may follow the stop token."""
+        return [
+            self._ending([int(token) for token in one.tokens[run[-_TAIL:]]])
+            for one in sequences
+            for run in np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1)
+        ]
+
+    def _ending(self, last: list[int]) -> int | None:
+        for token in reversed(last):
+            if token in self.ids:
+                return None
+            if token not in self._special and self._tokenizer.decode([token]).strip():
+                break
+        return last[-1]
+
+    def problem(self, last: int) -> str:
+        """Says that no turn ends with a stop token, but with `last`, and what to do."""
+        names = ", ".join(map(repr, self.texts))
+        said = f"no trained turn ends with a token at which vLLM stops ({names})"
+        if last in self._special:
+            return (
+                f"{said}, but with {self._tokenizer.decode([last])!r}, so the model would never"
+                f" stop; add {last} to eos_token_id in the model's generation_config.json"
+            )
+        return (
+            f"{said}, so the model would never stop; use a chat template that ends each turn with"
+            " one, and whose {% generation %} encloses it"
+        )
+
+
 def stop_ids(tokenizer: Any) -> frozenset[int]:
     """The tokenizer's EOS and `eos_token_id` of the model's generation_config.json, as vLLM does
     (where there is no such file, that of config.json)."""
@@ -44,38 +86,3 @@ def _json(path: str, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise InvalidInput(f"can't read {name} of {path}: {error}", field="base_model") from error
     return content if isinstance(content, dict) else None
-
-
-def endings(
-    tokenizer: Any, stops: frozenset[int], sequences: Iterable[LinearSequence]
-) -> list[int | None]:
-    """For each trained turn None where it ends with a token at which vLLM stops, else its last
-    token. Special tokens and white space may follow it."""
-    found: list[int | None] = []
-    special = set(tokenizer.all_special_ids)
-    for one in sequences:
-        for run in np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1):
-            last = [int(token) for token in one.tokens[run[-_TAIL:]]]
-            found.append(last[-1])
-            for token in reversed(last):
-                if token in stops:
-                    found[-1] = None
-                    break
-                if token not in special and tokenizer.decode([token]).strip():
-                    break
-    return found
-
-
-def endless_problem(tokenizer: Any, stops: frozenset[int], last: int) -> str:
-    """Says that no turn ends with a stop token, but with `last`, and what to do."""
-    names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(stops))))
-    said = f"no trained turn ends with a token at which vLLM stops ({names})"
-    if last in set(tokenizer.all_special_ids):
-        return (
-            f"{said}, but with {tokenizer.decode([last])!r}, so the model would never stop; add"
-            f" {last} to eos_token_id in the model's generation_config.json"
-        )
-    return (
-        f"{said}, so the model would never stop; use a chat template that ends each turn with one,"
-        " and whose {% generation %} encloses it"
-    )

@@ -13,7 +13,7 @@ _OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_templa
 
 
 @lru_cache(maxsize=8)
-def variables(template: str) -> frozenset[str]:
+def variables_read(template: str) -> frozenset[str]:
     """The variables that the template reads, without functions and what Tandem gives."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -38,8 +38,8 @@ def options(
     InvalidInput for a variable that the template does not read: vLLM would leave it out silently.
     """
     given = given or {}
-    if unknown := sorted(given.keys() - variables(template)):
-        read = ", ".join(sorted(variables(template) - {"bos_token", "eos_token"}))
+    if unknown := sorted(given.keys() - variables_read(template)):
+        read = ", ".join(sorted(variables_read(template) - {"bos_token", "eos_token"}))
         known = f"; it reads {read}" if read else ""
         raise InvalidInput(
             f"the chat template reads no such variable{known}; correct or remove it",
