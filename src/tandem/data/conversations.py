@@ -25,7 +25,7 @@ _ROLES = {
 } | {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _CALLS = ("function_call", "tool_call")
 _ONE_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_ONE_ANSWER = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+_ONE_ANSWER = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 _SWITCHES = ("loss", "training")
 
 
