@@ -57,7 +57,7 @@ def check(
         str, typer.Option(help="auto, or the format's name (docs/data.md).")
     ] = "auto",
     tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")
+        str | None, typer.Option(help="A model's directory or hub name: no controller is asked.")
     ] = None,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens of a row, as of `tandem train`.")
