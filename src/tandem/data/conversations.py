@@ -10,6 +10,7 @@ from typing import Any
 from tandem.data.dialects import decoded
 from tandem.errors import InvalidInput
 
+_OPENAI = ("system", "developer", "user", "assistant", "tool")
 _ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -22,7 +23,7 @@ _ROLES = {
     "function_response": "tool",
     "tool_response": "tool",
     "function": "tool",
-} | {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+} | {role: role for role in _OPENAI}
 _CALLS = ("function_call", "tool_call")
 _ONE_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ONE_ANSWER = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
@@ -57,7 +58,11 @@ def chat(value: Any, field: str) -> Any:
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
     """The messages of an item of a conversation, and whether each has only the calls of its
     turn."""
-    if not isinstance(item, dict):
+    if not isinstance(item, dict) or (
+        item.keys() == {"role", "content"}
+        and isinstance(item["content"], str)
+        and item["role"] in _OPENAI
+    ):
         return [(item, False)]
     item = dict(item)
     if item.keys() == {"human", "assistant"}:  # ms-swift's

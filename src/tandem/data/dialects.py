@@ -9,6 +9,7 @@ from typing import Any
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """A message's reasoning, by the names that clients and templates give it."""
+_PLAIN = {"role", "content"}
 # Encoded as JSON more often than that by nobody.
 _ENCODINGS = 3
 
@@ -27,7 +28,9 @@ def decoded(value: Any) -> Any:
 
 def message(item: Any) -> Any:
     """A message with OpenAI's keys, without those that clients write though they say nothing."""
-    if not isinstance(item, dict):
+    if not isinstance(item, dict) or (
+        item.keys() == _PLAIN and isinstance(item["content"], str) and item["role"] != "function"
+    ):
         return item
     made = {key: value for key, value in item.items() if value not in (None, "", [], {})}
     # The content of a tool may be one of these.

@@ -84,8 +84,11 @@ def _loads(text: bytes, place: str) -> Any:
         raise InvalidInput(
             f"not JSON: {problem}; correct it or leave it out", field=place
         ) from error
-    if b"\\u" in text:
-        _check_letters(value, place, ": ")
+    if b"\\ud" in text or b"\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            _check_letters(value, place, ": ")
     return value
 
 
