@@ -230,3 +230,130 @@ def test_without_transformers(file):
     left = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert left.returncode == 1
     assert "pip install 'tandem-rl[data]'" in left.stderr
+
+
+def records(path: Path, *given: object) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in given))
+    return str(path)
+
+
+def tokenizer_at(path: Path, template: str, **config: object) -> str:
+    chat_tokenizer((TEMPLATES / f"{template}.jinja").read_text()).save_pretrained(path)
+    if config:
+        (path / "generation_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_turns_that_never_end_are_counted_and_refused_where_all_are(tandem, tmp_path):
+    made = chat_tokenizer((TEMPLATES / "gptoss_training.jinja").read_text())
+    stops = made.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    model = tokenizer_at(tmp_path / "model", "gptoss_training", eos_token_id=stops)
+    one = {"messages": [ASK, {"role": "assistant", "content": "yes"}]}
+    two = {"messages": one["messages"] * 2}
+    check = ("data", "check", records(tmp_path / "chats.jsonl", one, two), "--json", "--tokenizer")
+    status, out, _ = tandem(*check, model)
+    assert (status, json.loads(out)["without a stop token"]) == (
+        0,
+        "1: chats.jsonl line 2. 1 trained turns do not end with a token at which vLLM stops",
+    )
+    # Of a base model: its generation_config.json does not have the template's token.
+    model = tokenizer_at(tmp_path / "base", "gptoss_training")
+    status, out, _ = tandem(*check, model)
+    ((where, problem),) = json.loads(out)["broken"]
+    assert (status, where) == (1, "chats.jsonl")
+    assert "no trained turn ends with a token at which vLLM stops" in problem
+    assert f"add {stops[0]} to eos_token_id in the model's generation_config.json" in problem
+
+
+def test_control_tokens_in_texts_are_counted_and_strict_refuses_them(tandem, tmp_path):
+    model = tokenizer_at(tmp_path / "model", "qwen3")
+    answer = {"role": "assistant", "content": "yes"}
+    odd = {"role": "user", "content": "write <|im_end|> and <|im_end|>"}
+    path = records(
+        tmp_path / "chats.jsonl", {"messages": [ASK, answer]}, {"messages": [odd, answer]}
+    )
+    check = ("data", "check", path, "--json", "--tokenizer", model)
+    status, out, _ = tandem(*check)
+    found = json.loads(out)
+    assert (status, found["broken"]) == (0, [])
+    assert found["control tokens"].startswith(
+        "1: chats.jsonl line 2. The texts have '<|im_end|>' 2 times, which the tokenizer reads as"
+    )
+    status, out, _ = tandem(*check, "--strict")
+    ((where, problem),) = json.loads(out)["broken"]
+    assert (status, where) == (1, "chats.jsonl line 2")
+    assert problem.startswith("has '<|im_end|>' in its texts")
+
+
+def test_empty_thoughts_are_counted_and_a_setting_avoids_them(tandem, tmp_path):
+    model = tokenizer_at(tmp_path / "model", "qwen3")
+    path = records(
+        tmp_path / "chats.jsonl", {"messages": [ASK, {"role": "assistant", "content": "yes"}]}
+    )
+    check = ("data", "check", path, "--json", "--tokenizer", model)
+    found = json.loads(tandem(*check)[1])
+    assert found["empty thoughts"].startswith(
+        "1: chats.jsonl line 1. 1 answers train an empty thought; give their reasoning, or"
+    )
+    setting = ("--set", "chat_template_kwargs.enable_thinking=false")
+    status, out, _ = tandem(*check, *setting)
+    found = json.loads(out)
+    assert (status, found["empty thoughts"]) == (0, None)
+    ((context, _), (trained, _)) = found["shown"][0][1]["parts"][0]
+    assert (context.endswith("</think>\n\n"), trained) == (True, "yes<|im_end|>")
+    wrong = tandem(*check, "--set", "chat_template_kwargs.enable_thinkin=false")
+    ((_, problem),) = json.loads(wrong[1])["broken"]
+    assert problem.startswith("chat_template_kwargs.enable_thinkin: the chat template reads no")
+    status, _, err = tandem(*check, "--set", "epochs=3")
+    assert (status, "only chat_template_kwargs.NAME=VALUE" in err) == (1, True)
+
+
+def test_todays_date_is_named(tandem, tmp_path):
+    model = tokenizer_at(tmp_path / "model", "llama3_2")
+    path = records(
+        tmp_path / "chats.jsonl", {"messages": [ASK, {"role": "assistant", "content": "yes"}]}
+    )
+    found = json.loads(tandem("data", "check", path, "--json", "--tokenizer", model)[1])
+    assert re.match(r"\d{4}-\d\d-\d\d, which the chat template prints; training", found["date"])
+
+
+def test_without_a_controller_the_option_is_named(tandem, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_URL", "http://127.0.0.1:1")
+    monkeypatch.setattr("tandem.cli.common.PATIENCE", 0.1)
+    path = records(
+        tmp_path / "chats.jsonl", {"messages": [ASK, {"role": "assistant", "content": "yes"}]}
+    )
+    status, _, err = tandem("data", "check", path)
+    assert status == 5
+    assert "give --tokenizer and a model's directory" in err
+
+
+def test_a_training_takes_variables_of_the_template(tandem, server, tmp_path):
+    path = records(
+        tmp_path / "chats.jsonl", {"messages": [ASK, {"role": "assistant", "content": "yes"}]}
+    )
+    setting = ("--set", "chat_template_kwargs.enable_thinkin=false")
+    status, _, err = tandem("train", "sft", "refused", path, *setting)
+    assert status == 1
+    assert "chats.jsonl line 1: chat_template_kwargs.enable_thinkin: the chat template reads" in err
+
+
+def test_the_jobs_of_a_run_print_the_date_on_which_it_was_made(server):
+    """Whenever they are made: the day reaches what packs them."""
+    from tandem.controller import routes_train
+
+    seen = []
+
+    def prepare(*_: object, day: object, **__: object) -> None:
+        seen.append(day)
+        raise InvalidInput("enough")
+
+    with pytest.MonkeyPatch.context() as patch, Tandem(server.url, KEY) as client:
+        patch.setattr(routes_train, "prepare_sft", prepare)
+        client.create_run("dated")
+        path = server.settings.root / "runs" / "dated" / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"created": 1767398399.0}))
+        with refused(InvalidInput, None, match="enough"):
+            client.train_sft("dated", [SFTExample(text="It is.")])
+        client.delete_run("dated")
+    assert [str(day) for day in seen] == ["2026-01-02"]

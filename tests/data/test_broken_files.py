@@ -168,7 +168,7 @@ CASES: list[tuple[str, Any, str, str]] = [
         "keep the good ones",
     ),
     ("empty-text.jsonl", [{"text": "a"}, {"text": ""}], "line 2: text", "at least 1"),
-    ("surrogate.jsonl", '{"text": "\\ud800"}\n', "line 1: text", "valid string"),
+    ("surrogate.jsonl", '{"text": "\\ud800"}\n', "line 1: text", "half of a pair"),
     (
         "flags.jsonl",
         [{"token_ids": [1, 2], "trainable": [False]}],
@@ -230,7 +230,7 @@ CASES: list[tuple[str, Any, str, str]] = [
         "turns.jsonl",
         [{"chosen": [ASK, ANSWER, ASK, ANSWER], "rejected": [ASK, ANSWER | {"content": "x"}]}],
         "line 1",
-        "chosen must be one message of the assistant",
+        "chosen must be the assistant's messages, with tools' answers",
     ),
     (
         "types.jsonl",

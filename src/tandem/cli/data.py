@@ -17,13 +17,27 @@ from rich.progress import track
 from rich.text import Text
 
 from tandem.cli.common import Json, data_extra, details, err, make_client, out, show, table
+from tandem.cli.train import apply_setting
 from tandem.data.examples import Rendering, SFTExample
 from tandem.data.formats import Examples
-from tandem.errors import InvalidInput, UnknownArchitecture
+from tandem.errors import InvalidInput, UnknownArchitecture, Unreachable
 from tandem.families.registry import read_arch
 
 app = typer.Typer(help="Look at data before it is trained.", no_args_is_help=True)
 _SLICE, _ON_PAGE = 200, 100
+_AS_CONTROL = (
+    "which the tokenizer reads as control tokens, as vLLM does; correct them, or leave the record"
+    " out"
+)
+_THINK = (
+    "give their reasoning, or train without thoughts: --set chat_template_kwargs.NAME=false, with"
+    " the template's name for it (Qwen3's: enable_thinking), here, in training and in sampling"
+)
+_NULLS = (
+    ". Arrow has nulls for keys that other rows have, so those in calls and tools are left out;"
+    " store them as JSON text where they mean something"
+)
+_DATE = ", which the chat template prints; training prints the day on which its run was made"
 _NO_PLACE = ". The chat template has no place for it, so it is not trained"
 type _Render = Callable[[list[Any]], list[Rendering]]
 
@@ -43,7 +57,7 @@ def check(
         str, typer.Option(help="auto, or the format's name (docs/data.md).")
     ] = "auto",
     tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer's directory: no controller is asked.")
+        str | None, typer.Option(help="A model's directory or hub name: no controller is asked.")
     ] = None,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens of a row, as of `tandem train`.")
@@ -52,6 +66,17 @@ def check(
     html: Annotated[
         Path | None, typer.Option(help=f"Write a page with up to {_ON_PAGE} examples.")
     ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="As of `tandem train`: chat_template_kwargs.NAME=VALUE; repeatable.",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse control tokens in the texts of messages.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show examples or pairs as they would be trained, with the trained tokens marked; list what is
@@ -59,70 +84,125 @@ def check(
 
     Exit status: 1 if a record is broken.
     """
-    data = Examples(file, format)
+    data = Examples(file, format, template_kwargs=_template_kwargs(setting or []))
     render = _offline(tokenizer) if tokenizer else _by_controller()
-    seen: dict[bytes, str] = {}
-    lengths, trained = array("Q"), 0
-    broken: list[tuple[str, str]] = []
-    shown: list[tuple[str, Rendering]] = []
-    too_long, duplicates, left_out = [], [], defaultdict[str, list[str]](list)
+    tally = _Tally(sequence_length, strict, most=max(examples, _ON_PAGE if html else 0))
     slices = list(batched(range(len(data)), _SLICE))
     for indices in track(
         slices, "checking", console=err, disable=json or not err.is_terminal, transient=True
     ):
         for place, example, rendering in _rendered(data.parse, indices, render):
-            if rendering.error is not None:
-                broken.append(
-                    (
-                        place,
-                        (
-                            f"{rendering.field}: {rendering.error}"
-                            if rendering.field
-                            else rendering.error
-                        ),
-                    )
-                )
-                continue
-            trained += rendering.trained
-            lengths.append(rendering.slots)
-            for what in rendering.left_out:
-                left_out[what].append(place)
-            if rendering.slots > sequence_length:
-                too_long.append(f"{place} ({rendering.slots})")
-            same = seen.setdefault(
-                hashlib.blake2b(example.model_dump_json().encode(), digest_size=8).digest(), place
-            )
-            if same != place:
-                duplicates.append(f"{place} (as {same})")
-            if len(shown) < max(examples, _ON_PAGE if html else 0):
-                shown.append((place, rendering))
-    ordered = sorted(lengths) or [0]
-    median, most = ordered[len(ordered) // 2], ordered[int(0.95 * (len(ordered) - 1))]
-    facts = {
-        "records": len(data),
-        "format": data.format,
-        "broken": len(broken) or None,
-        "trained tokens": trained,
-        "tokens of an example": (
-            f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}"
-        ),
-        "too long": _counted(too_long, _refusal(data.kind, sequence_length)),
-        "duplicates": _counted(duplicates),
-        "columns left out": ", ".join(sorted(data.ignored)) or None,
-        **{f"{what} left out": _counted(left_out[what], _NO_PLACE) for what in sorted(left_out)},
-    }
+            tally.add(place, example, rendering)
+    broken, shown = tally.broken, tally.shown
+    if tally.turns and tally.turns == tally.endless_turns:
+        broken.append((data.name, str(tally.endless)))
+    facts = tally.facts(data)
     if html:
-        html.write_text(_page(data.name, facts, lengths, broken, shown), encoding="utf-8")
+        page = _page(data.name, facts, tally.lengths, broken, shown)
+        html.write_text(page, encoding="utf-8", errors="backslashreplace")
     del shown[examples:]
-    lists = {"broken": broken, "too_long": too_long, "duplicates": duplicates, "shown": shown}
     if json:
+        lists = {
+            "broken": broken,
+            "too_long": tally.too_long,
+            "duplicates": tally.duplicates,
+            "shown": shown,
+        }
         show(facts | lists, json, str)
     else:
         _print(out, shown)
-        _summarise(out, data.name, facts, lengths)
+        _summarise(out, data.name, facts, tally.lengths)
     _list(err, broken)
     if broken:
         raise typer.Exit(1)
+
+
+class _Tally:
+    """What is counted of the records. `most`: how many are shown."""
+
+    def __init__(self, sequence_length: int, strict: bool, most: int) -> None:
+        self._sequence_length, self._strict, self._most = sequence_length, strict, most
+        self._seen: dict[bytes, str] = {}
+        self.lengths, self.trained = array("Q"), 0
+        self.turns = self.endless_turns = self.empty_thoughts = 0
+        self.endless: str | None = None
+        self.control_tokens = Counter[str]()
+        self.broken: list[tuple[str, str]] = []
+        self.shown: list[tuple[str, Rendering]] = []
+        self.too_long: list[str] = []
+        self.duplicates: list[str] = []
+        # By what the record has: the places.
+        self.places = defaultdict[str, list[str]](list)
+        self.date: str | None = None
+
+    def add(self, place: str, example: Any, rendering: Rendering) -> None:
+        if rendering.error is not None:
+            where = f"{rendering.field}: " if rendering.field else ""
+            self.broken.append((place, where + rendering.error))
+            return
+        if self._strict and rendering.control_tokens:
+            names = ", ".join(map(repr, rendering.control_tokens))
+            self.broken.append((place, f"has {names} in its texts, {_AS_CONTROL}"))
+            return
+        self.trained += rendering.trained
+        self.lengths.append(rendering.slots)
+        self.turns += rendering.trained_turns
+        self.endless_turns += rendering.endless_turns
+        self.empty_thoughts += rendering.empty_thoughts
+        self.endless, self.date = rendering.endless or self.endless, rendering.date or self.date
+        self.control_tokens.update(rendering.control_tokens)
+        kinds = ("endless_turns", "empty_thoughts", "control_tokens")
+        for what in (*rendering.left_out, *(kind for kind in kinds if getattr(rendering, kind))):
+            self.places[what].append(place)
+        if rendering.slots > self._sequence_length:
+            self.too_long.append(f"{place} ({rendering.slots})")
+        content = example.model_dump_json().encode()
+        same = self._seen.setdefault(hashlib.blake2b(content, digest_size=8).digest(), place)
+        if same != place:
+            self.duplicates.append(f"{place} (as {same})")
+        if len(self.shown) < self._most:
+            self.shown.append((place, rendering))
+
+    def facts(self, data: Examples) -> dict[str, Any]:
+        ordered = sorted(self.lengths) or [0]
+        median, most = ordered[len(ordered) // 2], ordered[int(0.95 * (len(ordered) - 1))]
+        named = ", ".join(f"{token!r} {n} times" for token, n in self.control_tokens.items())
+        endless = f"{self.endless_turns} trained turns do not end with a token at which vLLM stops"
+        empty = f"{self.empty_thoughts} answers train an empty thought"
+        return {
+            "records": len(data),
+            "format": data.format,
+            "broken": len(self.broken) or None,
+            "trained tokens": self.trained,
+            "tokens of an example": (
+                f"{ordered[0]} to {ordered[-1]}, median {median}, 95 % up to {most}"
+            ),
+            "too long": _counted(self.too_long, _refusal(data.kind, self._sequence_length)),
+            "duplicates": _counted(self.duplicates),
+            "columns left out": ", ".join(sorted(data.ignored)) or None,
+            **{
+                f"{what} left out": _counted(self.places[what], _NO_PLACE)
+                for what in ("reasoning", "tools")
+            },
+            "nulls left out": _counted(data.nulls, _NULLS),
+            "without a stop token": _counted(self.places["endless_turns"], f". {endless}"),
+            "empty thoughts": _counted(self.places["empty_thoughts"], f". {empty}; {_THINK}"),
+            "control tokens": _counted(
+                self.places["control_tokens"], f". The texts have {named}, {_AS_CONTROL}"
+            ),
+            "date": f"{self.date}{_DATE}" if self.date else None,
+        }
+
+
+def _template_kwargs(settings: list[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for setting in settings:
+        apply_setting(given, setting)
+    found = given.pop("chat_template_kwargs", {})
+    if given or not isinstance(found, dict):
+        problem = "only chat_template_kwargs.NAME=VALUE can be set here"
+        raise InvalidInput(problem, field="--set")
+    return found
 
 
 def _rendered(
@@ -151,7 +231,15 @@ def _rendered(
 
 def _by_controller() -> _Render:
     tandem = make_client()
-    return lambda ones: tandem.render(*_by_kind(ones)) if ones else []
+
+    def render(ones: list[Any]) -> list[Rendering]:
+        try:
+            return tandem.render(*_by_kind(ones)) if ones else []
+        except Unreachable as error:
+            alone = "to check without a controller, give --tokenizer and a model's directory"
+            raise Unreachable(f"{error.message}; {alone}", field=error.field) from error
+
+    return render
 
 
 def _offline(directory: str) -> _Render:

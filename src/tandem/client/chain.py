@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from tandem.client.clients import Tandem
 from tandem.client.http import discarded, raise_if_other
 from tandem.controller.schemas import JobStatus
+from tandem.data.examples import JsonObject
 from tandem.data.formats import Examples
 from tandem.data.inputs import PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
@@ -63,6 +64,8 @@ class TrainingConfig(Record):
     trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
+    # Variables that the chat template reads, of conversations without their own.
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     seed: int = Field(default=0, strict=True)  # of the order of the examples
     # This and the next two: limits of each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)
@@ -319,7 +322,7 @@ def _steps(part: Slice, event: Event) -> int:
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
     """The file, of which every record has the right shape: none is refused when half of them have
     trained."""
-    examples = Examples(path, config.format, config.kind)
+    examples = Examples(path, config.format, config.kind, config.chat_template_kwargs)
     for index in range(len(examples)):
         examples.parse(index)
     return examples

@@ -8,7 +8,7 @@ from typing import IO
 
 # Bytes of memory: of an object, an array, another value, and a key with what it may cost when it is
 # wrong. `tests/controller/test_body_memory.py` compares them with what a controller takes.
-_WEIGHTS = {b"{": 256, b"[": 192, b",": 64, b":": 640}
+_WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 
 

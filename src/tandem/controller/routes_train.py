@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -35,7 +36,7 @@ from tandem.data.render import preview
 from tandem.data.routing import Mixture
 from tandem.errors import InvalidInput, RequestTooLarge
 from tandem.spool import fs
-from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, SFTJob
+from tandem.spool.schema import DPOJob, Job, JobSpec, RLJob, RunName, RunSpec, SFTJob
 from tandem.system.api_keys import asking
 from tandem.topology.sizes import Sizes
 
@@ -157,7 +158,8 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A
     refused request leaves nothing on the spool.
     """
-    base_model = deployment.spool.runs.get(run).base_model
+    of_run = deployment.spool.runs.get(run)
+    base_model = of_run.base_model
     if not deployment.is_base_model(base_model):
         problem = (
             f"run {run!r} is of {base_model!r}, and this deployment trains"
@@ -179,7 +181,7 @@ def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
             "fingerprint": fingerprint,
             "submitted_by": asking.get() or None,
         }
-        return _pack(deployment, request, spec, directory)
+        return _pack(deployment, request, spec, of_run, directory)
 
     return deployment.spool.queue.submit(
         pack,
@@ -228,7 +230,11 @@ def _check_sequences(request: AnyRequest, settings: Settings) -> None:
 
 
 def _pack(
-    deployment: Deployment, request: AnyRequest, spec: dict[str, Any], directory: Path
+    deployment: Deployment,
+    request: AnyRequest,
+    spec: dict[str, Any],
+    of_run: RunSpec,
+    directory: Path,
 ) -> JobSpec:
     """Write the packed arrays into `directory`; returns the job's specification, which is `spec`
     and the data."""
@@ -256,6 +262,8 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
+    # All jobs of a run render the same, whenever they are made.
+    arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})
     packed = prepare_sft(request.examples, signed=request.loss.normalisation == "sum", **arguments)

@@ -9,7 +9,7 @@ tokenizers never merge over special tokens.
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -17,17 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from tandem.data.dialects import REASONING
 from tandem.data.encoder import Encoder
 from tandem.data.examples import Message
+from tandem.data.message_checks import INSTEAD, check_blank, check_calls
 from tandem.data.packed_format import Int32
 from tandem.data.packing import LinearSequence
+from tandem.data.stopping import Stops
 from tandem.errors import InvalidInput
 
 _COMMENT, _GENERATION = (
     re.compile(r"\{#.*?#\}", re.DOTALL),
     re.compile(r"\{%-?\s*generation\s*-?%\}"),
 )
-_INSTEAD = "give token_ids and trainable instead of messages"
 _SHORT = 64  # characters
 # transformers' imports, and its trackers of {% generation %}, are not thread-safe.
 _one_at_a_time = threading.Lock()
@@ -64,11 +66,23 @@ class SequenceText:
     lead: list[int] = field(default_factory=list)  # tokens before the text
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """`messages` as a template gets them, and `options`: other variables that it reads."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    names: list[str]  # what errors call the messages
+    tools: Any
+    options: Mapping[str, Any]
+
+
 class Renderer:
     """A tokenizer with what is computed from it once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
+        self.stops = Stops(tokenizer)
         special = {
             number: token.content
             for number, token in tokenizer.added_tokens_decoder.items()
@@ -90,6 +104,9 @@ class Renderer:
         # Templates, and the roles that they render, each as the first message or later: some do
         # only as the first.
         self._shown = set[tuple[str, str, bool]]()
+        # Templates, and what they put between a turn (with calls or without) and the next message,
+        # up to a token at which vLLM stops.
+        self._after = dict[tuple[str, bool], str]()
         # Most borders come after the same few words, as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
@@ -106,50 +123,53 @@ class Renderer:
         return SequenceText(whole, [(len(prompt), len(whole), name)], lead=lead)
 
     def chat(
-        self, messages: list[Message], names: list[str], trained: set[int], tools: Any
+        self,
+        messages: list[Message],
+        names: list[str],
+        trained: set[int],
+        tools: Any,
+        options: Mapping[str, Any],
     ) -> list[SequenceText]:
         """The texts of a conversation, of whose messages (called `names` in errors) those in
-        `trained` are trained."""
+        `trained` are trained. `options`: as of `Conversation`."""
         if not self.tokenizer.chat_template:
-            problem = f"the base model's tokenizer has no chat template; {_INSTEAD}"
+            problem = f"the base model's tokenizer has no chat template; {INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
-        _check_blank(messages, names, trained)
+        check_blank(messages, names, trained)
         template = self.tokenizer.get_chat_template(tools=tools)
         plain = [message.for_template() for message in messages]
+        chat = Conversation(template, plain, names, tools, options)
         if _has_marks(template):
-            sources = [self._marked(template, plain, names, trained, tools)]
+            sources = [self._marked(chat, trained)]
         else:
-            sources = self._turns(template, plain, names, trained, tools)
-        self._check_roles(template, plain[: max(trained) + 1], names, tools)
+            sources = self._turns(chat, trained)
+        self._check_roles(chat, max(trained))
         return sources
 
-    def _check_roles(self, template: str, plain: list[Any], names: list[str], tools: Any) -> None:
+    def _check_roles(self, chat: Conversation, last: int) -> None:
         """Refuses a message of a role that the template passes over, there or everywhere: it would
         vanish."""
+        plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
-            seen = template, message["role"], i == 0
+            seen = chat.template, message["role"], i == 0
             # Beside calls some templates have no content.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
-            if self._apply(template, plain, tools, names[i]) == self._apply(
-                template, other, tools, names[i]
-            ):
+            if self._apply(chat, plain, names[i]) == self._apply(chat, other, names[i]):
                 problem = (
                     f"the chat template leaves out messages of the role {message['role']!r} at this"
                     " place"
                 )
                 raise InvalidInput(
-                    f"{problem}; give another role, leave it out, or {_INSTEAD}", field=names[i]
+                    f"{problem}; give another role, leave it out, or {INSTEAD}", field=names[i]
                 )
             self._shown.add(seen)
 
-    def _marked(
-        self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
-    ) -> SequenceText:
+    def _marked(self, chat: Conversation, trained: set[int]) -> SequenceText:
         """The text of a template with `{% generation %}`."""
-        last = names[max(trained)]
-        text, spans = self._apply(template, plain, tools, last, marks=True)
+        plain, last = chat.messages, chat.names[max(trained)]
+        text, spans = self._apply(chat, plain, last, marks=True)
         spans = [span for span in spans if span[0] < span[1]]
         assistants = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
         if trained != set(assistants):
@@ -159,30 +179,27 @@ class Renderer:
                     " messages"
                 )
                 raise InvalidInput(
-                    f"{problem}, so it is not clear which are this one's; {_INSTEAD}", field=last
+                    f"{problem}, so it is not clear which are this one's; {INSTEAD}", field=last
                 )
             spans = [span for i, span in zip(assistants, spans, strict=True) if i in trained]
-        _check_calls(
+        check_calls(
             "".join(text[start:end] for start, end in spans), [plain[i] for i in trained], last
         )
         if not spans:
-            raise InvalidInput(
-                f"the chat template marks nothing as trained; {_INSTEAD}", field=last
-            )
+            raise InvalidInput(f"the chat template marks nothing as trained; {INSTEAD}", field=last)
         return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
-    def _turns(
-        self, template: str, plain: list[Any], names: list[str], trained: set[int], tools: Any
-    ) -> list[SequenceText]:
+    def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
         """The texts of a template without marks: one for all turns of which each continues the one
         before it. So the trained tokens are exact too where old messages are rendered differently
         (Qwen3 leaves out old reasoning).
         """
         sources: list[SequenceText] = []
+        plain = chat.messages
         for index in sorted(trained):
-            name = names[index]
-            prompt, _ = self._apply(template, plain[:index], tools, name, generation=True)
-            whole, _ = self._apply(template, plain[: index + 1], tools, name)
+            name = chat.names[index]
+            prompt, _ = self._apply(chat, plain[:index], name, generation=True)
+            whole, _ = self._apply(chat, plain[: index + 1], name)
             completion = whole[len(prompt) :]
             if not (prompt and completion and whole.startswith(prompt)):
                 problem = (
@@ -190,21 +207,78 @@ class Renderer:
                 )
                 if whole.startswith(prompt):
                     problem = f"renders nothing {'for' if prompt else 'before'} this message"
-                raise InvalidInput(f"the chat template {problem}; {_INSTEAD}", field=name)
-            _check_calls(completion, [plain[index]], name)
-            if completion.rstrip().endswith(self.endings):
-                completion = completion.rstrip()  # sampling stops before the white space
+                raise InvalidInput(f"the chat template {problem}; {INSTEAD}", field=name)
+            check_calls(completion, [plain[index]], name)
+            completion = self._ended(chat, plain[index], completion)
             if not sources or not prompt.startswith(sources[-1].text):
                 sources.append(SequenceText("", []))
             sources[-1].text = prompt + completion
             sources[-1].spans.append((len(prompt), len(prompt + completion), name))
         return sources
 
+    def _ended(self, chat: Conversation, message: dict[str, Any], completion: str) -> str:
+        """The completion up to the token at which vLLM stops, where the template has one for it."""
+        end = len(completion.rstrip())
+        begin = end  # of the special tokens at its end, and of the white space between them
+        while before := next(
+            (mark for mark in self.endings if completion.endswith(mark, 0, begin)), None
+        ):
+            begin = len(completion[: begin - len(before)].rstrip())
+        stops = [
+            mark.end()
+            for mark in self.marks.finditer(completion, begin, end)
+            if mark[0] in self.stops.texts
+        ]
+        # One that the message itself ends with is not the turn's.
+        if message["content"].rstrip().endswith(self.endings):
+            stops = [stop for stop in stops if stop == end]
+        if stops:
+            return completion[: stops[0]]
+        key = chat.template, "tool_calls" in message
+        if key not in self._after:
+            self._after[key] = self._after_turn(chat, message)
+        if self._after[key]:
+            return completion + self._after[key]
+        return completion[:end] if begin < end else completion
+
+    def ends_answers(self) -> bool:
+        """Whether the template ends an answer without calls with a token at which vLLM stops."""
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        messages = [Message.model_validate(one) for one in said]
+        try:
+            (source,) = self.chat(messages, ["", ""], {1}, None, {})
+        except InvalidInput:  # it asks for more, as tools
+            return True
+        start, end, _ = source.spans[-1]
+        return any(
+            mark[0] in self.stops.texts for mark in self.marks.finditer(source.text, start, end)
+        )
+
+    def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
+        """What the next message begins with, up to a token at which vLLM stops, as GLM-4.5's
+        `<|user|>`; "" where it begins with no such token."""
+        # Some templates leave out the reasoning of answers before the last one.
+        last = {name: value for name, value in message.items() if name not in REASONING}
+        following = {"role": "user", "content": "?"}
+        if "tool_calls" in message:
+            call = message["tool_calls"][-1]
+            following = {"role": "tool", "content": "?", "name": call["function"]["name"]}
+            following |= {"tool_call_id": call["id"]} if "id" in call else {}
+        messages = [{"role": "user", "content": "?"}, last]
+        try:
+            before, _ = self._apply(chat, messages, "")
+            whole, _ = self._apply(chat, [*messages, following], "")
+        except InvalidInput:
+            return ""
+        more = whole[len(before) :] if whole.startswith(before) else ""
+        mark = self.marks.search(more)
+        found = mark and mark[0] in self.stops.texts and not more[: mark.start()].strip()
+        return more[: mark.end()] if mark and found else ""
+
     def _apply(
         self,
-        template: str,
+        chat: Conversation,
         messages: list[Any],
-        tools: Any,
         name: str,
         generation: bool = False,
         marks: bool = False,
@@ -216,15 +290,15 @@ class Renderer:
             with _one_at_a_time if marks else nullcontext():
                 (text,), spans = render_jinja_template(
                     conversations=[messages],
-                    tools=tools,
-                    chat_template=template,
+                    tools=chat.tools,
+                    chat_template=chat.template,
                     add_generation_prompt=generation,
                     return_assistant_tokens_mask=marks,
-                    **self.tokenizer.special_tokens_map,
+                    **(self.tokenizer.special_tokens_map | dict(chat.options)),
                 )
         except Exception as exc:  # a template is a program and may raise anything
             raise InvalidInput(
-                f"the chat template refuses the conversation: {exc}; {_INSTEAD}", field=name
+                f"the chat template refuses the conversation: {exc}; {INSTEAD}", field=name
             ) from exc
         return text, spans[0] if marks else []
 
@@ -274,39 +348,10 @@ class Renderer:
                         "a token spans the border between context and trained text, so the mask is"
                         " ambiguous"
                     )
-                    raise InvalidInput(f"{problem}; {_INSTEAD}", field=name)
+                    raise InvalidInput(f"{problem}; {INSTEAD}", field=name)
                 whole = np.concatenate([prompt, alone])
             found.append(_sequence(source, whole, range(len(prompt), len(whole)), name))
         return found
-
-
-def _check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
-    """Refuses trained messages that say nothing: they would train only the end of a turn."""
-    for index in sorted(trained):
-        message = messages[index]
-        if (
-            not message.tool_calls
-            and not f"{message.content or ''}{message.reasoning_content or ''}".strip()
-        ):
-            problem = (
-                "the answer is blank, so there is nothing to train; leave it out, or set train:"
-                " false"
-            )
-            raise InvalidInput(problem, field=names[index])
-
-
-def _check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is
-    nothing else."""
-    for message in messages:
-        said = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        if not (said or message["content"]) and message.get("reasoning_content"):
-            said = [message["reasoning_content"].strip()]
-        if lost := [part for part in said if part not in text]:
-            raise InvalidInput(
-                f"the chat template leaves out {lost[0][:60]!r} of this message; {_INSTEAD}",
-                field=name,
-            )
 
 
 def _sequence(

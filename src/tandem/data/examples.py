@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BeforeValidator,
     Discriminator,
     Field,
@@ -17,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from tandem.data import dialects
+from tandem.data.dialects import REASONING
 from tandem.data.inputs import (
     LOWEST_WEIGHT,
     MOST_ITEMS,
@@ -41,12 +42,13 @@ def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _parsed(value: Any) -> Any:
-    if isinstance(value, str):
+    found = {} if value in (None, "") else dialects.decoded(value)
+    if isinstance(found, str):
         try:
-            return json.loads(value or "{}")
+            json.loads(found)
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"neither a JSON object nor the text of one: {exc}") from exc
-    return {} if value is None else value
+    return {} if found is None else found
 
 
 def _joined(content: Any) -> Any:
@@ -88,17 +90,14 @@ class ToolCall(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return (
-            {"function": value}
-            if isinstance(value, dict) and "function" not in value and "name" in value
-            else value
-        )
+    def _as_written(cls, value: Any) -> Any:
+        return dialects.call(value)
 
 
 class Message(Record):
-    """A message as OpenAI writes it. `content`: text, or a list of text parts. `reasoning_content`
-    may be called `reasoning` or `thinking`. `weight` 0 or `train` false: this message of the
+    """A message as OpenAI writes it. `content`: text, or a list of text parts; of a tool any JSON.
+    `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` `function_call`.
+    Keys without a value are as absent. `weight` 0 or `train` false: this message of the
     assistant is context only.
     """
 
@@ -106,14 +105,17 @@ class Message(Record):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_KEYS)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
-    reasoning_content: Text | None = Field(
-        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
-    )
+    reasoning_content: Text | None = None
     weight: Literal[0, 1] | None = None
     train: StrictBool | None = None
     content: Annotated[Text | None, BeforeValidator(_joined)] = Field(
         default=None, validate_default=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, value: Any) -> Any:
+        return dialects.message(value)
 
     @field_validator("tool_calls", "reasoning_content", "weight", "train")
     @classmethod
@@ -144,9 +146,7 @@ class Message(Record):
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         if self.reasoning_content is not None:
-            message |= dict.fromkeys(
-                ("reasoning_content", "reasoning", "thinking"), self.reasoning_content
-            )
+            message |= dict.fromkeys(REASONING, self.reasoning_content)
         more = {"tool_call_id": self.tool_call_id, "name": self.name}
         return message | {key: value for key, value in more.items() if value is not None}
 
@@ -159,19 +159,9 @@ TextOrMessages = Annotated[
 ]
 
 
-def _wrapped(tool: Any) -> Any:
-    """A tool as OpenAI writes it; `{name, parameters}` alone is taken too, as of calls."""
-    if not isinstance(tool, dict) or "function" in tool or "name" not in tool:
-        return tool
-    return {
-        "type": "function",
-        "function": {key: value for key, value in tool.items() if key != "type"},
-    }
-
-
 Tools = Annotated[
-    list[Annotated[JsonObject, BeforeValidator(_wrapped)]],
-    Field(min_length=1, max_length=MOST_KEYS),
+    list[Annotated[JsonObject, BeforeValidator(dialects.tool)]],
+    Field(max_length=MOST_KEYS),
 ]
 _LONG = Field(fail_fast=True, max_length=MOST_ITEMS)
 _FORMS = (
@@ -181,13 +171,20 @@ _FORMS = (
     {"token_ids", "trainable"},
     {"token_ids", "weights"},
 )
-_MORE = {"weight", "tools", "targets"}
+_MORE = {"weight", "tools", "chat_template_kwargs", "targets"}
+
+
+def _check_no_template(item: "SFTExample | PreferencePair") -> None:
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(item, name):
+            raise ValueError(f"{name} go with messages only; leave them out")
 
 
 class SFTExample(Record):
     """One of these forms; `tandem.data.render` says how they become tokens:
 
-    - `messages`, and optionally `tools`: the assistant's messages are trained;
+    - `messages`, and optionally `tools` and `chat_template_kwargs` (variables that the chat
+      template reads, as vLLM's requests have them): the assistant's messages are trained;
     - `prompt` and `completion`, both texts or both messages (with `tools`): the completion is
       trained;
     - `text`: everything but its first token is trained;
@@ -199,7 +196,8 @@ class SFTExample(Record):
     `weight` multiplies the loss of each trained token."""
 
     messages: Messages | None = None
-    tools: Tools | None = None
+    tools: Annotated[Tools | None, BeforeValidator(dialects.tools)] = None
+    chat_template_kwargs: JsonObject | None = None
     prompt: TextOrMessages | None = None
     completion: TextOrMessages | None = None
     text: Text | None = Field(default=None, min_length=1)
@@ -263,8 +261,8 @@ class SFTExample(Record):
             raise ValueError(
                 "prompt and completion must both be texts, or both be lists of messages"
             )
-        if self.tools is not None and not isinstance(self.prompt, list) and self.messages is None:
-            raise ValueError("tools go with messages only; leave them out")
+        if not isinstance(self.prompt, list) and self.messages is None:
+            _check_no_template(self)
         if self.targets is not None and self.weights is None:
             raise ValueError("targets go with weights only; give weights")
         return self
@@ -272,14 +270,15 @@ class SFTExample(Record):
 
 class PreferencePair(Record):
     """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of
-    messages, and then each is one message of the assistant after the prompt. Without `prompt`, what
-    the two begin with is the prompt.
+    messages. Without `prompt`, what the two begin with is the prompt. As messages, a completion
+    begins and ends with the assistant; the answers of tools between are context.
     """
 
     prompt: TextOrMessages | None = None
     chosen: TextOrMessages
     rejected: TextOrMessages
-    tools: Tools | None = None
+    tools: Annotated[Tools | None, BeforeValidator(dialects.tools)] = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _like_each_other(self) -> Self:
@@ -292,19 +291,18 @@ class PreferencePair(Record):
             raise ValueError("chosen and rejected are the same, so there is nothing to prefer")
         if "" in (self.chosen, self.rejected):
             raise ValueError("chosen or rejected is empty")
-        if isinstance(self.chosen, str) and self.tools is not None:
-            raise ValueError("tools go with messages only; leave them out")
+        if isinstance(self.chosen, str):
+            _check_no_template(self)
         if isinstance(self.chosen, list):
             for name, (_, completion) in zip(
                 ("chosen", "rejected"), self.conversations(), strict=True
             ):
-                if [message.role for message in completion] != ["assistant"]:
-                    problem = (
-                        f"{name} must be one message of the assistant after what the two have in"
-                        " common"
-                    )
+                roles = [message.role for message in completion]
+                ends = {*roles[:1], *roles[-1:]}
+                if ends != {"assistant"} or not {"assistant", "tool"}.issuperset(roles):
                     raise ValueError(
-                        f"{problem}, but is {[message.role for message in completion]}"
+                        f"{name} must be the assistant's messages, with tools' answers between"
+                        f" them, after what the two have in common, but is {roles}"
                     )
         return self
 
@@ -324,12 +322,23 @@ class Rendering(Record):
     the loss, 0 for context; `lengths`: the sequences' tokens; `slots`: what must fit a row, the
     longest sequence, or both of a pair with what they begin with once; `trained`: how many tokens
     are trained; `left_out`: what the chat template has no place for, `reasoning` of a trained
-    message or `tools`."""
+    message or `tools`.
+
+    Of conversations also: `trained_turns`; of these, `endless_turns` do not end with a token at
+    which vLLM stops (`endless`: what to do), and `empty_thoughts` train a thought without a word;
+    `control_tokens`: how often messages have the text of each special token, and so the token;
+    `date`: today's, where the template prints it."""
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)
     slots: int = 0
     trained: int = 0
     left_out: list[str] = Field(default_factory=list)
+    trained_turns: int = 0
+    endless_turns: int = 0
+    empty_thoughts: int = 0
+    control_tokens: dict[str, int] = Field(default_factory=dict)
+    endless: str | None = None
+    date: str | None = None
     error: str | None = None
     field: str | None = None

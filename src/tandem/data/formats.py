@@ -1,125 +1,35 @@
 """Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy
 and no torch."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from tandem.data.columns import Record, answer, asked, json_value, led, text, turns
+from tandem.data.conversations import chat
 from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.foreign_formats import other_format
 from tandem.data.records import open_records
 from tandem.errors import InvalidInput, from_validation_error
 
 Kind = Literal["sft", "dpo"]
-Record = Mapping[str, Any]
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-} | {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-
-
-def _chat(value: Any, field: str) -> Any:
-    """Messages of a list of messages, or of one; each as OpenAI's {role, content} or sharegpt's
-    {from, value}. Other values are checked with the example."""
-    if isinstance(value, dict):
-        value = [value]
-    return (
-        [_message(item, f"{field}.{i}") for i, item in enumerate(value)]
-        if isinstance(value, list)
-        else value
-    )
-
-
-def _message(item: Any, field: str) -> Any:
-    if not isinstance(item, dict) or "from" not in item:
-        return item
-    item = dict(item)
-    source, value = item.pop("from"), item.pop("value", None)
-    if not isinstance(source, str) or source not in _ROLES:
-        raise InvalidInput(
-            f"{source!r} is no role; use one of {', '.join(_ROLES)}", field=f"{field}.from"
-        )
-    if not isinstance(value, str):
-        raise InvalidInput(f"must be a text, not {value!r}", field=f"{field}.value")
-    if source != "function_call":
-        return {"role": _ROLES[source], "content": value} | item
-    calls = _json(value, f"{field}.value")
-    return {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]} | item
-
-
-def _json(value: Any, field: str) -> Any:
-    """The content of a column that has JSON as text."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"not JSON: {error}", field=field) from error
-
-
-def _text(record: Record, *names: str) -> str:
-    """The first of these columns; "" where there is none."""
-    name = next((name for name in names if record.get(name) is not None), None)
-    value = "" if name is None else record[name]
-    if not isinstance(value, str):
-        raise InvalidInput(f"must be a text, not {value!r}", field=name)
-    return value
-
-
-def _turns(*contents: str) -> list[dict[str, Any]]:
-    """system, user, assistant, user, ...; without the first where it is empty."""
-    roles = ["system"] + ["user", "assistant"] * len(contents)
-    turns = [
-        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
-    ]
-    return turns if contents[0] else turns[1:]
-
-
-def _answer(content: str) -> list[dict[str, Any]]:
-    return [{"role": "assistant", "content": content}]
-
-
-def _asked(record: Record) -> list[dict[str, Any]]:
-    """The messages before the answer of an alpaca record, or of a question."""
-    try:
-        history = [
-            text for question, answer in record.get("history") or () for text in (question, answer)
-        ]
-    except (TypeError, ValueError) as error:
-        raise InvalidInput("must be a list of [question, answer]", field="history") from error
-    given = _text(record, "input", "context")
-    question = _text(record, "instruction", "question") + (f"\n{given}" if given else "")
-    return _turns(_text(record, "system", "system_prompt"), *history, question)
 
 
 def _messages(record: Record) -> Record:
-    name = "messages" if record.get("messages") is not None else "conversations"
-    messages, system = _chat(record[name], name), _text(record, "system")
-    return {"messages": _led(_turns(system), messages)}
-
-
-def _led(lead: list[dict[str, Any]], messages: Any) -> Any:
-    """`messages` behind those of `lead`, unless they begin with them; what is no list stays as it
-    is."""
-    return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages
+    name = next(name for name in ("messages", "conversations", "conversation") if name in record)
+    messages, system = chat(record[name], name), text(record, "system")
+    return {"messages": led(turns(system), messages)}
 
 
 def _alpaca(record: Record) -> Record:
-    return {"messages": _asked(record) + _answer(_text(record, "output", "response", "answer"))}
+    return {"messages": asked(record) + answer(text(record, "output", "response", "answer"))}
 
 
 def _prompt_completion(record: Record) -> Record:
-    if "label" in record:
-        problem = "completions that are labelled good or bad (KTO) are not trained"
-        raise InvalidInput(f"{problem}; keep the good ones and leave out the column", field="label")
     name = "completion" if record.get("completion") is not None else "response"
-    return {"prompt": _chat(record["prompt"], "prompt"), "completion": _chat(record[name], name)}
+    return {"prompt": chat(record["prompt"], "prompt"), "completion": chat(record[name], name)}
 
 
 def _tokens(record: Record) -> Record:
@@ -146,51 +56,98 @@ def _tokens(record: Record) -> Record:
 def _preference(record: Record) -> Record:
     """`prompt` as a text beside chosen and rejected as messages is the user's message before them,
     or repeats it."""
-    chosen, rejected = (
-        _chat(record[name], name) for name in _CHOSEN_REJECTED[record.get("chosen") is None]
-    )
-    prompt: Any = _chat(record.get("prompt"), "prompt")
-    lead = _turns(_text(record, "system", "system_prompt"))
+    if "rejected_response" in record or "rejected_messages" in record:
+        record = _swift(record)
+    names = next(names for names in _CHOSEN_REJECTED if record.keys() >= set(names))
+    chosen, rejected = (chat(record[name], name) for name in names)
+    prompt: Any = chat(record.get("prompt"), "prompt")
+    lead = turns(text(record, "system", "system_prompt"))
+    before = chat(record.get("messages"), "messages")
     if record.get("conversations") is not None:
-        prompt = _chat(record["conversations"], "conversations")
+        prompt = chat(record["conversations"], "conversations")
+    elif prompt is None and isinstance(before, list) and not _is_answered(before):
+        prompt = before
     elif isinstance(record.get("input"), dict):
-        prompt = _chat(record["input"].get("messages"), "input.messages")
-    elif record.get("instruction") is not None or record.get("question") is not None:
-        prompt = _asked(record)
+        prompt = chat(record["input"].get("messages"), "input.messages")
+    elif any(record.get(name) is not None for name in ("instruction", "question", "input")):
+        prompt = asked(record)
     elif isinstance(prompt, str) and (lead or isinstance(chosen, list)):
-        prompt = _turns("", prompt)
+        prompt = turns("", prompt)
     if prompt is None:
-        chosen, rejected = _led(lead, chosen), _led(lead, rejected)
-    prompt = _led(lead, prompt)
+        chosen, rejected = led(lead, chosen), led(lead, rejected)
+    prompt = led(lead, prompt)
     if isinstance(prompt, list):
         chosen, rejected = (
-            _answer(half) if isinstance(half, str) else half for half in (chosen, rejected)
+            answer(half) if isinstance(half, str) else half for half in (chosen, rejected)
         )
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
             # Both repeat the prompt, or its end.
             repeated = len(chosen) - chosen[::-1].index(prompt[-1])
             missing = prompt[:-repeated] if prompt[-repeated:] == chosen[:repeated] else []
-            prompt, chosen, rejected = None, _led(missing, chosen), _led(missing, rejected)
+            prompt, chosen, rejected = None, led(missing, chosen), led(missing, rejected)
     return {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
 
 
-_CHOSEN_REJECTED = ("chosen", "rejected"), ("preferred_output", "non_preferred_output")
+def _is_answered(messages: list[Any]) -> bool:
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _swift(record: Record) -> Record:
+    """ms-swift's pair: the conversation, and another end of it; Argilla's names of the two."""
+    if "chosen_response" in record:
+        both = {"chosen": record["chosen_response"], "rejected": record["rejected_response"]}
+        return {**record, **both}
+    messages = chat(record["messages"], "messages")
+    if not isinstance(messages, list) or not _is_answered(messages):
+        raise InvalidInput("must end with the assistant's answer", field="messages")
+    rejected = record.get("rejected_messages", record.get("rejected_response"))
+    if isinstance(rejected, str):
+        rejected = messages[:-1] + answer(rejected)
+    return {
+        **{name: value for name, value in record.items() if name != "messages"},
+        "chosen": messages,
+        "rejected": rejected,
+    }
+
+
+_CHOSEN_REJECTED = (
+    ("chosen", "rejected"),
+    ("preferred_output", "non_preferred_output"),
+    ("chosen_response", "rejected_response"),
+    ("messages", "rejected_response"),
+    ("messages", "rejected_messages"),
+)
+# An empty one is an error, not absent.
+_LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
+_TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
 # Format -> its kind, its conversion, the columns of which a record has all of one set, and other
 # ones that are used.
 FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
-    "messages": ("sft", _messages, ({"messages"},), {"system", "tools"}),
-    "sharegpt": ("sft", _messages, ({"conversations"},), {"system", "tools"}),
+    "messages": ("sft", _messages, ({"messages"},), {"system", *_TEMPLATE}),
+    "sharegpt": (
+        "sft",
+        _messages,
+        ({"conversations"}, {"conversation"}),
+        {"system", *_TEMPLATE},
+    ),
     "alpaca": (
         "sft",
         _alpaca,
-        ({"instruction", "output"}, {"instruction", "response"}, {"question", "answer"}),
-        {"input", "context", "history", "system", "system_prompt", "tools"},
+        (
+            {"instruction", "output"},
+            {"instruction", "response"},
+            {"question", "answer"},
+            {"question", "response"},
+            {"query", "response"},
+        ),
+        {"input", "context", "history", "system", "system_prompt", *_TEMPLATE},
     ),
     "prompt-completion": (
         "sft",
         _prompt_completion,
         ({"prompt", "completion"}, {"prompt", "response"}),
-        {"tools", "label"},
+        _TEMPLATE,
     ),
     "text": ("sft", lambda record: {"text": record["text"]}, ({"text"},), set()),
     "tokens": (
@@ -204,6 +161,7 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
         _preference,
         tuple(map(set, _CHOSEN_REJECTED)),
         {
+            "messages",
             "prompt",
             "conversations",
             "input",
@@ -213,7 +171,7 @@ FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...],
             "history",
             "system",
             "system_prompt",
-            "tools",
+            *_TEMPLATE,
         },
     ),
 }
@@ -225,8 +183,8 @@ class Examples:
 
     `format`: one of `FORMATS`, or auto for the one that the first record has. `examples[i]` is a
     record's place and the record in the shape of `SFTExample` or `PreferencePair`, without columns
-    that its format does not know (`ignored`). InvalidInput names file, place and field of what is
-    wrong.
+    that its format does not know (`ignored`). `template_kwargs`: of all conversations.
+    InvalidInput names file, place and field of what is wrong.
     """
 
     def __init__(
@@ -234,7 +192,9 @@ class Examples:
         path: str | Path,
         format: str = "auto",  # noqa: A002
         kind: Kind | None = None,
+        template_kwargs: Record | None = None,
     ) -> None:
+        self._template_kwargs = dict(template_kwargs or {})
         self.name, self._records = Path(path).name, open_records(Path(path))
         self._kind_asked = kind
         self.format = self._detect() if format == "auto" else format
@@ -253,6 +213,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def nulls(self) -> list[str]:
+        """Places of the rows read so far of which a null that may mean something is left out."""
+        return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
         place, record = self._records[index]
@@ -276,8 +241,11 @@ class Examples:
         _, convert, columns, more = FORMATS[self.format]
         if not isinstance(record, dict):
             raise InvalidInput(f"a record must be an object, not {type(record).__name__}")
-        given = {name: value for name, value in record.items() if value is not None}
-        if not any(needed <= given.keys() for needed in columns):
+        given = _given(record)
+        fits = any(needed <= given.keys() for needed in columns)
+        if refused := other_format(given, fits=fits or bool(_fitting(given, None))):
+            raise InvalidInput(refused[1], field=refused[0])
+        if not fits:
             others = _fitting(given, self._kind_asked)
             found = (
                 f"it is {others[0]}, and a file has one format"
@@ -301,11 +269,15 @@ class Examples:
             **convert(given),
             **{name: given[name] for name in ("weight",) if name in given},
         }
+        if more := _template_kwargs(given, self._template_kwargs, converted):
+            converted["chat_template_kwargs"] = more
         if tools:
-            tools = _json(tools, "tools")
+            tools = json_value(tools, "tools")
             converted["tools"] = (
-                [_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
+                [json_value(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
             )
+            if not converted["tools"]:  # "[]"
+                del converted["tools"]
         return converted
 
     def _detect(self) -> str:
@@ -319,11 +291,35 @@ class Examples:
             raise InvalidInput(
                 f"fits the formats {' and '.join(fitting)}; name one with --format", field=place
             )
+        if isinstance(record, dict) and (refused := other_format(_given(record), fits=False)):
+            raise InvalidInput(refused[1], field=f"{place}: {refused[0]}")
         asked = [item for item in FORMATS.items() if self._kind_asked in (None, item[1][0])]
         needs = "; ".join(f"{name}: {_needs(columns)}" for name, (_, _, columns, _) in asked)
         raise InvalidInput(
             f"{_listed(record)} fits no format. A record needs: {needs}", field=place
         )
+
+
+def _given(record: Record) -> dict[str, Any]:
+    """The columns that have a value, in small letters where no other has that name (Axolotl's oasst
+    has them in capitals); without empty lists of pictures and the like."""
+    return {
+        name if name.lower() in record else name.lower(): value
+        for name, value in record.items()
+        if value is not None and (value != [] or name in _LISTS)
+    }
+
+
+def _template_kwargs(given: Record, all_of: Record, converted: Record) -> Any:
+    """A record's `chat_template_kwargs`, and verl's column `enable_thinking`, before those that all
+    conversations have."""
+    more = json_value(given.get("chat_template_kwargs"), "chat_template_kwargs") or {}
+    if not isinstance(more, dict):
+        return more
+    thinking = {name: given[name] for name in ("enable_thinking",) if name in given}
+    chats = ("messages", "chosen", "completion")
+    is_chat = any(isinstance(converted.get(name), list) for name in chats)
+    return (dict(all_of) if is_chat else {}) | thinking | more
 
 
 def _needs(columns: tuple[set[str], ...]) -> str:
@@ -333,7 +329,7 @@ def _needs(columns: tuple[set[str], ...]) -> str:
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
     """The formats of which a record has all columns. One with chosen and rejected is a pair,
     whatever else it has."""
-    given = {name for name, value in record.items() if value is not None}
+    given = _given(record).keys()
     fitting = [
         name
         for name, (of, _, columns, _) in FORMATS.items()

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -39,6 +40,7 @@ class LinearSequence:
     logprobs: Float32
     policy_steps: Int32
     expert_ids: Int16 | None = None
+    rejected: bool = False
 
     @classmethod
     def of(
@@ -103,10 +105,17 @@ def common_prefix(a: Int32, b: Int32) -> int:
     return first if shorter and differ[first] else shorter
 
 
-def slots_of_pair(a: Int32, b: Int32) -> int:
-    """The slots that two sequences take in one row, which has the tokens that they begin with
+def slots_of(sequences: Iterable[LinearSequence]) -> int:
+    """The slots that these sequences take in one row, which has the tokens that several begin with
     once."""
-    return len(a) + len(b) - common_prefix(a, b)
+    ordered = sorted((one.tokens for one in sequences), key=_order)
+    shared = sum(common_prefix(a, b) for a, b in pairwise(ordered))
+    return sum(map(len, ordered)) - shared
+
+
+def _order(tokens: Int32) -> bytes:
+    """Compares as the (non-negative) tokens do, lexicographically."""
+    return tokens.astype(">i4").tobytes()
 
 
 class PrefixTree:
@@ -176,9 +185,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         for t, trajectory in enumerate(trajectories)
         for sequence in trajectory.sequences
     ]
-    # Lexicographically, as PrefixTree requires: these bytes compare as the (non-negative) tokens
-    # do.
-    owned.sort(key=lambda pair: pair[0].tokens.astype(">i4").tobytes())
+    owned.sort(key=lambda pair: _order(pair[0].tokens))  # as PrefixTree requires
     sequences = [sequence for sequence, _ in owned]
     group_of = np.array([trajectory.group for trajectory in trajectories], np.int32)
     tokens = [sequence.tokens for sequence in sequences]

@@ -3,6 +3,7 @@ directory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
 from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
 from tandem.data.packed_format import write_packed
-from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
-from tandem.data.render import check_ids, check_vocabulary, render
+from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of
+from tandem.data.render import check_ends, check_ids, check_vocabulary, render
 from tandem.data.routing import Mixture, joined, routed_expert_ids
 from tandem.errors import InvalidInput, NothingToLearn
 from tandem.spool.schema import PackedData
@@ -101,19 +102,23 @@ def prepare_sft(
     held_out: Sequence[SFTExample] = (),
     batch_size: int | None = None,
     signed: bool = False,
+    day: date | None = None,
 ) -> PackedData:
     """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with a weight.
 
-    `held_out` examples are only evaluated. `signed`: whether weights may be negative. Reads the
-    tokenizer (a directory or a hub's name) only if an example is not `token_ids`;
+    `held_out` examples are only evaluated. `signed`: whether weights may be negative. `day`:
+    today's date for chat templates that print it. Reads the tokenizer (a directory or a hub's
+    name) only if an example is not `token_ids`;
     `tandem.data.render` says how these become tokens. Fields of errors are `examples.<i>...` and
     `held_out.<i>...`.
     """
     everything, fields = _listed(examples, held_out, "examples")
     plain = all(example.token_ids is not None for example in everything)
     tokenizer = None if plain else load_tokenizer(tokenizer_path)
+    rendered = render(tokenizer, everything, fields, day)
+    check_ends(tokenizer, everything, rendered, "examples")
     trajectories = []
-    for e, sequences in enumerate(render(tokenizer, everything, fields)):
+    for e, sequences in enumerate(rendered):
         example, field = everything[e], fields[e]
         check_vocabulary(example, sequences, vocab_size, field)
         for one in sequences:
@@ -144,16 +149,19 @@ def prepare_dpo(
     out: Path,
     held_out: Sequence[PreferencePair] = (),
     batch_size: int | None = None,
+    day: date | None = None,
 ) -> PackedData:
     """As `prepare_sft`, for pairs: each is a group of two trajectories in one row,
     chosen and rejected. The tokens that the two begin with are stored once.
     Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
+    tokenizer = load_tokenizer(tokenizer_path)
+    rendered = render(tokenizer, everything, fields, day)
+    check_ends(tokenizer, everything, rendered, "pairs")
     trajectories = []
-    for p, both in enumerate(render(load_tokenizer(tokenizer_path), everything, fields)):
-        chosen, rejected = (one.tokens for one in both)
-        slots = slots_of_pair(chosen, rejected)
+    for p, both in enumerate(rendered):
+        slots = slots_of(both)
         fits = slots <= packing.sequence_length
         if not fits and packing.too_long != "drop":
             remedy = 'raise packing.sequence_length, or set packing.too_long to "drop"'
@@ -163,8 +171,8 @@ def prepare_dpo(
             raise InvalidInput(f"{problem}; {remedy}", field=fields[p])
         batch = 0 if p < len(pairs) else -1
         check_vocabulary(everything[p], both, vocab_size, fields[p])
-        for sequence, is_rejected in zip(both, (False, True), strict=True):
-            kept = [sequence] if fits else []
+        for is_rejected in (False, True):
+            kept = [one for one in both if fits and one.rejected == is_rejected]
             trajectories.append(
                 PackedTrajectory(kept, p, 1.0, float("nan"), not fits, batch, is_rejected)
             )

@@ -11,6 +11,7 @@ from tandem.errors import InvalidInput
 
 LARGEST_ARRAY = 2**30
 _PACKED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
+_MEANT = {"arguments", "parameters", "input", "input_schema"}
 _WRAPPERS = {"data", "examples", "pairs", "train"}
 
 
@@ -68,7 +69,7 @@ def _loads(text: bytes, place: str) -> Any:
         raise ValueError(f"{name} is not a number in JSON")
 
     try:
-        return json.loads(text.decode("utf-8-sig"), parse_constant=refuse)
+        value = json.loads(text.decode("utf-8-sig"), parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise InvalidInput(
             f"not UTF-8: {error.reason}; save the file as UTF-8", field=place
@@ -83,6 +84,29 @@ def _loads(text: bytes, place: str) -> Any:
         raise InvalidInput(
             f"not JSON: {problem}; correct it or leave it out", field=place
         ) from error
+    if b"\\ud" in text or b"\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            _check_letters(value, place, ": ")
+    return value
+
+
+def _check_letters(value: Any, field: str, dot: str = ".") -> None:
+    """Refuses texts that no file can have, with their field."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(value[error.start])
+            problem = f"{half} at character {error.start} is half of a pair, of a letter cut in two"
+            raise InvalidInput(f"{problem}; correct it or leave it out", field=field) from error
+    items = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else items:
+        if isinstance(key, str):
+            _check_letters(key, field)
+        if isinstance(item, dict | list | str):
+            _check_letters(item, f"{field}{dot}{key}")
 
 
 class _Lines:
@@ -129,6 +153,7 @@ class _TableRows:
     first."""
 
     def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
+        self.nulls = dict[str, None]()  # places of rows with a null that may mean something
         try:
             import pyarrow as pa
             from pyarrow import ipc
@@ -155,9 +180,10 @@ class _TableRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> tuple[str, Any]:
-        return f"{self._name} row {index}", _without_none(
-            self._table.slice(index, 1).to_pylist()[0]
-        )
+        place, row = f"{self._name} row {index}", self._table.slice(index, 1).to_pylist()[0]
+        if _has_null(row):
+            self.nulls[place] = None
+        return place, _without_none(row)
 
 
 def _without_none(value: Any) -> Any:
@@ -165,6 +191,15 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_null(value: Any, inside: bool = False) -> bool:
+    """Whether a call's arguments or a tool's parameters have a null, which may mean something."""
+    if isinstance(value, dict):
+        return any(_has_null(item, inside or key in _MEANT) for key, item in value.items())
+    if isinstance(value, list):
+        return any(_has_null(item, inside) for item in value)
+    return inside and value is None
 
 
 def _of_directory(path: Path) -> Records:

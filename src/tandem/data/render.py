@@ -1,7 +1,11 @@
 """Turns examples and pairs into tokens, and says which of them are trained
 (`tandem.data.chat_template` says how)."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, date, datetime
 from itertools import batched, pairwise
 from typing import Any
 
@@ -10,27 +14,31 @@ import numpy as np
 from tandem.data.chat_template import SequenceText, renderer
 from tandem.data.examples import PreferencePair, Rendering, SFTExample
 from tandem.data.packed_format import Int32
-from tandem.data.packing import LinearSequence, common_prefix, slots_of_pair
+from tandem.data.packing import LinearSequence, common_prefix, slots_of
+from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
+# A prompt opens a thought with a few characters of its end.
+_OPENED = 24
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 _FORMS = ("token_ids", "messages", "completion", "text")
 type Item = SFTExample | PreferencePair
 
 
 def render(
-    tokenizer: Any, items: Sequence[Item], fields: Sequence[str]
+    tokenizer: Any, items: Sequence[Item], fields: Sequence[str], day: date | None = None
 ) -> list[list[LinearSequence]]:
     """The sequences of each example, and of each pair those of chosen and rejected: the prompt,
     which is the same in both, and the answer, which is trained. `tokenizer` may be None where all
-    items are `token_ids`.
+    items are `token_ids`. `day`: today's date for chat templates (None: really today's).
 
     InvalidInput (below the item's of `fields`) for an item that the template refuses or whose mask
     is ambiguous.
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
-        chunk_sources = [_texts(tokenizer, item, field) for item, field in chunk]
+        chunk_sources = [_texts(tokenizer, item, field, day) for item, field in chunk]
         texts = [source.text for sources in chunk_sources for source in sources]
         tokens = iter(renderer(tokenizer).encoder.encode_all(texts) if texts else ())
         for (item, field), sources in zip(chunk, chunk_sources, strict=True):
@@ -64,6 +72,24 @@ def check_vocabulary(
         check_ids(one.targets, vocab_size, targets_field)
 
 
+def check_ends(
+    tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
+) -> None:
+    """Refuses conversations of which no trained turn ends with a token at which vLLM stops, where
+    this is their chat template's doing."""
+    chats = (
+        one for item, ones in zip(items, rendered, strict=True) if _is_chat(item) for one in ones
+    )
+    last = None
+    for one in chats:
+        ends = renderer(tokenizer).stops.endings([one])
+        if None in ends:
+            return
+        last = ends[-1]
+    if last is not None and not renderer(tokenizer).ends_answers():
+        raise InvalidInput(renderer(tokenizer).stops.problem(last), field=field)
+
+
 def preview(
     tokenizer: Any,
     examples: Sequence[SFTExample],
@@ -75,19 +101,20 @@ def preview(
     fields = [f"examples.{i}" for i in range(len(examples))] + [
         f"pairs.{i}" for i in range(len(pairs))
     ]
-    return _previewed(tokenizer, [*examples, *pairs], fields, vocab_size)
+    today = datetime.now(UTC).date()
+    return _previewed(tokenizer, [*examples, *pairs], fields, vocab_size, today)
 
 
 def _previewed(
-    tokenizer: Any, items: Sequence[Item], fields: Sequence[str], vocab_size: int | None
+    tokenizer: Any, items: Sequence[Item], fields: Sequence[str], vocab_size: int | None, day: date
 ) -> list[Rendering]:
     try:
-        rendered = render(tokenizer, items, fields)
+        rendered = render(tokenizer, items, fields, day)
         for item, sequences, field in zip(items, rendered, fields, strict=True):
             if vocab_size is not None:
                 check_vocabulary(item, sequences, vocab_size, field)
         return [
-            _rendering(tokenizer, item, sequences)
+            _rendering(tokenizer, item, sequences, day)
             for item, sequences in zip(items, rendered, strict=True)
         ]
     except InvalidInput as error:
@@ -97,11 +124,11 @@ def _previewed(
     return [
         one
         for half in halves
-        for one in _previewed(tokenizer, items[half], fields[half], vocab_size)
+        for one in _previewed(tokenizer, items[half], fields[half], vocab_size, day)
     ]
 
 
-def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> Rendering:
+def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence], day: date) -> Rendering:
     parts = []
     for one in sequences:
         weights = np.zeros(len(one.tokens), np.float32)
@@ -113,14 +140,61 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence]) -> R
         sum(len(one.trained) for one in sequences),
     )
     both = isinstance(item, PreferencePair)
-    slots = slots_of_pair(*(one.tokens for one in sequences)) if both else max(lengths)
+    more: dict[str, Any] = {}
+    if _is_chat(item):
+        stops = renderer(tokenizer).stops
+        ends = stops.endings(sequences)
+        endless = [last for last in ends if last is not None]
+        more = {
+            "trained_turns": len(ends),
+            "endless_turns": len(endless),
+            "endless": stops.problem(endless[-1]) if endless else None,
+            "empty_thoughts": sum(map(_empty_thoughts, parts)),
+            "control_tokens": _control_tokens(tokenizer, item),
+            "date": (
+                str(day) if prints_date(tokenizer.get_chat_template(tools=item.tools)) else None
+            ),
+        }
+    slots = slots_of(sequences) if both else max(lengths)
     return Rendering(
         parts=parts,
         lengths=lengths,
         slots=slots,
         trained=trained,
         left_out=_left_out(tokenizer, item),
+        **more,
     )
+
+
+def _is_chat(item: Item) -> bool:
+    """Whether a chat template renders it."""
+    if isinstance(item, PreferencePair):
+        return isinstance(item.chosen, list)
+    return item.messages is not None or isinstance(item.completion, list)
+
+
+def _empty_thoughts(parts: list[tuple[str, float]]) -> int:
+    """How many trained turns have a thought without a word, also if the prompt opens it."""
+    found = 0
+    for (context, _), (text, weight) in pairwise([("", 0.0), *parts]):
+        context = context[-_OPENED:]
+        thought = _EMPTY_THOUGHT.search(context + text) if weight else None
+        found += thought is not None and thought.end() > len(context)
+    return found
+
+
+def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
+    """`Rendering.control_tokens`."""
+    halves = (
+        [message for pair in item.conversations() for part in pair for message in part]
+        if isinstance(item, PreferencePair)
+        else [*(item.messages or item.prompt or ()), *(item.completion or ())]
+    )
+    said = Counter[str]()
+    for message in halves:
+        for text in (message.content, message.reasoning_content):
+            said.update(renderer(tokenizer).marks.findall(text or ""))
+    return dict(said)
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
@@ -129,11 +203,12 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
         trained = (
             []
             if isinstance(item.chosen, str)
-            else [answer[0] for _, answer in item.conversations()]
+            else [message for _, answer in item.conversations() for message in answer]
         )
     else:
         given = item.completion if isinstance(item.completion, list) else item.messages or ()
-        trained = [message for message in given if message.trained]
+        trained = list(given)
+    trained = [message for message in trained if message.trained]
     reasoning = [text for message in trained if (text := (message.reasoning_content or "").strip())]
     tools = item.tools is not None and not renderer(tokenizer).shows_tools
     if not (reasoning or tools):
@@ -155,10 +230,10 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
     return found
 
 
-def _texts(tokenizer: Any, item: Item, field: str) -> list[SequenceText]:
+def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> list[SequenceText]:
     """The texts to tokenise: none for `token_ids`, of a pair one for each answer."""
     if isinstance(item, PreferencePair):
-        return _pair_texts(tokenizer, item, field)
+        return _pair_texts(tokenizer, item, field, day)
     if item.token_ids is not None:
         return []
     if item.text is not None or isinstance(item.completion, str):
@@ -175,10 +250,23 @@ def _texts(tokenizer: Any, item: Item, field: str) -> list[SequenceText]:
         at for at, (part, _, message) in enumerate(named) if part != "prompt" and message.trained
     }
     names = [f"{field}.{part}.{i}" for part, i, _ in named]
-    return renderer(tokenizer).chat([message for _, _, message in named], names, chosen, item.tools)
+    messages = [message for _, _, message in named]
+    return renderer(tokenizer).chat(
+        messages, names, chosen, item.tools, _options(tokenizer, item, field, day)
+    )
 
 
-def _pair_texts(tokenizer: Any, pair: PreferencePair, field: str) -> list[SequenceText]:
+def _options(tokenizer: Any, item: Item, field: str, day: date | None) -> dict[str, Any]:
+    """The chat template's variables; none where there is no template."""
+    if not tokenizer.chat_template:
+        return {}
+    template = tokenizer.get_chat_template(tools=item.tools)
+    return options(template, item.chat_template_kwargs, day, field)
+
+
+def _pair_texts(
+    tokenizer: Any, pair: PreferencePair, field: str, day: date | None
+) -> list[SequenceText]:
     if isinstance(pair.chosen, str):
         halves = {"chosen": pair.chosen, "rejected": str(pair.rejected)}
         return [
@@ -186,9 +274,11 @@ def _pair_texts(tokenizer: Any, pair: PreferencePair, field: str) -> list[Sequen
             for name, half in halves.items()
         ]
     sources = []
+    more = _options(tokenizer, pair, field, day)
     for name, (prompt, answer) in zip(("chosen", "rejected"), pair.conversations(), strict=True):
-        names = [f"{field}.{name}"] * (len(prompt) + 1)
-        sources += renderer(tokenizer).chat([*prompt, *answer], names, {len(prompt)}, pair.tools)
+        names = [f"{field}.{name}"] * (len(prompt) + len(answer))
+        said = {i for i, one in enumerate(answer, len(prompt)) if one.role == "assistant"}
+        sources += renderer(tokenizer).chat([*prompt, *answer], names, said, pair.tools, more)
     return sources
 
 
@@ -206,27 +296,42 @@ def _finish(
             )
         ]
     sequences = [
-        one for source, tokens in tokenised for one in renderer(tokenizer).finish(source, tokens)
+        (source, renderer(tokenizer).finish(source, tokens)) for source, tokens in tokenised
     ]
-    return _paired(item, field, *sequences) if isinstance(item, PreferencePair) else sequences
+    if not isinstance(item, PreferencePair):
+        return [one for _, ones in sequences for one in ones]
+    halves = [
+        [one for source, ones in sequences for one in ones if source.spans[0][2] == half]
+        for half in (f"{field}.chosen", f"{field}.rejected")
+    ]
+    chosen, rejected = _paired(item, field, *halves)
+    return [*chosen, *(replace(one, rejected=True) for one in rejected)]
 
 
 def _paired(
-    pair: PreferencePair, field: str, chosen: LinearSequence, rejected: LinearSequence
-) -> list[LinearSequence]:
-    """The two with everything trained after the prompt that they have in common."""
-    tokens = [chosen.tokens, rejected.tokens]
-    if np.array_equal(chosen.tokens, rejected.tokens):
+    pair: PreferencePair, field: str, chosen: list[LinearSequence], rejected: list[LinearSequence]
+) -> list[list[LinearSequence]]:
+    """The two with everything trained after the prompt that they have in common. Of a branch of
+    several turns there may be several sequences, which begin with the prompt."""
+    halves = [chosen, rejected]
+    tokens = [half[0].tokens for half in halves]
+    if len(chosen) == len(rejected) and all(
+        np.array_equal(a.tokens, b.tokens) for a, b in zip(chosen, rejected, strict=True)
+    ):
         problem = "chosen and rejected are the same tokens, so there is nothing to prefer"
         raise InvalidInput(f"{problem}; leave this pair out", field=field)
-    first = int(chosen.trained[0])
+    first = int(chosen[0].trained[0])
     if isinstance(pair.chosen, str) and not pair.prompt:
         first = min(common_prefix(*tokens), *(len(one) - 1 for one in tokens))
         if first == 0:
             raise InvalidInput(
                 "chosen and rejected have no common beginning; give a prompt", field=field
             )
-    elif first != rejected.trained[0] or not np.array_equal(tokens[0][:first], tokens[1][:first]):
+    elif first != rejected[0].trained[0] or not np.array_equal(
+        tokens[0][:first], tokens[1][:first]
+    ):
         problem = "the chat template renders the prompt differently for chosen and rejected"
         raise InvalidInput(f"{problem}; leave this pair out", field=field)
-    return [LinearSequence.of(one, np.arange(first, len(one), dtype=np.int32)) for one in tokens]
+    if isinstance(pair.chosen, list):
+        return halves
+    return [[LinearSequence.of(one, np.arange(first, len(one), dtype=np.int32))] for one in tokens]

@@ -1,0 +1,60 @@
+"""What the columns of a record say: texts, JSON, and the messages that they become. Imports no
+numpy and no torch."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.errors import InvalidInput
+
+Record = Mapping[str, Any]
+
+
+def json_value(value: Any, field: str) -> Any:
+    """The content of a column that has JSON as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"not JSON: {error}", field=field) from error
+
+
+def text(record: Record, *names: str) -> str:
+    """The first of these columns; "" where there is none."""
+    name = next((name for name in names if record.get(name) is not None), None)
+    value = "" if name is None else record[name]
+    if not isinstance(value, str):
+        raise InvalidInput(f"must be a text, not {value!r}", field=name)
+    return value
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    """system, user, assistant, user, ...; without the first where it is empty."""
+    roles = ["system"] + ["user", "assistant"] * len(contents)
+    found = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
+    return found if contents[0] else found[1:]
+
+
+def answer(content: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": content}]
+
+
+def asked(record: Record) -> list[dict[str, Any]]:
+    """The messages before the answer of an alpaca record, or of a question."""
+    try:
+        history = [
+            part for question, reply in record.get("history") or () for part in (question, reply)
+        ]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput("must be a list of [question, answer]", field="history") from error
+    given = text(record, "input", "context")
+    question = text(record, "instruction", "question", "query")
+    question = f"{question}\n{given}" if question and given else question or given
+    return turns(text(record, "system", "system_prompt"), *history, question)
+
+
+def led(lead: list[dict[str, Any]], messages: Any) -> Any:
+    """`messages` behind those of `lead`, unless they begin with them; what is no list stays as it
+    is."""
+    return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages

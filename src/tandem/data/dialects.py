@@ -1,0 +1,102 @@
+"""The ways in which people and clients write a message, a call and a tool become OpenAI's. Imports
+no numpy and no torch.
+
+Values that are wrong in another way stay as they are: `tandem.data.examples` refuses them.
+"""
+
+import json
+from typing import Any
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""A message's reasoning, by the names that clients and templates give it."""
+_PLAIN = {"role", "content"}
+# Encoded as JSON more often than that by nobody.
+_ENCODINGS = 3
+
+
+def decoded(value: Any) -> Any:
+    """The content of JSON text, also of text that was encoded twice; other text as it is."""
+    for _ in range(_ENCODINGS):
+        if not isinstance(value, str):
+            break
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            break
+    return value
+
+
+def message(item: Any) -> Any:
+    """A message with OpenAI's keys, without those that clients write though they say nothing."""
+    if not isinstance(item, dict) or (
+        item.keys() == _PLAIN and isinstance(item["content"], str) and item["role"] != "function"
+    ):
+        return item
+    made = {key: value for key, value in item.items() if value not in (None, "", [], {})}
+    # The content of a tool may be one of these.
+    made |= {key: item[key] for key in ("role", "content") if item.get(key) is not None}
+    _say_reasoning(made)
+    _say_calls(made)
+    if made.get("role") == "function":
+        made["role"] = "tool"
+    content = made.get("content")
+    if made.get("role") == "tool" and not isinstance(content, str) and not _is_parts(content):
+        made["content"] = json.dumps(content, ensure_ascii=False)
+    return made
+
+
+def _say_reasoning(made: dict[str, Any]) -> None:
+    said = {name: made.pop(name) for name in REASONING if name in made}
+    if len({str(value) for value in said.values()}) > 1:
+        raise ValueError(f"{' and '.join(said)} differ; keep one of them")
+    if said:
+        made["reasoning_content"] = next(iter(said.values()))
+
+
+def _say_calls(made: dict[str, Any]) -> None:
+    """`function_call` of OpenAI's first tools, and calls as JSON text, become `tool_calls`."""
+    if "function_call" in made and "tool_calls" not in made:
+        made["tool_calls"] = [made.pop("function_call")]
+    calls = decoded(made.get("tool_calls"))
+    if isinstance(calls, dict):
+        calls = [calls]
+    if isinstance(calls, list):
+        made["tool_calls"] = [decoded(call) for call in calls]
+    if calls in ([], None):
+        made.pop("tool_calls", None)
+
+
+def _is_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("type"), str) for part in content
+    )
+
+
+def call(value: Any) -> Any:
+    """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
+    if not isinstance(value, dict):
+        return value
+    if "function" not in value and "name" in value:
+        return {"function": value}
+    # Streams number calls.
+    kept = {key: one for key, one in value.items() if key != "index" and one is not None}
+    if isinstance(kept.get("function"), str):
+        kept["function"] = decoded(kept["function"])
+    return kept
+
+
+def tool(value: Any) -> Any:
+    """A tool as OpenAI writes it; `{name, parameters}` alone, and Anthropic's, are taken too."""
+    value = decoded(value)
+    if not isinstance(value, dict) or "function" in value or "name" not in value:
+        return value
+    function = {key: one for key, one in value.items() if key != "type"}
+    if "input_schema" in function:
+        function["parameters"] = function.pop("input_schema")
+    return {"type": "function", "function": function}
+
+
+def tools(value: Any) -> Any:
+    """A list of tools; None where there are none."""
+    value = decoded(value)
+    return None if value in ([], {}, "") else value

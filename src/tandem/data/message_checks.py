@@ -1,0 +1,37 @@
+"""Refusals of messages that would train something else than they say."""
+
+from typing import Any
+
+from tandem.data.examples import Message
+from tandem.errors import InvalidInput
+
+INSTEAD = "give token_ids and trainable instead of messages"
+
+
+def check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
+    """Refuses trained messages that say nothing: they would train only the end of a turn."""
+    for index in sorted(trained):
+        message = messages[index]
+        if (
+            not message.tool_calls
+            and not f"{message.content or ''}{message.reasoning_content or ''}".strip()
+        ):
+            problem = (
+                "the answer is blank, so there is nothing to train; leave it out, or set train:"
+                " false"
+            )
+            raise InvalidInput(problem, field=names[index])
+
+
+def check_calls(text: str, messages: list[Any], name: str) -> None:
+    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is
+    nothing else."""
+    for message in messages:
+        said = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not (said or message["content"]) and message.get("reasoning_content"):
+            said = [message["reasoning_content"].strip()]
+        if lost := [part for part in said if part not in text]:
+            raise InvalidInput(
+                f"the chat template leaves out {lost[0][:60]!r} of this message; {INSTEAD}",
+                field=name,
+            )

@@ -1,0 +1,48 @@
+"""The variables that a chat template reads besides the conversation: `chat_template_kwargs`, as
+vLLM and TRL name them, and today's date."""
+
+from collections.abc import Mapping
+from datetime import date
+from functools import lru_cache
+from typing import Any
+
+from tandem.errors import InvalidInput
+
+# Tandem gives these, or transformers does.
+_OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
+
+
+@lru_cache(maxsize=8)
+def variables_read(template: str) -> frozenset[str]:
+    """The variables that the template reads, without functions and what Tandem gives."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        environment = _compile_jinja_template(template).environment
+        found = meta.find_undeclared_variables(environment.parse(template))
+    except TemplateError:  # rendering says so
+        return frozenset()
+    return frozenset(found - _OURS - environment.globals.keys())
+
+
+def prints_date(template: str) -> bool:
+    return "strftime_now" in template
+
+
+def options(
+    template: str, given: Mapping[str, Any] | None, day: date | None, field: str
+) -> dict[str, Any]:
+    """What the template gets of `given`, and `day` as today's date (None: really today's).
+
+    InvalidInput for a variable that the template does not read: vLLM would leave it out silently.
+    """
+    given = given or {}
+    if unknown := sorted(given.keys() - variables_read(template)):
+        read = ", ".join(sorted(variables_read(template) - {"bos_token", "eos_token"}))
+        known = f"; it reads {read}" if read else ""
+        raise InvalidInput(
+            f"the chat template reads no such variable{known}; correct or remove it",
+            field=f"{field}.chat_template_kwargs.{unknown[0]}",
+        )
+    return {**given, **({} if day is None else {"strftime_now": day.strftime})}

@@ -1,0 +1,284 @@
+"""Each trained turn ends with a token at which vLLM stops: TRL's chat templates with the stop
+tokens of the models that have them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.chat_tokenizer import TEMPLATES, chat_tokenizer, turn
+from data.test_golden_renderings import CALL, TOOL
+from tandem.data.chat_template import load_tokenizer
+from tandem.data.examples import PreferencePair, SFTExample
+from tandem.data.inputs import PackingSettings
+from tandem.data.prepare import prepare_dpo, prepare_sft
+from tandem.data.render import preview, render
+from tandem.data.stopping import Stops, stop_ids
+from tandem.errors import InvalidInput
+
+ASK = turn("user", "hi")
+CALLING = turn("assistant", "", tool_calls=[CALL])
+KINDS: dict[str, dict[str, Any]] = {
+    "answer": {"messages": [ASK, turn("assistant", "yo")]},
+    "earlier": {"messages": [ASK, turn("assistant", "yo"), ASK, turn("assistant", "ya")]},
+    "call": {"messages": [ASK, CALLING], "tools": [TOOL]},
+    "thought": {"messages": [ASK, turn("assistant", "yo", reasoning_content="Hm")]},
+}
+# Family: the template's names, eos_token_id of the checkpoints' generation_config.json (with
+# tokenizer's EOS first), and the tokens at the end of an answer, of an answer that another one
+# follows, of a call, and of an answer with a thought. None: the template refuses it, or leaves it
+# out, and so do we.
+REFUSED = None
+FAMILIES: dict[str, tuple[str, list[str], list[str | None]]] = {}
+
+
+def family(names: str, stops: str, *ends: str | None) -> None:
+    for name in names.split():
+        FAMILIES[name] = names, stops.split(), list(ends)
+
+
+family(
+    "cohere cohere_training",
+    "<|END_OF_TURN_TOKEN|>",
+    *["<|END_OF_TURN_TOKEN|>"] * 2,
+    REFUSED,
+    "<|END_OF_TURN_TOKEN|>",
+)
+family(
+    "cohere2 cohere2_training",
+    "<|END_OF_TURN_TOKEN|>",
+    *["<|END_OF_TURN_TOKEN|>"] * 2,
+    REFUSED,
+    "<|END_OF_TURN_TOKEN|>",
+)
+family("deepseek_r1_distill deepseekv3", "<｜end▁of▁sentence｜>", *[REFUSED] * 4)
+family(
+    "deepseek_r1_distill_training",
+    "<｜end▁of▁sentence｜>",
+    *["<｜end▁of▁sentence｜>"] * 2,
+    REFUSED,
+    "<｜end▁of▁sentence｜>",
+)
+family("deepseekv3_training", "<｜end▁of▁sentence｜>", *["<｜end▁of▁sentence｜>"] * 4)
+family(
+    "diffusion_gemma gemma4 gemma4_v3 gemma4_v4 gemma4_v5",
+    "<eos> <turn|> <|tool_response>",
+    "<turn|>",
+    "<turn|>",
+    "<|tool_response>",
+    "<turn|>",
+)
+family("gemma4_v2", "<eos> <turn|> <|tool_response>", *["<turn|>"] * 4)
+# TRL's tags end before the token that ends a call.
+family(
+    "diffusion_gemma_training",
+    "<eos> <turn|> <|tool_response>",
+    "<turn|>",
+    "<turn|>",
+    "<tool_call|>",
+    "<turn|>",
+)
+family(
+    "gemma gemma_training gemma3 gemma3_training",
+    "<eos> <end_of_turn>",
+    *["<end_of_turn>"] * 2,
+    REFUSED,
+    "<end_of_turn>",
+)
+family(
+    "glm4moe glm4moe_training",
+    "<|endoftext|> <|user|> <|observation|>",
+    "<|user|>",
+    "<|user|>",
+    "<|observation|>",
+    "<|user|>",
+)
+family(
+    "gptoss",
+    "<|return|> <|endoftext|> <|call|>",
+    "<|return|>",
+    "<|return|>",
+    "<|call|>",
+    "<|return|>",
+)
+# TRL's tags train an earlier answer as it is in a history, not as it is sampled.
+family(
+    "gptoss_training",
+    "<|return|> <|endoftext|> <|call|>",
+    "<|return|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+family(
+    "idefics3 idefics3_training smolvlm smolvlm_training llava_next llava_next_training",
+    "<end_of_utterance>",
+    *[REFUSED] * 4,
+)
+family(
+    "lfm2 lfm2_training qwen2_5_vl qwen2_5_vl_training",
+    "<|im_end|> <|endoftext|>",
+    *["<|im_end|>"] * 2,
+    REFUSED,
+    "<|im_end|>",
+)
+CHATML = (
+    "lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl lfm2_v2 lfm2_v2_training nemotron_3_5_lightning_training"
+    " nemotron_3_nano_training nemotron_3_super_training nemotron_3_ultra_training qwen2_5"
+    " qwen2_5_training qwen3 qwen3_training qwen3_5_nothink_training qwen3_5_think"
+    " qwen3_5_think_training qwen3_6 qwen3_6_training qwen3_8 qwen3_8_training"
+    " qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training"
+)
+family(CHATML, "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 4)
+family("qwen3_5_nothink", "<|im_end|> <|endoftext|>", *["<|im_end|>"] * 3, REFUSED)
+# Their prompt ends with <think>, which an answer without a thought does not begin with.
+family(
+    "nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra",
+    "<|im_end|> </s>",
+    *[REFUSED] * 3,
+    "<|im_end|>",
+)
+family(
+    "llama3 llama3_training",
+    "<|end_of_text|> <|eot_id|>",
+    *["<|eot_id|>"] * 2,
+    REFUSED,
+    "<|eot_id|>",
+)
+family("llama3_1 llama3_2", "<|end_of_text|> <|eom_id|> <|eot_id|>", *["<|eot_id|>"] * 4)
+family("muse_glimmer muse_glimmer_training", "<|eot|>", *["<|eot|>"] * 4)
+family("phi3 phi3_5", "<|endoftext|> <|assistant|> <|end|>", *["<|end|>"] * 2, REFUSED, "<|end|>")
+# The tags enclose what the template puts behind a conversation, too.
+family(
+    "phi3_training phi3_5_training",
+    "<|endoftext|> <|assistant|> <|end|>",
+    "<|endoftext|>",
+    "<|end|>",
+    REFUSED,
+    "<|endoftext|>",
+)
+
+
+# Here the mask of the template's own tags has no stop token.
+ENDLESS = {("diffusion_gemma_training", "call"), ("gptoss_training", "earlier")}
+
+
+def saved(template: str, stops: list[str], directory: Path) -> Any:
+    """A tokenizer with these stop tokens as a model's directory has them: the first is its EOS."""
+    tokenizer = chat_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": stops, "eos_token": stops[0]})
+    tokenizer.save_pretrained(directory)
+    ids = tokenizer.convert_tokens_to_ids(stops)
+    content = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+    (directory / "generation_config.json").write_text(json.dumps(content))
+    return load_tokenizer(str(directory))
+
+
+def test_every_template_of_trl_is_here() -> None:
+    assert FAMILIES.keys() == {path.stem for path in TEMPLATES.glob("*.jinja")}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_each_kind_of_turn_ends_where_vllm_stops(name: str, tmp_path: Path) -> None:
+    _, stops, expected = FAMILIES[name]
+    tokenizer = saved((TEMPLATES / f"{name}.jinja").read_text(), stops, tmp_path)
+    assert vllm_stops(tmp_path) == stop_ids(tokenizer)
+    for (kind, record), end in zip(KINDS.items(), expected, strict=True):
+        example = SFTExample.model_validate(record)
+        if end is None:
+            with pytest.raises(InvalidInput, match="the chat template"):
+                render(tokenizer, [example], ["x"])
+            continue
+        (sequences,) = render(tokenizer, [example], ["x"])
+        first = turns(sequences)[0]
+        shown, endless = tokenizer.decode(first).rstrip(), (name, kind) in ENDLESS
+        assert shown.endswith(end), (kind, shown)
+        ends = Stops(tokenizer).endings(sequences)
+        assert (ends[0] is not None) == endless, (kind, shown)
+        # Sampling ends at the first stop token. The tags of a template may go on.
+        if "endgeneration" not in tokenizer.chat_template:
+            assert [i for i, token in enumerate(first) if token in stop_ids(tokenizer)] == [
+                len(first) - 1
+            ], (kind, shown)
+
+
+def turns(sequences: list[Any]) -> list[list[int]]:
+    return [
+        one.tokens[run].tolist()
+        for one in sequences
+        for run in np.split(one.trained, np.flatnonzero(np.diff(one.trained) > 1) + 1)
+    ]
+
+
+def vllm_stops(directory: Path) -> set[int]:
+    """vLLM's own: how its engine completes the parameters of a request."""
+    from transformers import AutoTokenizer, GenerationConfig
+    from vllm import SamplingParams
+
+    parameters = SamplingParams()
+    parameters.update_from_generation_config(
+        GenerationConfig.from_pretrained(directory).to_diff_dict(),
+        AutoTokenizer.from_pretrained(directory).eos_token_id,
+    )
+    return parameters.all_stop_token_ids
+
+
+def test_a_turn_after_a_stop_token_continues_the_sequence(tmp_path: Path) -> None:
+    """As in a sampled trajectory: GLM-4.5 samples `<|user|>`, and the next prompt has it there."""
+    _, stops, _ = FAMILIES["glm4moe"]
+    tokenizer = saved((TEMPLATES / "glm4moe.jinja").read_text(), stops, tmp_path)
+    messages = [*KINDS["call"]["messages"], turn("tool", "18"), turn("assistant", "yo"), ASK]
+    example = SFTExample(messages=[*messages, turn("assistant", "ya")], tools=[TOOL])
+    ((one,),) = render(tokenizer, [example], ["x"])
+    shown = [tokenizer.decode(found) for found in turns([one])]
+    assert [text.rpartition("<|")[2] for text in shown] == ["observation|>", "user|>", "user|>"]
+
+
+NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "remedy"),
+    [
+        (NO_STOP, "use a chat template that ends each turn with one"),
+        # A base model's EOS under ChatML.
+        ((TEMPLATES / "qwen3.jinja").read_text(), "to eos_token_id in the model's generation_conf"),
+    ],
+)
+def test_training_that_never_ends_is_refused(template: str, remedy: str, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    tokenizer = saved(template, ["<|end_of_text|>"], directory)
+    answer, worse = turn("assistant", "yo"), turn("assistant", "no")
+    example = SFTExample(messages=[ASK, answer])
+    pair = PreferencePair(prompt=[ASK], chosen=[answer], rejected=[worse])
+    out = tmp_path / "out"
+    for field, prepare, item in (
+        ("examples", prepare_sft, example),
+        ("pairs", prepare_dpo, pair),
+    ):
+        with pytest.raises(InvalidInput, match="no trained turn ends with a token at") as refused:
+            prepare(  # type: ignore[operator]
+                [item],
+                tokenizer_path=str(directory),
+                vocab_size=10**6,
+                packing=PackingSettings(),
+                out=out,
+            )
+        assert (refused.value.field, remedy in refused.value.message) == (field, True)
+    shown = preview(tokenizer, [example, SFTExample(text="It is.")], [pair])
+    assert [(one.trained_turns, one.endless_turns) for one in shown] == [(1, 1), (0, 0), (2, 2)]
+    assert not out.exists()
+    # A text has no template, and ends with EOS; token ids are as they are given.
+    out.mkdir()
+    rest = [SFTExample(text="It is."), SFTExample(token_ids=[1, 2], trainable=[False, True])]
+    prepare_sft(
+        rest,
+        tokenizer_path=str(directory),
+        vocab_size=10**6,
+        packing=PackingSettings(),
+        out=out,
+    )
