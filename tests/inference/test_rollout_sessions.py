@@ -4,6 +4,7 @@ tokens, whatever the template makes of the answer that the client sends back."""
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 import pytest
 
 from inference.scripted_vllm import FAMILIES, Scripted, serve
+from tandem.data.inputs import Trajectory
+from tandem.inference.server.sessions import SampledTurn, Sessions, plain
 
 names = (f"session-{i}" for i in itertools.count())
 TOOL = {
@@ -181,3 +184,164 @@ def test_twenty_dialogues_continue_the_sampled_tokens(
         kept = [(turn["prompt_token_ids"], turn["token_ids"]) for turn in finish["turns"]]
         assert kept == made, name
     assert breaks(vllm) == before
+
+
+def test_without_a_session_a_call_forks(vllm: Scripted, family: str) -> None:
+    turns = dict(dialogues(family))["false"]
+    assert forks(play(vllm, turns, None, stream=False)) > 0
+
+
+def begin(vllm: Scripted, session: str, text: str, **options: Any) -> list[dict[str, Any]]:
+    """A session of one turn; the messages of the next request."""
+    messages = [{"role": "user", "content": "look!"}]
+    vllm.engine.texts = [text]
+    [choice] = ask(vllm, session, messages=messages, **options).json()["choices"]
+    return [*messages, choice["message"], *follow_up(choice["message"])]
+
+
+def edited(messages: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    answer = {**messages[1], **changes}
+    return [messages[0], {k: v for k, v in answer.items() if v is not None}, *messages[2:]]
+
+
+def goes_on(vllm: Scripted, session: str, messages: list[dict[str, Any]], **options: Any) -> bool:
+    """Whether the next turn begins with the tokens of the one before."""
+    known = vllm.engine.prompts[-1] + vllm.engine.sampled[-1]
+    vllm.engine.texts = ["ok"]
+    response = ask(vllm, session, messages=messages, **options)
+    assert response.status_code == 200, response.text
+    return vllm.engine.prompts[-1][: len(known)] == known
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_an_edited_history_is_rendered_in_full_and_counted_by_its_reason(vllm: Scripted) -> None:
+    end, think = "<|im_end|>", "<think>\nhm\n</think>\n\n"
+    made = call("qwen3", deep=True)
+    cut = {"max_tokens": 12}
+    stop = {"stop": ["STOP"]}
+
+    def arguments(text: str) -> list[dict[str, Any]]:
+        return [{"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}]
+
+    for reason, text, options, changes in [
+        ("edited", f"yes{end}", {}, {"content": "no"}),
+        ("whitespace", f"a  b{end}", {}, {"content": "a b"}),
+        ("booleans", f"{made}{end}", {}, {"tool_calls": arguments('{"deep": "True"}')}),
+        ("truncated", f"yes, I do{end}", cut, {"content": "yes, I cannot"}),
+        ("stop_string", f"I STOP{end}", stop, {"content": "I stop here"}),
+        ("edited", f"yes{end}", {}, {"reasoning": "other"}),
+    ]:
+        session, before = next(names), breaks(vllm)
+        messages = begin(vllm, session, f"{think}{text}", **options)
+        assert not goes_on(vllm, session, edited(messages, **changes), **options), changes
+        after = breaks(vllm)
+        assert {name for name in after if after[name] != before[name]} == {reason}, changes
+        assert after[reason] == before[reason] + 1
+    # Other tools are another prompt.
+    other = {"type": "function", "function": {"name": "other"}}
+    session, before = next(names), breaks(vllm)
+    assert not goes_on(vllm, session, begin(vllm, session, f"yes{end}"), tools=[other])
+    assert breaks(vllm)["edited"] == before["edited"] + 1
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_what_only_looks_like_an_edit_goes_on(vllm: Scripted) -> None:
+    end, before = "<|im_end|>", breaks(vllm)
+    think = "<think>\nhm\n</think>\n\n"
+    thought = f"{think} yes \n{end}"
+    for text, options, changes in [
+        (thought, {}, {"content": "yes"}),
+        (thought, {}, {"reasoning": None}),
+        (thought, {}, {"reasoning": None, "reasoning_content": "hm"}),
+        (thought, {}, {"content": [{"type": "text", "text": "yes"}], "refusal": None}),
+        (thought, {}, {"tool_calls": []}),
+        (f"{think}I STOP{end}", {"stop": ["STOP"]}, {"content": "I STOP"}),
+    ]:
+        session = next(names)
+        messages = begin(vllm, session, text, **options)
+        assert goes_on(vllm, session, edited(messages, **changes), **options), changes
+    # A sub-agent's conversation is no edit, nor is what goes on from an earlier turn.
+    session = next(names)
+    messages = begin(vllm, session, f"yes{end}")
+    assert goes_on(vllm, session, messages)
+    vllm.engine.texts = ["sub", "again"]
+    ask(vllm, session, messages=[{"role": "user", "content": "sub-task"}])
+    ask(vllm, session, messages=messages)
+    assert vllm.engine.prompts[-1] == vllm.engine.prompts[-3]
+    assert breaks(vllm) == before
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_what_would_fork_without_a_session_is_refused_in_words(vllm: Scripted) -> None:
+    function = {"name": "look", "arguments": '{"deep": tru'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "seen"},
+    ]
+    for session in (None, next(names)):
+        response = ask(vllm, session, messages=messages)
+        assert response.status_code == 400
+        assert "the arguments of the call of 'look' in the history" in response.text
+    messages[1:] = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
+    response = ask(vllm, None, messages=messages, stop=["STOP"])
+    assert (response.status_code, response.json()["error"]["field"]) == (400, "stop")
+    assert "X-Session-ID" in response.json()["error"]["message"]
+    vllm.engine.texts = ["yes", "yes"]
+    for options in ({"include_stop_str_in_output": True}, {"messages": messages[:1]}):
+        body = {"messages": messages, "stop": ["STOP"], **options}
+        assert ask(vllm, None, **body).status_code == 200
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_reasoning_in_other_names_reaches_the_template(vllm: Scripted) -> None:
+    made = call("qwen3", deep=True)
+    messages = begin(vllm, next(names), f"<think>\nhm\n</think>\n\n{made}<|im_end|>")
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        vllm.engine.texts = ["ok"]
+        assert ask(vllm, None, messages=edited(messages, **{"reasoning": None, name: "aha"}))
+        prompt = vllm.engine.renderer.tokenizer.decode(vllm.engine.prompts[-1])
+        assert "<think>\naha\n</think>" in prompt, name
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_a_session_becomes_a_trajectory(vllm: Scripted) -> None:
+    session = next(names)
+    url = f"{vllm.url}/rollout/sessions/{session}/finish"
+    gone = httpx.post(url, json={"reward": 1})
+    assert gone.status_code == 410
+    assert "vLLM has started again" in gone.json()["error"]["message"]
+    messages = begin(vllm, session, "yes<|im_end|>")
+    assert goes_on(vllm, session, messages)
+    for body in ({}, {"reward": "1"}, {"reward": True}, [], {"reward": None}):
+        assert httpx.post(url, json=body).json()["error"]["field"] == "reward"
+    body = {"reward": 0.5, "metrics": {"a": 1.0}, "advantage": 2.0}
+    first, again = (httpx.post(url, json=body).json() for _ in range(2))
+    assert first == again
+    trajectory = Trajectory.model_validate(first)
+    assert (trajectory.reward, trajectory.advantage, trajectory.metrics) == (0.5, 2, {"a": 1})
+    assert [turn.policy_step for turn in trajectory.turns] == [3, 3]
+    assert [turn.prompt_token_ids for turn in trajectory.turns] == vllm.engine.prompts[-2:]
+    assert trajectory.turns[0].logprobs == [-0.5] * len(trajectory.turns[0].token_ids)
+    assert trajectory.messages[-1]["reasoning"] == "ok"
+    response = ask(vllm, "a b", messages=messages)
+    assert (response.status_code, response.json()["error"]["field"]) == (400, "x-session-id")
+
+
+def turn(tokens: int, asked: bytes = b"") -> SampledTurn:
+    answer = plain([{"role": "assistant", "content": "a"}])
+    new, sampled = array("i", [1]), array("i", range(tokens - 1))
+    return SampledTurn(None, new, sampled, array("d"), asked, answer, "m", False, None, None, True)
+
+
+def test_sessions_have_bounded_memory() -> None:
+    sessions = Sessions(most=2, tokens=100)
+    for name in ("a", "b", "a", "c"):
+        sessions.use(name)
+        sessions.add(name, turn(10))
+    assert [sessions.known(name) is not None for name in "abc"] == [True, False, True]
+    sessions.add("c", turn(90))
+    assert [sessions.known(name) is not None for name in "ac"] == [False, True]
+    sessions.add("d", turn(101))
+    assert [sessions.known(name) is not None for name in "cd"] == [False, False]

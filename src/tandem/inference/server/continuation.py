@@ -69,22 +69,24 @@ class Recording:
             return []
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
-        return [
-            SampledTurn(
+        made = []
+        for answer, (_, sample) in zip(answers, sorted(self.samples.items()), strict=True):
+            parts = [{**answer, "role": "assistant"}, {"content": sample.stop}]
+            turn = SampledTurn(
                 head=head,
                 new=array("i", new),
                 tokens=sample.tokens,
                 logprobs=sample.logprobs,
                 asked=self.conversation.digests[-1],
-                answer=plain([{"role": "assistant", **answer}]),
+                answer=plain(parts[:1]),
                 model=model,
                 truncated=sample.truncated,
                 stop=sample.stop,
+                with_stop=plain(parts) if sample.stop else None,
                 ended=sample.ended,
             )
-            for answer, (_, sample) in zip(answers, sorted(self.samples.items()), strict=True)
-            if sample.tokens
-        ]
+            made.append(turn)
+        return [turn for turn in made if turn.tokens]
 
     async def record(
         self, outputs: Any, stops: Mapping[int, str], *, delta: bool

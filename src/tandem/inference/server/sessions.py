@@ -28,7 +28,8 @@ Message = Mapping[str, Any]
 @dataclass(eq=False)
 class SampledTurn:
     """`head`: the turn that the prompt continues, `new`: what the prompt has behind it. `asked`:
-    the digest of the conversation before the answer. `stop`: the stop string that ended it."""
+    the digest of the conversation before the answer. `stop`: the stop string that ended it;
+    `with_stop`: the answer as clients send it back that put the stop string behind it."""
 
     head: "SampledTurn | None"
     new: array[int]
@@ -39,6 +40,7 @@ class SampledTurn:
     model: str
     truncated: bool
     stop: str | None
+    with_stop: dict[str, Any] | None
     ended: bool
     """Whether its last token ends a turn."""
 
@@ -205,10 +207,8 @@ class Session:
     def add(self, turn: SampledTurn) -> None:
         self.turns.append(turn)
         self.after[digest_with(turn.asked, turn.answer)] = turn
-        if turn.stop:
-            # Clients put the stop string back that vLLM has cut off.
-            whole = {**turn.answer, "content": f"{turn.answer['content']}{turn.stop}".strip()}
-            self.after[digest_with(turn.asked, whole)] = turn
+        if turn.with_stop is not None:
+            self.after[digest_with(turn.asked, turn.with_stop)] = turn
         self.size += turn.size
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
