@@ -4,17 +4,21 @@ tokens, whatever the template makes of the answer that the client sends back."""
 import itertools
 import json
 import re
+import subprocess
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from inference.scripted_vllm import FAMILIES, Scripted, serve
+from integrations.clients import python_of
 from tandem.data.inputs import Trajectory
 from tandem.inference.server.sessions import SampledTurn, Sessions, plain
 
+PROGRAMS = Path(__file__).parents[1] / "integrations" / "programs"
 names = (f"session-{i}" for i in itertools.count())
 TOOL = {
     "type": "function",
@@ -345,3 +349,30 @@ def test_sessions_have_bounded_memory() -> None:
     assert [sessions.known(name) is not None for name in "ac"] == [False, True]
     sessions.add("d", turn(101))
     assert [sessions.known(name) is not None for name in "cd"] == [False, False]
+
+
+@pytest.mark.parametrize("program", ["agents_door", "anthropic_door"])
+@pytest.mark.parametrize("family", ["qwen3_5_think"], indirect=True)
+def test_agents_of_other_dialects_run_unmodified(vllm: Scripted, program: str) -> None:
+    """Their tokens stay here, and the answer of the tool continues them."""
+    before, first = breaks(vllm), len(vllm.engine.prompts)
+    sessions = [next(names), next(names)]
+    made = call("qwen3_5_think", deep=False)
+    texts = [f"hm\n</think>\n\nI look.\n\n{made}<|im_end|>", "so\n</think>\n\nA door.<|im_end|>"]
+    vllm.engine.texts = texts * 2
+    printed = subprocess.run(
+        [python_of("verifiers_old"), PROGRAMS / f"{program}.py", vllm.url, *sessions],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert printed.stdout == "A door.\nA door.\n[False, False]\n", printed.stderr
+    prompts, sampled = vllm.engine.prompts[first:], vllm.engine.sampled[first:]
+    for i, session in enumerate(sessions):
+        url = f"{vllm.url}/rollout/sessions/{session}/finish"
+        turns = Trajectory.model_validate(httpx.post(url, json={"reward": 1}).json()).turns
+        assert [turn.prompt_token_ids for turn in turns] == prompts[2 * i : 2 * i + 2]
+        assert [turn.token_ids for turn in turns] == sampled[2 * i : 2 * i + 2]
+        assert forks(list(zip(prompts, sampled, strict=True))[2 * i : 2 * i + 2]) == 0
+    assert breaks(vllm) == before

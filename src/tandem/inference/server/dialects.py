@@ -11,6 +11,17 @@ from tandem.vllm_client.sampling import distorting
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
+THREADS_ELSEWHERE = {
+    "type": "error",
+    "error": {
+        "type": "invalid_request_error",
+        "message": "threads are kept by Anthropic's servers only: send the whole history",
+        "details": {"error_code": "thread_unsupported_request", "unsupported": []},
+    },
+}
+"""What a client is told that sends only the new messages of a thread. vLLM would take them for the
+whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
+
 # With these the answer would not have exactly the sampled tokens, or some of them without
 # log-probs; the values with which it has.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

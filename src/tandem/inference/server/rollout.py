@@ -25,6 +25,7 @@ from tandem.inference.server.dialects import (
     CHAT,
     MESSAGES,
     RESPONSES,
+    THREADS_ELSEWHERE,
     Answers,
     refused,
     unforced,
@@ -72,6 +73,9 @@ class RolloutDoor:
             return
         options, session = _object(body), Headers(scope=scope).get(HEADER)
         if options is not None:
+            if inner == MESSAGES and options.get("thread") is not None:
+                await JSONResponse(THREADS_ELSEWHERE, 400)(scope, receive, send)
+                return
             if problem := _problem(inner, options, session):
                 await error(400, "invalid_input", problem[1], problem[0])(scope, receive, send)
                 return
