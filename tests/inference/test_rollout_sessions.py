@@ -1,6 +1,7 @@
 """Sessions of the rollout door in front of vLLM's own server: each turn continues the sampled
 tokens, whatever the template makes of the answer that the client sends back."""
 
+import asyncio
 import itertools
 import json
 import re
@@ -15,6 +16,8 @@ import pytest
 
 from inference.scripted_vllm import FAMILIES, Scripted, serve
 from integrations.clients import python_of
+from tandem.client.rl.environment import Sampler
+from tandem.client.vllm import Vllm
 from tandem.data.inputs import Trajectory
 from tandem.inference.server.sessions import SampledTurn, Sessions, plain
 
@@ -331,6 +334,28 @@ def test_a_session_becomes_a_trajectory(vllm: Scripted) -> None:
     assert trajectory.messages[-1]["reasoning"] == "ok"
     response = ask(vllm, "a b", messages=messages)
     assert (response.status_code, response.json()["error"]["field"]) == (400, "x-session-id")
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_a_rollout_of_tandem_rl_is_a_session(vllm: Scripted) -> None:
+    """Two calls and an answer are one linear sequence."""
+    end, think = "<|im_end|>", "<think>\nhm\n</think>\n\n"
+    made = [call("qwen3", deep=False), call("qwen3")]
+    vllm.engine.texts = [*(f"{think}{one}{end}" for one in made), f"{think}a door{end}"]
+
+    async def rollout() -> Trajectory:
+        async with Vllm(f"{vllm.url}/v1", {}) as client:
+            sampler = Sampler(client, "run", lambda: 3, None, {})
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "look!"}]
+            for _ in range(2):
+                message = await sampler.chat(messages, tools=[TOOL])
+                messages += [message, *follow_up(message)]
+            await sampler.chat(messages, tools=[TOOL])
+            return sampler.finish(1.0)
+
+    turns = asyncio.run(rollout()).turns
+    assert len(turns) == 3
+    assert forks([(turn.prompt_token_ids, turn.token_ids) for turn in turns]) == 0
 
 
 def turn(tokens: int, asked: bytes = b"") -> SampledTurn:

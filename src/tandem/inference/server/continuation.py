@@ -65,8 +65,10 @@ class Recording:
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
         """The sampled turns, each with its answer as the client has it."""
-        if self.conversation is None or self.prompt is None:
+        if self.prompt is None:
             return []
+        # GPT-OSS is rendered elsewhere: its turns are kept, and not found again.
+        asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
         made = []
@@ -77,7 +79,7 @@ class Recording:
                 new=array("i", new),
                 tokens=sample.tokens,
                 logprobs=sample.logprobs,
-                asked=self.conversation.digests[-1],
+                asked=asked,
                 answer=plain(parts[:1]),
                 model=model,
                 truncated=sample.truncated,

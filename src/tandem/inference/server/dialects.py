@@ -40,7 +40,7 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):
         asked["response_format"] = text.get("format")
-    if path == MESSAGES:
+    if path.startswith(MESSAGES):
         choice = options.get("tool_choice")
         if isinstance(choice, dict):
             kind = choice.get("type")

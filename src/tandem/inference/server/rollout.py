@@ -179,7 +179,7 @@ def _asking(path: str, options: Options) -> Options:
     if isinstance(params := options.get("sampling_params"), dict):
         return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
     options = unforced(options)
-    if path in (RESPONSES, MESSAGES):
+    if path.startswith((RESPONSES, MESSAGES)):
         return options
     if path == CHAT and isinstance(messages := options.get("messages"), list):
         options["messages"] = [_in_vllms_names(message) for message in messages]
