@@ -62,7 +62,9 @@ class ScriptedEngine:
         ids = tokenizer.encode(text, add_special_tokens=False)[: params.max_tokens]
         self.sampled.append(ids)
         ended = ids[-1] in self.model_config.try_get_generation_config()["eos_token_id"]
-        shown = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        # Of the token that ends a turn, vLLM shows nothing.
+        told = ids[:-1] if ended else ids
+        shown = tokenizer.decode(told, skip_special_tokens=params.skip_special_tokens)
         reason, stop = ("stop", None) if ended else ("length", None)
         for string in params.stop or []:
             if string in shown:
@@ -138,9 +140,14 @@ def write_model(directory: Path, family: str) -> Path:
 def serve(directory: Path, family: str) -> Iterator[Scripted]:
     """vLLM's server with the rollout door on a port of its own."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # vLLM 0.26
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.renderers import renderer_from_config
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
