@@ -32,7 +32,7 @@ from tandem.inference.server.sessions import (
 
 recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
 
-_MARK = f"TANDEM{uuid4().hex}"
+_MARK, _PROBE = f"TANDEM{uuid4().hex}", f"PROBE{uuid4().hex}"
 # What shapes the whole prompt, not its end.
 _OF_THE_END = frozenset({"tokenize", "add_generation_prompt", "continue_final_message"})
 
@@ -137,12 +137,8 @@ def follow(engine: Any) -> None:
         found = request.session.find(request.conversation)
         if found is not None and not options.get("continue_final_message"):
             turn, end = found
-            begin = _begin(messages, end)
-            before = [_parsable(message) for message in messages[:begin]]
-            mark = _marked(messages[begin:end])
-            conversation, prompt = await original([*before, mark, *messages[end:]], params)
-            tail = _tail(prompt, turn, stops, calls=bool(turn.answer["calls"]))
-            if tail and not ({*prompt} & {"multi_modal_data", "prompt_embeds"}):
+            conversation, tail = await _rendered_tail(original, messages, params, turn, end, stops)
+            if tail:
                 request.head = turn
                 ids = turn.all_tokens() + tokenizer.encode(tail, add_special_tokens=False)
                 return conversation, {"prompt_token_ids": ids}
@@ -208,15 +204,18 @@ def _begin(messages: Sequence[Any], end: int) -> int:
     return begin
 
 
-def _marked(answer: Sequence[Any]) -> dict[str, Any]:
-    """The mark in an answer's place, last in its text and in its calls."""
+def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
+    """The mark in an answer's place: in its calls, or in its text for templates without calls."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
         for one in answer
         for call in one.get("tool_calls") or ()
     ]
-    return {"role": "assistant", "content": _MARK, **({"tool_calls": calls} if calls else {})}
+    in_text = {"role": "assistant", "content": _MARK}
+    if not calls:
+        return [in_text]
+    return [{**in_text, "content": "", "tool_calls": calls}, {**in_text, "tool_calls": calls}]
 
 
 def _parsable(message: Any) -> Any:
@@ -230,15 +229,47 @@ def _parsable(message: Any) -> Any:
     return {**message, "tool_calls": calls}
 
 
-def _tail(prompt: Any, turn: SampledTurn, stops: dict[int, str], *, calls: bool) -> str | None:
-    """The text behind the turn's tokens; None where the template leaves no place to begin it."""
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+async def _rendered_tail(
+    render: Render,
+    messages: Sequence[Any],
+    params: Any,
+    turn: SampledTurn,
+    end: int,
+    stops: Mapping[int, str],
+) -> tuple[Any, str | None]:
+    """vLLM's conversation, and the text behind the turn's tokens; None where the template leaves no
+    place to begin it."""
+    begin = _begin(messages, end)
+    before, new = [*map(_parsable, messages[:begin])], messages[end:]
+    # A template may write answers of tools elsewhere than behind the calls (Gemma 4), and a message
+    # may have the text of a token that ends turns: other messages must begin at the same place.
+    probes = [{**message, "content": _PROBE} for message in new]
+    conversation = None
+    for marked in _marked(messages[begin:end]):
+        conversation, prompt = await render([*before, marked, *new], params)
+        _, probed = await render([*before, marked, *probes], params)
+        cut, expected = (_behind_the_turn(one, turn, stops) for one in (prompt, probed))
+        if cut is None or expected is None or cut[1] != expected[1]:
+            continue
+        if expected[0].count(_PROBE) == probed["prompt"].count(_PROBE):
+            return conversation, cut[0]
+    return conversation, None
+
+
+def _behind_the_turn(
+    prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
+) -> tuple[str, int] | None:
+    """The text behind the turn, and how far from the mark it begins."""
+    if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
+        return None
+    text = prompt.get("prompt")
     if not isinstance(text, str) or _MARK not in text:
         return None
     rest = text[text.rindex(_MARK) + len(_MARK) :]
     found = [(at, token) for token, stop in stops.items() if (at := rest.find(stop)) >= 0]
     if not found:
-        return None if calls else rest
+        return None if turn.answer["calls"] else (rest, 0)
     at, token = min(found)
-    sampled = turn.ended and turn.tokens[-1] == token
-    return rest[at + len(stops[token]) :] if sampled else rest[at:]
+    if turn.ended and turn.tokens[-1] == token:
+        at += len(stops[token])
+    return rest[at:], at
