@@ -37,6 +37,17 @@ FAMILIES = {
         "glm45",
     ),
 }
+# Its template writes a tool's answer into the turn of the call, before the turn's text. Its config
+# lists <|tool_response> as a token that ends turns; here it does not.
+GEMMA = {
+    "gemma4": (
+        "<|turn> <turn|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|channel>"
+        ' <channel|> <|"|> <|tool> <tool|> <|think|>',
+        "<turn|>",
+        "gemma4",
+        "gemma4",
+    )
+}
 
 
 class ScriptedEngine:
@@ -113,7 +124,7 @@ class Scripted:
 
 
 def write_model(directory: Path, family: str) -> Path:
-    special, ends, _, _ = FAMILIES[family]
+    special, ends, _, _ = (FAMILIES | GEMMA)[family]
     tiny_model.write_tokenizer(directory)
     write_random_model(
         directory,
@@ -152,7 +163,7 @@ def serve(directory: Path, family: str) -> Iterator[Scripted]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     write_model(directory, family)
-    _, _, tools, reasoning = FAMILIES[family]
+    _, _, tools, reasoning = (FAMILIES | GEMMA)[family]
     options = [
         *("--model", str(directory), "--served-model-name", "run@3", "--dtype", "float32"),
         *("--enable-auto-tool-choice", "--tool-call-parser", tools),

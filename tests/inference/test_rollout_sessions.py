@@ -251,6 +251,21 @@ def test_an_edited_history_is_rendered_in_full_and_counted_by_its_reason(vllm: S
     assert breaks(vllm)["edited"] == before["edited"] + 1
 
 
+@pytest.mark.parametrize("family", ["gemma4"], indirect=True)
+def test_a_tools_answer_that_has_no_place_behind_the_turn_is_rendered_in_full(
+    vllm: Scripted,
+) -> None:
+    session, before = next(names), breaks(vllm)
+    made = "<|tool_call>call:look{deep:true}<tool_call|><turn|>"
+    messages = begin(vllm, session, made)
+    assert messages[1]["tool_calls"]
+    assert not goes_on(vllm, session, messages)
+    assert "seen" in vllm.engine.renderer.tokenizer.decode(vllm.engine.prompts[-1])
+    assert breaks(vllm)["template"] == before["template"] + 1
+    session = next(names)
+    assert goes_on(vllm, session, begin(vllm, session, "yes<turn|>"))
+
+
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_what_only_looks_like_an_edit_goes_on(vllm: Scripted) -> None:
     end, before = "<|im_end|>", breaks(vllm)
