@@ -244,7 +244,7 @@ def policy_step_of(model: Any) -> int | None:
     return int(step) if step.isdecimal() and step.isascii() else None
 
 
-def reasoning_of(message: Mapping[str, Any]) -> str | None:
+def _reasoning_text(message: Mapping[str, Any]) -> str | None:
     """The reasoning of an assistant message: vLLM reads and writes `reasoning`, other servers and
     clients `reasoning_content` or `thinking`."""
     names = ("reasoning", "reasoning_content", "thinking")
@@ -276,7 +276,7 @@ class TrajectoryBuilder:
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
         # Templates write it into the next prompt: without it the next turn would not continue this.
-        if reasoning := reasoning_of(sampled):
+        if reasoning := _reasoning_text(sampled):
             message["reasoning"] = reasoning
         self.messages.append(message)
         return message

@@ -23,8 +23,8 @@ from uuid import uuid4
 from tandem.inference.server import patches
 from tandem.inference.server.sessions import (
     Conversation,
+    RolloutSession,
     SampledTurn,
-    Session,
     malformed,
     plain,
     reason_of_break,
@@ -40,7 +40,7 @@ Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
 
 
 @dataclass
-class Sample:
+class SampledSequence:
     """One sequence that the engine has made."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -55,13 +55,13 @@ class Recording:
     """A sampling request of a session. `head`: the turn that it continues; `samples`: by their
     index in the answer; `broken`: is told why it does not continue a turn."""
 
-    session: Session
+    session: RolloutSession
     broken: Callable[[str], None]
     conversation: Conversation | None = None
     messages: Sequence[Any] = ()
     head: SampledTurn | None = None
     prompt: list[int] | None = None
-    samples: dict[int, Sample] = field(default_factory=dict)
+    samples: dict[int, SampledSequence] = field(default_factory=dict)
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
         """The sampled turns, each with its answer as the client has it."""
@@ -101,7 +101,12 @@ class Recording:
                     self._sampled_from([*output.prompt_token_ids])
                     first = False
                 for one in output.outputs:
-                    _note(self.samples.setdefault(one.index, Sample()), one, stops, delta=delta)
+                    _note(
+                        self.samples.setdefault(one.index, SampledSequence()),
+                        one,
+                        stops,
+                        delta=delta,
+                    )
                 yield output
 
     def _sampled_from(self, prompt: list[int]) -> None:
@@ -169,7 +174,7 @@ def malformed_call(name: str) -> str:
     )
 
 
-def _note(sample: Sample, output: Any, stops: Mapping[int, str], *, delta: bool) -> None:
+def _note(sample: SampledSequence, output: Any, stops: Mapping[int, str], *, delta: bool) -> None:
     if not delta:
         del sample.tokens[:], sample.logprobs[:]
     sample.tokens.extend(output.token_ids)

@@ -172,7 +172,7 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 @dataclass(eq=False)
-class Session:
+class RolloutSession:
     turns: list[SampledTurn] = field(default_factory=list)
     after: dict[bytes, SampledTurn] = field(default_factory=dict)
     """Turns by the digest of the conversation with their answer."""
@@ -249,17 +249,17 @@ class Sessions:
 
     def __init__(self, most: int = MOST_SESSIONS, tokens: int = MOST_TOKENS) -> None:
         self._most, self._tokens, self._size = most, tokens, 0
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, RolloutSession] = OrderedDict()
 
-    def use(self, name: str) -> Session:
+    def use(self, name: str) -> RolloutSession:
         """The session of this name, made where there is none."""
-        session = self._sessions.setdefault(name, Session())
+        session = self._sessions.setdefault(name, RolloutSession())
         self._sessions.move_to_end(name)
         while len(self._sessions) > self._most:
             self._drop()
         return session
 
-    def known(self, name: str) -> Session | None:
+    def known(self, name: str) -> RolloutSession | None:
         """The session of this name where it has turns."""
         session = self._sessions.get(name)
         return session if session is not None and session.turns else None
