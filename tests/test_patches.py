@@ -68,6 +68,13 @@ PATCHES = [
     ("vllm", "object engine.add_request", VLLM, f"{NO_HOOK} where the engine gets a request"),
     (
         "vllm",
+        "object renderer.render_messages_async",
+        VLLM,
+        f"{NO_HOOK} between a chat's messages and its token ids",
+    ),
+    ("vllm", "object engine.generate", VLLM, f"{NO_HOOK} that has the tokens of all routes"),
+    (
+        "vllm",
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         VLLM,
         "open: an option for plain weights on the CPU",

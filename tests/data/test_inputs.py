@@ -192,6 +192,16 @@ def test_a_message_has_its_content_also_beside_a_tool_call() -> None:
     assert made == {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_a_message_keeps_its_reasoning_in_the_name_that_vllm_reads(name: str) -> None:
+    """Templates write it into the next prompt, which would not continue the turn without it."""
+    message = {"role": "assistant", "content": "4", name: "2 + 2"}
+    builder = inputs.TrajectoryBuilder([])
+    made = builder.add_response(changed("message", message, CHOICE))
+    assert made == {"role": "assistant", "content": "4", "reasoning": "2 + 2"}
+    assert builder.messages == [made]
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "message"),
     [

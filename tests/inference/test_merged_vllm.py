@@ -20,7 +20,7 @@ import tiny_model
 from inference.stage import commit, make_run
 from inference.test_real_vllm import SEQUENCES, Trainer, distance
 from tandem.config import Settings
-from tandem.data.inputs import turn_from_openai
+from tandem.data.inputs import Trajectory, policy_step_of, turn_from_openai
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.spot_check import SpotCheck
 from tandem.metrics.policy import PARTS
@@ -150,6 +150,42 @@ def stream(vllm: VllmServer, model: str, tokens: Sequence[int], begun: Event) ->
     return "\n".join(lines)
 
 
+def check_session(vllm: VllmServer, body: dict[str, Any], model: str) -> None:
+    """Each turn continues the sampled tokens of the one before, in each dialect, with log-probs."""
+    url, messages = f"{vllm.url}/rollout", [{"role": "user", "content": "?"}]
+    headers, more = API | {"X-Session-ID": "real"}, {"role": "user", "content": "more"}
+    ask = {**body, "logprobs": False}
+    for stream in (False, True):
+        answer = httpx.post(
+            f"{url}/v1/chat/completions",
+            headers=headers,
+            json={**ask, "messages": messages, "stream": stream},
+            timeout=120,
+        )
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            messages += [answer.json()["choices"][0]["message"], more]
+    answer = httpx.post(
+        f"{url}/v1/messages",
+        headers=headers,
+        json={"model": body["model"], "messages": messages, "max_tokens": 3},
+        timeout=120,
+    )
+    assert answer.status_code == 200, answer.text
+    asked = {"model": body["model"], "input": messages, "max_output_tokens": 3}
+    answer = httpx.post(f"{url}/v1/responses", headers=headers, json=asked, timeout=120)
+    assert answer.status_code == 200, answer.text
+    made = httpx.post(f"{url}/sessions/real/finish", headers=API, json={"reward": 1}).json()
+    first, *others = Trajectory.model_validate(made).turns
+    begin = first.prompt_token_ids + first.token_ids
+    assert len(others) == 3
+    for turn in others:
+        assert turn.prompt_token_ids[: len(begin)] == begin
+        assert turn.prompt_token_ids == others[0].prompt_token_ids
+        assert len(turn.logprobs) == len(turn.token_ids) > 0
+        assert turn.policy_step == policy_step_of(model)
+
+
 def test_a_choice_that_came_through_the_rollout_door_is_a_turn(
     vllm: VllmServer, trainer: MergedTrainer
 ) -> None:
@@ -166,6 +202,7 @@ def test_a_choice_that_came_through_the_rollout_door_is_a_turn(
     ).json()
     turn = turn_from_openai(answer["choices"][0])
     assert (answer["choices"][0]["model"], len(turn.logprobs)) == (served.model, 3)
+    check_session(vllm, body, served.model)
     generate = {
         "model": trainer.run,
         "token_ids": turn.prompt_token_ids,

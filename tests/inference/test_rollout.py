@@ -15,6 +15,8 @@ from tandem.inference.server.rollout import RolloutDoor
 
 API = {"Authorization": "Bearer the-key"}
 CHAT, COMPLETIONS = "/rollout/v1/chat/completions", "/rollout/v1/completions"
+RESPONSES, MESSAGES = "/rollout/v1/responses", "/rollout/v1/messages"
+PARALLEL = "parallel_tool_calls"
 GENERATE = "/rollout/inference/v1/generate"
 
 
@@ -140,6 +142,8 @@ def test_a_stream_has_it_in_each_choices_first_chunk(door: TestClient) -> None:
         ("tool_choice", "required", "auto"),
         ("echo", True, False),
         ("include_reasoning", False, True),
+        ("parallel_tool_calls", False, True),
+        ("watermarking", True, False),
     ],
 )
 def test_what_changes_the_distribution_is_refused(
@@ -169,3 +173,52 @@ def test_the_key_is_asked_for_at_the_guard(door: TestClient, seen: list[dict[str
     for path in ("v1/load_lora_adapter", "pause", "v1/models/", "rollout/v1/models"):
         assert door.post(f"/rollout/{path}").status_code == 401
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "response_format"),
+        (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"background": True}, "background"),
+        (MESSAGES, {"top_k": 5}, "top_k"),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, PARALLEL),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "response_format"),
+    ],
+)
+def test_other_dialects_have_the_same_refusals(
+    door: TestClient, seen: list[dict[str, Any]], path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = door.post(path, json=body, headers={"X-Session-ID": "a"})
+    assert (answer.status_code, answer.json()["error"]["field"], seen) == (400, field, [])
+
+
+def test_other_dialects_need_a_session(door: TestClient, seen: list[dict[str, Any]]) -> None:
+    for path in (RESPONSES, MESSAGES):
+        answer = door.post(path, json={"model": "run@3"})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, "x-session-id")
+        assert "default_headers" in answer.json()["error"]["message"]
+    assert seen == []
+
+
+def test_calls_are_not_forced_into_a_schema(door: TestClient, seen: list[dict[str, Any]]) -> None:
+    """vLLM 0.32 would sample them by a grammar."""
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    door.post(CHAT, json={"messages": [], "tools": [tool]})
+    assert seen[-1]["tools"] == [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_clients_of_anthropics_api_send_the_key_in_a_header_of_their_own(
+    door: TestClient, seen: list[dict[str, Any]]
+) -> None:
+    count = "/rollout/v1/messages/count_tokens"
+    del door.headers["Authorization"]
+    for key, status in (("wrong", 401), ("the-key", 200)):
+        body = {"messages": [], "tool_choice": {"type": "auto"}}
+        answer = door.post(count, json=body, headers={"X-API-Key": key})
+        assert answer.status_code == status
+        answer = door.post(CHAT, json={"messages": []}, headers={"X-API-Key": key})
+        assert answer.status_code == 401
+    assert seen == [body]
+    assert door.post("/rollout/sessions/a/finish", json={"reward": 1}).status_code == 401

@@ -25,9 +25,12 @@ class MockVllm(Vllm):
         path: str,
         body: Mapping[str, Any] | None = None,
         seconds: float = 60.0,
+        session: str | None = None,
     ) -> HttpAnswer:
         content = None if body is None else json.dumps(body)
-        response = self._answer(httpx.Request(method, f"{self.url}/{path}", content=content))
+        headers = {} if session is None else {"X-Session-ID": session}
+        request = httpx.Request(method, f"{self.url}/{path}", content=content, headers=headers)
+        response = self._answer(request)
         if inspect.isawaitable(response):
             response = await response
         return HttpAnswer(response.status_code, response.content)

@@ -97,15 +97,20 @@ class Vllm:
         path: str,
         body: Mapping[str, Any] | None = None,
         seconds: float = _ANSWER_SECONDS,
+        session: str | None = None,
     ) -> HttpAnswer:
-        """Send a request once. Unreachable where vLLM does not answer within `seconds`."""
+        """Send a request once. With a `session` it goes through the rollout door, which continues
+        the session's tokens. Unreachable where vLLM does not answer within `seconds`."""
         import aiohttp
 
-        arguments: dict[str, Any] = {"allow_redirects": False}
+        arguments: dict[str, Any] = {"allow_redirects": False, "headers": {}}
         if body is not None:
             text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             arguments |= {"data": text.encode(), "headers": {"Content-Type": "application/json"}}
         url = f"{self.url}/{path}"
+        if session is not None:
+            url = f"{self.url.removesuffix('/v1')}/rollout/v1/{path}"
+            arguments["headers"]["X-Session-ID"] = session
         try:
             async with (
                 asyncio.timeout(seconds),

@@ -244,6 +244,14 @@ def policy_step_of(model: Any) -> int | None:
     return int(step) if step.isdecimal() and step.isascii() else None
 
 
+def _reasoning_text(message: Mapping[str, Any]) -> str | None:
+    """The reasoning of an assistant message: vLLM reads and writes `reasoning`, other servers and
+    clients `reasoning_content` or `thinking`."""
+    names = ("reasoning", "reasoning_content", "thinking")
+    texts = (message.get(name) for name in names)
+    return next((text for text in texts if isinstance(text, str) and text), None)
+
+
 class TrajectoryBuilder:
     """Builds a trajectory while its conversation is sampled: send `messages`, pass the response to
     `add_response` and the next message of the user or a tool to `add`, and so on; then call
@@ -259,7 +267,7 @@ class TrajectoryBuilder:
 
     def add_response(self, response: Any, choice: int = 0) -> dict[str, Any]:
         """Adds a chat completion or a single choice of one (see `turn_from_openai`): appends its
-        message to `messages` and returns it."""
+        message, reasoning included, to `messages` and returns it."""
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
@@ -267,6 +275,9 @@ class TrajectoryBuilder:
         message = {"role": sampled.get("role", "assistant"), "content": sampled.get("content")}
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
+        # Templates write it into the next prompt: without it the next turn would not continue this.
+        if reasoning := _reasoning_text(sampled):
+            message["reasoning"] = reasoning
         self.messages.append(message)
         return message
 

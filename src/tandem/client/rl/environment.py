@@ -14,6 +14,7 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import tandem
 from tandem.client import Trajectory, TrajectoryBuilder, sampling_options
@@ -34,7 +35,8 @@ by another."""
 
 class Sampler:
     """What a rollout gets: `chat` samples one message, `finish` makes the trajectory of all that
-    was sampled.
+    was sampled. A turn whose messages begin with those of an earlier one, and its answer,
+    continues the tokens of that turn.
 
     `newest()` is the newest served step, and `pin` the step to sample from in its place. `response`
     is vLLM's last answer.
@@ -56,6 +58,7 @@ class Sampler:
             options,
         )
         self._builder = TrajectoryBuilder([])
+        self._session = uuid4().hex
         self.response: dict[str, Any] = {}
 
     @property
@@ -89,7 +92,7 @@ class Sampler:
             error: TandemError
             try:
                 answer = await self._vllm.request(
-                    "POST", "chat/completions", body | {"model": model}
+                    "POST", "chat/completions", body | {"model": model}, session=self._session
                 )
             except Unreachable as unreachable:
                 error = unreachable

@@ -10,6 +10,7 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.inference.server.asgi import with_bearer
 from tandem.system.api_keys import asking, name_in_log, name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
 
@@ -25,6 +26,7 @@ class ApiKeys:
         logging.getLogger("uvicorn.access").addFilter(name_in_log)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = with_bearer(scope)
         headers = scope.get("headers", ())
         given = [value for name, value in headers if name.lower() == b"authorization"]
         # The guard refuses two of them.

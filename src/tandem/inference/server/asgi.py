@@ -17,6 +17,18 @@ def route_path(scope: Scope) -> str:
     return path
 
 
+def with_bearer(scope: Scope) -> Scope:
+    """The request with the API key where vLLM reads it: clients of Anthropic's API send it as
+    X-API-Key."""
+    names = [name.lower() for name, _ in scope.get("headers", ())]
+    if scope["type"] != "http" or b"authorization" in names or names.count(b"x-api-key") != 1:
+        return scope
+    if not route_path(scope).startswith("/rollout/v1/messages"):
+        return scope
+    key = scope["headers"][names.index(b"x-api-key")][1]
+    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + key)]}
+
+
 def error(
     status: int,
     kind: str,

@@ -9,13 +9,14 @@ route that a new vLLM version adds is closed until somebody adds it.
 
 import hmac
 import os
+import re
 from hashlib import sha256
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tandem.inference.server.asgi import error, route_path
+from tandem.inference.server.asgi import error, route_path, with_bearer
 from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER
 
@@ -43,11 +44,17 @@ ROLLOUT_PATHS = frozenset(
         "/rollout/v1/models",
         "/rollout/v1/chat/completions",
         "/rollout/v1/completions",
+        "/rollout/v1/responses",
+        "/rollout/v1/messages",
+        "/rollout/v1/messages/count_tokens",
         "/rollout/inference/v1/generate",
     }
 )
 """Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
 vLLM does."""
+
+FINISH = re.compile(r"/rollout/sessions/([A-Za-z0-9._:-]{1,128})/finish")
+"""The path at which a session of the rollout door becomes a trajectory."""
 
 ADMIN = "tandem.admin"
 """The scope's key that says that a request had the admin token."""
@@ -80,6 +87,7 @@ class AdminGuard:
         self._api_key = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = with_bearer(scope)
         scope[ADMIN] = _matches(_single_header(scope, ADMIN_HEADER), self._admin_token)
         if header := self._foreign_header(scope):
             message = (
@@ -103,7 +111,7 @@ class AdminGuard:
         if scope[ADMIN] or scope["type"] != "http":
             return bool(scope[ADMIN])
         path = route_path(scope)
-        return path in PUBLIC_PATHS or (path in API_KEY_PATHS and self._has_api_key(scope))
+        return path in PUBLIC_PATHS or (_asks_for_the_key(path) and self._has_api_key(scope))
 
     def _foreign_header(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or self._api_key or scope[ADMIN]:
@@ -120,7 +128,7 @@ class AdminGuard:
         )
 
     def _refusal(self, path: str) -> str:
-        if path in API_KEY_PATHS:
+        if _asks_for_the_key(path):
             return "send the API key in the header Authorization: Bearer <key>"
         if not self._admin_token:
             return (
@@ -132,6 +140,10 @@ class AdminGuard:
             f"{path} is not a public route: {remedy}; other routes need the admin token in the"
             f" header {ADMIN_HEADER}"
         )
+
+
+def _asks_for_the_key(path: str) -> bool:
+    return path in API_KEY_PATHS or FINISH.fullmatch(path) is not None
 
 
 def _matches(given: bytes, secret: str) -> bool:

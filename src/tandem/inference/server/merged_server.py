@@ -26,7 +26,15 @@ from tandem.inference.server.orders import read_order
 from tandem.inference.server.weight_versions import InFlight, VersionedAnswer, current_request
 from tandem.vllm_client.names import BASE_MODEL_NAME, MERGED_ROUTE, MergedPhase
 
-SAMPLING = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
+SAMPLING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+    }
+)
 HOLD_SECONDS = 60.0
 """How long a new request waits for weights to be announced. After that the answer is 503."""
 GRACE_SECONDS = 10.0

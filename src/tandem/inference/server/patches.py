@@ -108,6 +108,24 @@ def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
     engine.add_request = add_and_note
 
 
+def continue_sampled_tokens(
+    engine: Any, render: Callable[..., Any], record: Callable[..., Any]
+) -> None:
+    """Has the API server render chats by `render`, which gets the renderer's own method first, and
+    sample by `record`."""
+    renderer = engine.renderer
+    original = renderer.render_messages_async
+
+    async def render_or_continue(messages: Any, params: Any) -> Any:
+        return await render(original, messages, params)
+
+    def sample_and_record(*args: Any, **kwargs: Any) -> Any:
+        return record(*args, **kwargs)
+
+    renderer.render_messages_async = render_or_continue
+    engine.generate = sample_and_record
+
+
 def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:

@@ -1,50 +1,86 @@
-"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for OpenAI clients that know nothing of
+"""The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that know nothing of
 training, and `/rollout/inference/v1/generate` its route from tokens to tokens.
 
 ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and
 log-probs, and puts the prompt's token ids and the model's name into each choice (of a stream, its
 first chunk), so that a choice alone holds what `turn_from_openai` needs.
+
+With the header X-Session-ID each turn continues the sampled tokens of the one before
+(`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
+trajectory of them. The dialects whose clients can't hand tokens back are served so only.
 """
 
 import json
+import math
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
+from prometheus_client import Counter
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.inference.server.asgi import ChangedAnswer, error, read_body, route_path
-from tandem.inference.server.guard import ROLLOUT_PATHS
-from tandem.vllm_client.sampling import distorting
+from tandem.inference.server.continuation import Recording, follow, malformed_call, recording
+from tandem.inference.server.dialects import (
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    THREADS_ELSEWHERE,
+    Answers,
+    refused,
+    unforced,
+)
+from tandem.inference.server.guard import FINISH, ROLLOUT_PATHS
+from tandem.inference.server.sessions import (
+    BREAKS,
+    HEADER,
+    NAME,
+    Sessions,
+    malformed,
+    reasoning_of,
+)
 
-# With these the answer would not have exactly the sampled tokens.
-_INCOMPLETE: dict[str, tuple[object, ...]] = {
-    "echo": (None, False),
-    "include_reasoning": (None, True),
-}
+_BREAKS = Counter(
+    "tandem_rollout_prefix_breaks",
+    "Turns of sessions of the rollout door that do not continue the tokens sampled before.",
+    ["reason"],
+)
+for _reason in BREAKS:
+    _BREAKS.labels(_reason)
+
+Options = dict[str, Any]
 
 
 class RolloutDoor:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
+        self.sessions = Sessions()
+        self._followed: Any = None  # vLLM's engine client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
-        if path not in ROLLOUT_PATHS:
+        if path not in ROLLOUT_PATHS and not FINISH.fullmatch(path):
             await self.app(scope, receive, send)
             return
         inner = path.removeprefix("/rollout")
-        scope = {**scope, "path": scope["path"].removesuffix(path) + inner}
-        if scope["method"] != "POST":
-            await self.app(scope, receive, send)
+        if scope["method"] != "POST" and path in ROLLOUT_PATHS:
+            await self.app(_at(scope, path, inner), receive, send)
             return
         if (body := await read_body(scope, receive)) is None:
             return
-        options = _object(body)
+        if found := FINISH.fullmatch(path):
+            await self._finish(found[1], _object(body))(scope, receive, send)
+            return
+        options, session = _object(body), Headers(scope=scope).get(HEADER)
         if options is not None:
-            if refused := _refused(options):
-                await error(400, "invalid_input", refused[1], refused[0])(scope, receive, send)
+            if inner == MESSAGES and options.get("thread") is not None:
+                await JSONResponse(THREADS_ELSEWHERE, 400)(scope, receive, send)
+                return
+            if problem := _problem(inner, options, session):
+                await error(400, "invalid_input", problem[1], problem[0])(scope, receive, send)
                 return
             body = json.dumps(_asking(inner, options)).encode()
+        scope = _at(scope, path, inner)
         MutableHeaders(scope=scope)["content-length"] = str(len(body))
         message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
@@ -53,32 +89,116 @@ class RolloutDoor:
             first, message = message, None
             return first or await receive()  # later: whether the client is still there
 
-        await self.app(scope, receive_changed, _CompleteAnswer(send).send)
+        if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
+            await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
+            return
+        request = self._record(scope["app"].state.engine_client, session)
+        answer = _RecordedAnswer(send, inner, lambda found: self._keep(session, request, found))
+        token = recording.set(request)
+        try:
+            await self.app(scope, receive_changed, answer.send)
+        finally:
+            recording.reset(token)
+
+    def _record(self, engine: Any, session: str) -> Recording:
+        if self._followed is not engine:
+            follow(engine)
+            self._followed = engine
+        return Recording(self.sessions.use(session), lambda reason: _BREAKS.labels(reason).inc())
+
+    def _keep(self, session: str, request: Recording, answers: Answers) -> None:
+        turns = request.turns(answers.messages, answers.model)
+        for turn in turns:
+            self.sessions.add(session, turn)
+        if turns:
+            request.session.messages = [*request.messages, answers.messages[0]]
+
+    def _finish(self, name: str, options: Options | None) -> JSONResponse:
+        """The session as a trajectory. It stays, so that a repeated request gets it too."""
+        reward = None if options is None else options.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            return error(400, "invalid_input", 'missing: send {"reward": <number>}', "reward")
+        if not math.isfinite(reward):
+            return error(400, "invalid_input", f"{reward} is not finite", "reward")
+        assert options is not None
+        if (session := self.sessions.known(name)) is None:
+            problem = (
+                f"this server has no turns of the session {name!r}: nothing was sampled with this"
+                f" name, others have taken its memory, or vLLM has started again since; play the"
+                f" rollout again"
+            )
+            return error(410, "gone", problem)
+        more = {key: options[key] for key in ("advantage", "metrics") if key in options}
+        turns = [turn.trained() for turn in session.turns]
+        return JSONResponse(
+            {"turns": turns, "reward": reward, "messages": session.messages, **more}
+        )
 
 
 class _CompleteAnswer(ChangedAnswer):
+    def __init__(self, send: Send, path: str) -> None:
+        super().__init__(send)
+        self._has_choices = path not in (RESPONSES, MESSAGES)
+
     def whole(self, body: bytes) -> bytes:
-        return json.dumps(_complete(json.loads(body))).encode()
+        return json.dumps(_complete(json.loads(body))).encode() if self._has_choices else body
 
     def event(self, body: bytes) -> bytes:
-        if b'"prompt_token_ids":' not in body:  # in a text, quotes are escaped
+        # In a text, quotes are escaped.
+        if not self._has_choices or b'"prompt_token_ids":' not in body:
             return body
         return b"data: " + self.whole(body.removeprefix(b"data: ")) + b"\n\n"
 
 
-def _asking(path: str, options: dict[str, Any]) -> dict[str, Any]:
+class _RecordedAnswer(_CompleteAnswer):
+    """Tells `keep` when it has the answer, before the client has all of it: the client's next
+    request may follow at once."""
+
+    def __init__(self, send: Send, path: str, keep: Any) -> None:
+        super().__init__(send, path)
+        self._answers, self._keep = Answers(path), keep
+
+    def whole(self, body: bytes) -> bytes:
+        if not self._stream:
+            self._answers.whole(json.loads(body))
+            self._keep(self._answers)
+        return super().whole(body)
+
+    def event(self, body: bytes) -> bytes:
+        if not self._answers.ended and self._answers.event(body):
+            self._keep(self._answers)
+        return super().event(body)
+
+
+def _at(scope: Scope, path: str, inner: str) -> Scope:
+    return {**scope, "path": scope["path"].removesuffix(path) + inner}
+
+
+def _asking(path: str, options: Options) -> Options:
     """The request, also for token ids and log-probs."""
     if isinstance(params := options.get("sampling_params"), dict):
         return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
+    options = unforced(options)
+    if path.startswith((RESPONSES, MESSAGES)):
+        return options
+    if path == CHAT and isinstance(messages := options.get("messages"), list):
+        options["messages"] = [_in_vllms_names(message) for message in messages]
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     return {
         **options,
         **ids,
-        "logprobs": True if path.endswith("chat/completions") else options.get("logprobs") or 0,
+        "logprobs": True if path == CHAT else options.get("logprobs") or 0,
     }
 
 
-def _complete(answer: dict[str, Any]) -> dict[str, Any]:
+def _in_vllms_names(message: Any) -> Any:
+    """vLLM reads an answer's reasoning in one name only, and drops it in others silently."""
+    if isinstance(message, dict) and (reasoning := reasoning_of(message)):
+        return {**message, "reasoning": reasoning}
+    return message
+
+
+def _complete(answer: Options) -> Options:
     for choice in answer.get("choices", ()):
         choice["prompt_token_ids"] = choice.get("prompt_token_ids") or answer.get(
             "prompt_token_ids"
@@ -92,15 +212,43 @@ def _complete(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _refused(options: dict[str, Any]) -> tuple[str, str] | None:
-    for name, allowed in _INCOMPLETE.items():
-        if options.get(name) not in allowed:
-            return name, f"{name}={options[name]} leaves tokens without log-probs; leave it out"
-    params = options.get("sampling_params")
-    return distorting({**options, **(params if isinstance(params, dict) else {})})
+def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
+    """The field and the reason for which the door refuses a request."""
+    if session is not None and not NAME.fullmatch(session):
+        return HEADER, f"{session!r} is no name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
+    if session is None and path in (RESPONSES, MESSAGES):
+        problem = (
+            "missing: name the rollout in the header X-Session-ID (default_headers of the client);"
+            " the server keeps its tokens, and POST /rollout/sessions/<name>/finish returns them"
+        )
+        return HEADER, problem
+    if (forced := refused(path, options)) is not None:
+        return forced
+    return _forks(options) if session is None and path == CHAT else None
 
 
-def _object(body: bytes) -> dict[str, Any] | None:
+def _forks(options: Options) -> tuple[str, str] | None:
+    """What would render other tokens of the history than were sampled."""
+    messages = options.get("messages")
+    answers = [
+        (i, message)
+        for i, message in enumerate(messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "assistant"
+    ]
+    for i, message in answers:
+        if name := malformed(message):
+            return f"messages.{i}.tool_calls", malformed_call(name)
+    if answers and options.get("stop") and not options.get("include_stop_str_in_output"):
+        problem = (
+            "answers end before their stop string, so this turn can't continue the tokens of the"
+            " one before: send the header X-Session-ID in all requests of the rollout, or"
+            " include_stop_str_in_output=true"
+        )
+        return "stop", problem
+    return None
+
+
+def _object(body: bytes) -> Options | None:
     """None for what is no JSON object: vLLM says what is wrong with a request."""
     try:
         value = json.loads(body)

@@ -1,0 +1,280 @@
+"""Has vLLM continue the tokens that a session of the rollout door has sampled, and records what it
+samples next.
+
+vLLM renders each request's whole history. What the client sends back is a text of the sampled
+tokens, and the template writes it differently: a call's `false` as `False`, other white space,
+thoughts left out, no stop string. So of a history whose last answer a session knows, only what
+comes behind that answer is rendered: a mark stands for the answer, and the text behind the mark is
+tokenized and appended to the sampled tokens.
+
+Each request's `Recording` is a context variable: vLLM's code between the door and the engine runs
+in the request's context, whatever the route.
+"""
+
+import json
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from tandem.inference.server import patches
+from tandem.inference.server.sessions import (
+    Conversation,
+    RolloutSession,
+    SampledTurn,
+    malformed,
+    plain,
+    reason_of_break,
+)
+
+recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
+
+_MARK, _PROBE = f"TANDEM{uuid4().hex}", f"PROBE{uuid4().hex}"
+# What shapes the whole prompt, not its end.
+_OF_THE_END = frozenset({"tokenize", "add_generation_prompt", "continue_final_message"})
+
+Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
+
+
+@dataclass
+class SampledSequence:
+    """One sequence that the engine has made."""
+
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    truncated: bool = False
+    stop: str | None = None
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Recording:
+    """A sampling request of a session. `head`: the turn that it continues; `samples`: by their
+    index in the answer; `broken`: is told why it does not continue a turn."""
+
+    session: RolloutSession
+    broken: Callable[[str], None]
+    conversation: Conversation | None = None
+    messages: Sequence[Any] = ()
+    head: SampledTurn | None = None
+    prompt: list[int] | None = None
+    samples: dict[int, SampledSequence] = field(default_factory=dict)
+
+    def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
+        """The sampled turns, each with its answer as the client has it."""
+        if self.prompt is None:
+            return []
+        # GPT-OSS is rendered elsewhere: its turns are kept, and not found again.
+        asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
+        head = self.head or self.session.deepest(self.prompt)
+        new = self.prompt[len(head.all_tokens()) if head else 0 :]
+        made = []
+        for answer, (_, sample) in zip(answers, sorted(self.samples.items()), strict=True):
+            parts = [{**answer, "role": "assistant"}, {"content": sample.stop}]
+            turn = SampledTurn(
+                head=head,
+                new=array("i", new),
+                tokens=sample.tokens,
+                logprobs=sample.logprobs,
+                asked=asked,
+                answer=plain(parts[:1]),
+                model=model,
+                truncated=sample.truncated,
+                stop=sample.stop,
+                with_stop=plain(parts) if sample.stop else None,
+                ended=sample.ended,
+            )
+            made.append(turn)
+        return [turn for turn in made if turn.tokens]
+
+    async def record(
+        self, outputs: Any, stops: Mapping[int, str], *, delta: bool
+    ) -> AsyncIterator[Any]:
+        """The engine's outputs, noted. `delta`: each has what the one before had not."""
+        first = True
+        async with aclosing(outputs):
+            async for output in outputs:
+                if first:
+                    self._sampled_from([*output.prompt_token_ids])
+                    first = False
+                for one in output.outputs:
+                    _note(
+                        self.samples.setdefault(one.index, SampledSequence()),
+                        one,
+                        stops,
+                        delta=delta,
+                    )
+                yield output
+
+    def _sampled_from(self, prompt: list[int]) -> None:
+        """Note the prompt, and count where it does not continue what it should."""
+        self.prompt, self.samples = prompt, {}
+        if self.conversation is None:
+            return
+        known = self.session.find(self.conversation)
+        turn = known[0] if known else self.session.expected(self.conversation)
+        if turn is None or prompt[: len(ids := turn.all_tokens())] == ids:
+            return
+        self.head = None
+        at = self.conversation.last_answer
+        assert at is not None
+        given = self.conversation.messages[at]
+        self.broken("template" if known else reason_of_break(turn, given))
+
+
+def follow(engine: Any) -> None:
+    """Has vLLM's engine client and its renderer heed the request's recording."""
+    generate, tokenizer = engine.generate, engine.renderer.tokenizer
+    stops = _stop_tokens(engine, tokenizer)
+
+    async def render(original: Render, messages: Any, params: Any) -> tuple[Any, Any]:
+        request = recording.get()
+        if request is None:
+            return await original(messages, params)
+        messages = [_listed(message) for message in messages]
+        options = params.chat_template_kwargs
+        shape = {key: value for key, value in options.items() if key not in _OF_THE_END}
+        request.head, request.messages = None, messages
+        request.conversation = Conversation.of(messages, [params.chat_template, shape])
+        found = request.session.find(request.conversation)
+        if found is not None and not options.get("continue_final_message"):
+            turn, end = found
+            conversation, tail = await _rendered_tail(original, messages, params, turn, end, stops)
+            if tail:
+                request.head = turn
+                ids = turn.all_tokens() + tokenizer.encode(tail, add_special_tokens=False)
+                return conversation, {"prompt_token_ids": ids}
+        for message in messages:
+            if name := malformed(message):
+                raise ValueError(malformed_call(name))
+        return await original(messages, params)
+
+    def record(prompt: Any, params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        request = recording.get()
+        if request is None:
+            original: AsyncIterator[Any] = generate(prompt, params, *args, **kwargs)
+            return original
+        if params.logprobs is None:
+            params.logprobs = 0  # of the sampled tokens
+        delta = params.output_kind.name == "DELTA"
+        return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
+
+    patches.continue_sampled_tokens(engine, render, record)
+
+
+def malformed_call(name: str) -> str:
+    """What is wrong with a call in the history that vLLM can't render."""
+    return (
+        f"the arguments of the call of {name!r} in the history are no JSON object, and vLLM would"
+        f" render a call without arguments: send the answer back as it came, with the header"
+        f" X-Session-ID in all requests of the rollout, or leave the call out"
+    )
+
+
+def _note(sample: SampledSequence, output: Any, stops: Mapping[int, str], *, delta: bool) -> None:
+    if not delta:
+        del sample.tokens[:], sample.logprobs[:]
+    sample.tokens.extend(output.token_ids)
+    for token, entry in zip(output.token_ids, output.logprobs or (), strict=False):
+        sample.logprobs.append(entry[token].logprob)
+    if output.finish_reason is not None:
+        sample.truncated = output.finish_reason == "length"
+        sample.stop = output.stop_reason if isinstance(output.stop_reason, str) else None
+        sample.ended = bool(sample.tokens) and sample.tokens[-1] in stops and sample.stop is None
+
+
+def _stop_tokens(engine: Any, tokenizer: Any) -> dict[int, str]:
+    """The tokens that end a turn, with their texts."""
+    config = engine.model_config.try_get_generation_config() or {}
+    given = config.get("eos_token_id")
+    found = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id} - {None}
+    return {token: tokenizer.decode([token]) for token in found}
+
+
+def _listed(message: Any) -> Any:
+    """The message, its calls as a list: pydantic gives an iterator that can be read once."""
+    if isinstance(message, dict) and message.get("tool_calls") is not None:
+        message["tool_calls"] = [*message["tool_calls"]]
+    return message
+
+
+def _begin(messages: Sequence[Any], end: int) -> int:
+    """Where the assistant's messages begin that end here."""
+    begin = end
+    while begin and messages[begin - 1].get("role") == "assistant":
+        begin -= 1
+    return begin
+
+
+def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
+    """The mark in an answer's place: in its calls, or in its text for templates without calls."""
+    arguments = json.dumps({"mark": _MARK})
+    calls = [
+        {**call, "function": {**call["function"], "arguments": arguments}}
+        for one in answer
+        for call in one.get("tool_calls") or ()
+    ]
+    in_text = {"role": "assistant", "content": _MARK}
+    if not calls:
+        return [in_text]
+    return [{**in_text, "content": "", "tool_calls": calls}, {**in_text, "tool_calls": calls}]
+
+
+def _parsable(message: Any) -> Any:
+    """The message with calls that vLLM can parse; the prompt has the sampled tokens there."""
+    if not malformed(message):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": "{}"}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+async def _rendered_tail(
+    render: Render,
+    messages: Sequence[Any],
+    params: Any,
+    turn: SampledTurn,
+    end: int,
+    stops: Mapping[int, str],
+) -> tuple[Any, str | None]:
+    """vLLM's conversation, and the text behind the turn's tokens; None where the template leaves no
+    place to begin it."""
+    begin = _begin(messages, end)
+    before, new = [*map(_parsable, messages[:begin])], messages[end:]
+    # A template may write answers of tools elsewhere than behind the calls (Gemma 4), and a message
+    # may have the text of a token that ends turns: other messages must begin at the same place.
+    probes = [{**message, "content": _PROBE} for message in new]
+    conversation = None
+    for marked in _marked(messages[begin:end]):
+        conversation, prompt = await render([*before, marked, *new], params)
+        _, probed = await render([*before, marked, *probes], params)
+        cut, expected = (_behind_the_turn(one, turn, stops) for one in (prompt, probed))
+        if cut is None or expected is None or cut[1] != expected[1]:
+            continue
+        if expected[0].count(_PROBE) == probed["prompt"].count(_PROBE):
+            return conversation, cut[0]
+    return conversation, None
+
+
+def _behind_the_turn(
+    prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
+) -> tuple[str, int] | None:
+    """The text behind the turn, and how far from the mark it begins."""
+    if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
+        return None
+    text = prompt.get("prompt")
+    if not isinstance(text, str) or _MARK not in text:
+        return None
+    rest = text[text.rindex(_MARK) + len(_MARK) :]
+    found = [(at, token) for token, stop in stops.items() if (at := rest.find(stop)) >= 0]
+    if not found:
+        return None if turn.answer["calls"] else (rest, 0)
+    at, token = min(found)
+    if turn.ended and turn.tokens[-1] == token:
+        at += len(stops[token])
+    return rest[at:], at
