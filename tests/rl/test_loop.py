@@ -398,12 +398,17 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_same_command_goes_on_when_a_refused_step_is_served(tmp_path: Path, bound: int) -> None:
     stack, settings = FakeStack(), config(steps=4, max_off_policy_steps=bound)
+
+    async def scene() -> None:  # in one event loop, which the jobs of the fake stack need
+        for _ in range(2):
+            with pytest.raises(StepRefused):
+                await make_loop(settings, stack, Environment(stack), tmp_path).run()
+        stack.refuses, stack.served = 100, stack.newest  # vLLM was started again
+        async with asyncio.timeout(30):
+            await make_loop(settings, stack, Environment(stack), tmp_path).run()
+
     stack.refuses = 2
-    for _ in range(2):
-        with pytest.raises(StepRefused):
-            run(settings, stack, tmp_path)
-    stack.refuses, stack.served = 100, stack.newest  # vLLM was started again
-    run(settings, stack, tmp_path)
+    asyncio.run(scene())
     check(stack, 4, bound)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
 
