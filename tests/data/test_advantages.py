@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,3 +71,11 @@ def test_scale_may_be_true_or_false() -> None:
     assert [
         AdvantageSettings.model_validate({"scale": scale}).scale for scale in (True, False)
     ] == ["group", "none"]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_within_a_millionth_are_equal(scale: Any) -> None:
+    settings = AdvantageSettings(scale=scale)
+    for rewards, equal in (([0.3, 0.1 + 0.2, 0.3 + 9e-7], True), ([0.3, 0.3, 0.3 + 2e-6], False)):
+        found = group_advantages(np.array(rewards), settings, batch_spread=1.0)
+        assert (found == 0).all() == equal

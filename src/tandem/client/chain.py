@@ -146,7 +146,6 @@ class Chain:
             exclude={"data", "held_out", "sequence_length", "too_long", *_LIMITS}
         )
         content = [settings, _digest(Path(config.data)), held_out_digest]
-        # What a change is told by: the jobs' labels.
         share = "" if isinstance(config.held_out, str) else held_out_digest
         self._labels = {
             "settings": hashlib.sha256(f"{settings}\n{share}".encode()).hexdigest()[:20],
@@ -227,26 +226,25 @@ class Chain:
     def _raise_if_changed(self, tandem: Tandem) -> None:
         """Conflict where the run's newest job is a part, not the last, of a training with these
         settings and other data: the same command would begin anew on a half-trained run."""
-        run, job = self.config.run, None
+        run = self.config.run
+        jobs, last = tandem.list_jobs(run, PENDING), tandem.checkpoints(run)[-1]
         with suppress(NotFound):  # it was removed, and nothing is known of its training
-            made = tandem.checkpoints(run)[-1:]
-            job = tandem.get_job(made[0].job) if made and made[0].job else None
-        pending = tandem.list_jobs(run, PENDING)
-        labels = [job.spec.labels for job in [job, *pending] if job]
-        if any(each.get("training") == self.name for each in labels) or not labels:
+            if last.job:
+                jobs.insert(0, tandem.get_job(last.job))
+        if not jobs or any(job.spec.labels.get("training") == self.name for job in jobs):
             return  # its own first jobs are on their way
-        newest = labels[-1]
+        newest = jobs[-1].spec.labels
         done, _, total = newest.get("part", "").partition("/")
         if newest.get("settings") != self._labels["settings"] or done == total:
             return
         changed = self.config.data
         if newest.get("data") == self._labels["data"]:
             changed = str(self.config.held_out)
-        base = (pending or [job])[-1].spec.base_step  # type: ignore[union-attr]
+        start = jobs[-1].spec.base_step + 1 - int(done)
         raise Conflict(
             f"{changed} is not what {run} is half trained on: job {done} of {total} is the newest."
             " To go on, restore the file as it was. To train the changed file instead, roll the run"
-            f" back (tandem run rollback {run} {base + 1 - int(done)}), or change the training's"
+            f" back (tandem run rollback {run} {start}), or change the training's"
             " seed to begin on the newest step",
             field="data" if changed == self.config.data else "held_out",
         )

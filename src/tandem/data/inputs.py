@@ -31,6 +31,8 @@ LOGPROB_SLACK = 1e-4
 LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
+# Rewards of a group that differ by less are equal: it is a sum's last bits.
+EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
 

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
+from tandem.data.inputs import (
+    EQUAL_REWARDS,
+    MAX_FLOAT32,
+    AdvantageSettings,
+    Group,
+    PackingSettings,
+    Trajectory,
+)
 from tandem.data.packed_format import write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of_pair
 from tandem.data.render import check_ids, check_vocabulary, render
@@ -197,11 +204,12 @@ def group_advantages(
     - `baseline="none"`: r_i.
 
     With a baseline, the advantages of a group with equal rewards (as a group of one) are exactly 0.
+    Rewards within `EQUAL_REWARDS` of one another are equal.
     """
     if settings.baseline == "none":
         return rewards.copy()
-    if (rewards == rewards[0]).all():
-        # The mean of n equal floats may differ from them in the last bit.
+    if np.ptp(rewards) <= EQUAL_REWARDS:
+        # Divided by their spread, the last bits of equal rewards would be advantages of 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0

@@ -1,8 +1,8 @@
 """The settings of `tandem rl`, from a TOML file."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, PackingSettings
@@ -40,14 +40,30 @@ class EnvironmentSection(Record):
 
 class EvalSection(Record):
     """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first
-    `groups` tasks."""
+    `groups` tasks. Of several, the first decides `best` and `stop_after`."""
 
+    name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
+    sampling: dict[str, Any] = Field(default_factory=dict)  # in place of those of [rl.sampling]
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    passes: float = 1.0  # the least reward of an answer that passes
+    # End after so many evaluations in a row that are no better than one before.
+    stop_after: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _samples_enough(self) -> Self:
+        if self.pass_at and max(self.pass_at) > self.samples:
+            raise ValueError(
+                f"pass_at has {max(self.pass_at)}, samples is {self.samples}; raise samples"
+            )
+        _raise_if_set(self.sampling)
+        return self
 
 
+_SET_BY_THE_LOOP = {"model", "messages", "n", "stream", "logprobs", "return_token_ids"}
 OF_JOBS = {
     "loss",
     "advantage",
@@ -94,15 +110,11 @@ class RLSection(Record):
 
     @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:
-        if own := self.sampling.keys() & {
-            "model",
-            "messages",
-            "n",
-            "stream",
-            "logprobs",
-            "return_token_ids",
-        }:
-            raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
+        _raise_if_set(self.sampling)
+        if self.sampling.get("seed") is not None:
+            raise ValueError(
+                "sampling.seed makes all rollouts of a group the same text; leave it out"
+            )
         try:
             sampling_options(**self.sampling)
         except InvalidInput as error:
@@ -120,7 +132,31 @@ class RLSection(Record):
         return self
 
 
+def _raise_if_set(sampling: dict[str, Any]) -> None:
+    if own := sampling.keys() & _SET_BY_THE_LOOP:
+        raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
+
+
 class Config(Record):
     run: RunSection
     rl: RLSection
-    eval: EvalSection | None = None
+    eval: list[EvalSection] = Field(default_factory=list)
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        """`[eval]` is one evaluation, `[[eval]]` several."""
+        return [] if given is None else [given] if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [section.name for section in self.eval]
+        if len(set(names)) < len(names):
+            raise ValueError("eval: several evaluations need a name each, and other names")
+        for section in self.eval[1:]:
+            if section.stop_after is not None:
+                raise ValueError(
+                    f"eval: stop_after of {section.name!r} does nothing; give it to the first"
+                    " evaluation"
+                )
+        return self
