@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
         [sys.executable, "-c", BLOCKED, kind],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

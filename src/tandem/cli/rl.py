@@ -3,7 +3,7 @@ a line per step."""
 
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from tandem.cli.common import Json, err, out, read_toml, show, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
+from tandem.client.rl.distill import Teacher, open_teacher
 from tandem.client.rl.environment import Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, RunRecord
@@ -153,9 +154,24 @@ async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None
         elif not live:
             print(text_line(line), flush=True)
 
-    async with AsyncTandem(patience=PATIENCE) as tandem, open_vllm() as vllm:
+    async with AsyncExitStack() as opened:
+        tandem = await opened.enter_async_context(AsyncTandem(patience=PATIENCE))
+        vllm = await opened.enter_async_context(open_vllm())
+        teacher: Teacher | None = None
+        if settings.rl.distill:
+            teacher = Teacher(settings.rl.distill, await opened.enter_async_context(open_teacher()))
+            await teacher.raise_unless_served()
         record = RunRecord(config.with_suffix(".metrics.jsonl"), tell)
-        loop = Loop(settings, tandem, vllm, environments, state, record, from_served=from_served)
+        loop = Loop(
+            settings,
+            tandem,
+            vllm,
+            environments,
+            state,
+            record,
+            from_served=from_served,
+            teacher=teacher,
+        )
         with (
             Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2)
             if live

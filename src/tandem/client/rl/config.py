@@ -38,6 +38,16 @@ class EnvironmentSection(Record):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
+class DistillSection(Record):
+    """On-policy distillation: the served `model` scores what the run samples, and `coef` times
+    each token's part of the reverse KL is taken off its advantage. `rewards`: whether the rewards
+    count too."""
+
+    model: str = Field(min_length=1)
+    coef: float = Field(default=1.0, gt=0)
+    rewards: bool = False
+
+
 class EvalSection(Record):
     """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first
     `groups` tasks. Of several, the first decides `best` and `stop_after`."""
@@ -98,6 +108,7 @@ class RLSection(Record):
     deadline_seconds: float = Field(default=3600.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
+    distill: DistillSection | None = None
     environment: list[EnvironmentSection] = Field(min_length=1)
 
     @model_validator(mode="before")
@@ -123,6 +134,11 @@ class RLSection(Record):
         if sampled != trained:
             raise ValueError(
                 f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal"
+            )
+        if self.distill and trained != 1.0:
+            raise ValueError(
+                f"distill: the teacher's log-probs are of temperature 1, loss.temperature is"
+                f" {trained}; set it and sampling.temperature to 1"
             )
         if self.optimizer.schedule != Schedule() and self.optimizer.batch_size is None:
             raise ValueError(

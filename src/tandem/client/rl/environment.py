@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from tandem.client import Trajectory
@@ -31,9 +31,17 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        rewards = [one.reward for one in made]
-        different = max(rewards) - min(rewards) > EQUAL_REWARDS
-        self.informative = different or any(one.advantage for one in made)
+        # Of each turn, since turns may have rewards; of the same turn, since later ones have less.
+        returns = zip_longest(*(one.returns for one in made))
+        different = any(
+            max(have) - min(have) > EQUAL_REWARDS
+            for each in returns
+            if (have := [value for value in each if value is not None])
+        )
+        self.informative = different or any(
+            one.advantage or any(turn.advantage or turn.advantages for turn in one.turns)
+            for one in made
+        )
 
 
 class Tasks:

@@ -20,20 +20,23 @@ Show = Callable[[Sequence[Trajectory], str], object]
 
 
 class Evaluations:
-    """The first section decides which step is the best, and when to stop. `environments`: one for
-    each section."""
+    """The first section decides which step is the best, and when to stop. `own`: the environments
+    of the sections that have one; the others evaluate `first`."""
 
     def __init__(
         self,
         sections: Sequence[EvalSection],
-        environments: Sequence[Environment],
+        first: Environment,
+        own: Sequence[Environment],
         rl: RLSection,
         rollouts: Rollouts,
         record: RunRecord,
         patience: Callable[[], float],
         pauses: tuple[float, float],
     ) -> None:
-        self._sections, self._environments, self._rl = sections, environments, rl
+        theirs = iter(own)
+        self._environments = [next(theirs) if each.environment else first for each in sections]
+        self._sections, self._rl = sections, rl
         self._rollouts, self._record = rollouts, record
         self._patience, self._pauses = patience, pauses
 

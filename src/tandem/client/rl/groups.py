@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.client import Trajectory
 from tandem.client.rl.config import RLSection
+from tandem.client.rl.distill import Teacher
 from tandem.client.rl.environment import Environment
 from tandem.client.rl.rollout import kind_of
 from tandem.client.rl.sampler import DiscardedError, Sampler
@@ -19,7 +20,7 @@ Lost = tuple[str, str]
 
 class Rollouts:
     """`served()`: the newest served step. `failed` gets each error of a rollout, `lost` each
-    rollout that gives nothing."""
+    rollout that gives nothing. `teacher` scores what is trained."""
 
     def __init__(
         self,
@@ -31,9 +32,11 @@ class Rollouts:
         lost: Callable[[Lost], object],
         pauses: tuple[float, float],
         watch: Watch,
+        teacher: Teacher | None = None,
     ) -> None:
         self._rl, self._run, self._vllm, self._served = rl, run, vllm, served
         self._failed, self._lost, self._pauses, self._watch = failed, lost, pauses, watch
+        self._teacher = teacher
 
     async def group(
         self,
@@ -49,7 +52,7 @@ class Rollouts:
         pin = self._served() if step is None and self._rl.pin else step
         sampling = self._rl.sampling if options is None else options
 
-        def play(number: int) -> Any:
+        async def play(number: int) -> Trajectory:
             own = dict(sampling)
             if "seed" in own:  # else all rollouts of a task would be one
                 own["seed"] += number
@@ -58,7 +61,8 @@ class Rollouts:
                 at = self._served() if step is None and self._rl.pin else pin
                 return Sampler(self._vllm, self._run, self._served, at, own)
 
-            return of.play(task, sampler, self._rl, self._failed, self._pauses, self._watch)
+            made = await of.play(task, sampler, self._rl, self._failed, self._pauses, self._watch)
+            return await self._teacher.scored(made) if self._teacher and step is None else made
 
         results = await asyncio.gather(*map(play, range(size)), return_exceptions=True)
         made, last = list[Trajectory](), TandemError("no rollout was begun")

@@ -26,7 +26,11 @@ class Limits:
 
     def __init__(self, rl: RLSection, patience: float, pauses: tuple[float, float]) -> None:
         self._size = rl.groups_per_step
-        self.teaches = rl.advantage.baseline == "none" or rl.advantage.keep_zero_variance
+        self.teaches = (
+            rl.advantage.baseline == "none"
+            or rl.advantage.keep_zero_variance
+            or rl.distill is not None
+        )
         self._failing = self._equal = self._refused = 0
         self._alike = Alike()
         self.patience, self._backoff = patience, Backoff(inf, *pauses)

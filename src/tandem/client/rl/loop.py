@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
+from tandem.client.rl.distill import Teacher
 from tandem.client.rl.environment import Environment, RolloutGroup
 from tandem.client.rl.evaluation import Evaluations
 from tandem.client.rl.groups import Lost, Rollouts
@@ -53,8 +55,9 @@ class Loop:
         patience: float = PATIENCE,
         pauses: tuple[float, float] = PAUSES,
         from_served: bool = False,
+        teacher: Teacher | None = None,
     ) -> None:
-        """`from_served`: begin before a step that the publisher refused; see `discard_refused`."""
+        """`from_served`: see `discard_refused`; `teacher`: that of [rl.distill]."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file, self._from_served = environments, state_file, from_served
@@ -81,11 +84,12 @@ class Loop:
             lambda lost: self.counts.update([lost]),
             pauses,
             self._watch,
+            teacher,
         )
-        own = iter(environments[len(self._rl.environment) :])
         self.evaluations = Evaluations(
             config.eval,
-            [next(own) if each.environment else environments[0] for each in config.eval],
+            environments[0],
+            environments[len(self._rl.environment) :],
             self._rl,
             self._rollouts,
             record,
@@ -266,7 +270,7 @@ class Loop:
         while self.base < self.last:
             await _until(lambda: self.base >= self.last or self._has_batch())
             if self.base >= self.last:
-                break  # an evaluation ended the training
+                return  # an evaluation ended the training
             self.ready.sort(key=lambda group: group.oldest)
             await self._submit(self.ready[: self._size])
             del self.ready[: self._size]
@@ -350,9 +354,9 @@ class Loop:
                     len(self.state.jobs) > bool(self.state.pending) or self._followed >= self.last
                 )
             )
-            if not self.state.jobs:
+            if not (jobs := self.state.jobs):
                 break
-            job = self.state.jobs[0]
+            job = jobs[0]
             await self._tandem.wait_job(job.id, inf)
             await self._until_served(job.base + 1)
             self._idle_since = self.record.step(
@@ -382,11 +386,7 @@ class Loop:
 
     async def _evaluate(self, step: int) -> None:
         """Record what `step` earns in the evaluations that are due, and keep the best step."""
-
-        def show(made: Sequence[Trajectory], task: str) -> None:
-            self._show(made, task, evaluated=True)
-
-        made = step - self.state.first
+        show, made = partial(self._show, evaluated=True), step - self.state.first
         await self.evaluations.evaluate(step, made, step == self.last, show)
         self._stop_early()
         before = self.state.best

@@ -69,10 +69,16 @@ class Sampler:
             return answer
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self._loop))
 
-    def finish(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
-        """The trajectory of all turns so far."""
+    def finish(
+        self,
+        reward: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
+    ) -> Trajectory:
+        """The trajectory of all turns so far; `turn_rewards`: of each of them, beside `reward`."""
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        return self._builder.finish(float(reward), metrics=numbers)
+        return self._builder.finish(float(reward), metrics=numbers, turn_rewards=turn_rewards)
 
     def discard(self, reason: str) -> NoReturn:
         """Leave this rollout out, for example because its judge does not answer. The others of its
