@@ -116,12 +116,12 @@ def test_the_loop_trains_groups_of_equal_rewards_by_a_teacher(tmp_path: Path) ->
         teacher=Teacher(DistillSection(model="teacher"), MockVllm(teacher.answer)),
     )
     # The fake controller knows rewards alone.
-    stack._accept = lambda request, accept=stack._accept: accept(  # type: ignore[method-assign,misc]
-        {
-            **request,
-            "groups": [*request["groups"], {"trajectories": [{"reward": 0}, {"reward": 1}]}],
-        }
-    )
+    varied, accept = {"trajectories": [{"reward": 0}, {"reward": 1}]}, stack._accept
+
+    def accept_varied(request: dict[str, Any]) -> None:
+        accept({**request, "groups": [*request["groups"], varied]})
+
+    stack._accept = accept_varied  # type: ignore[method-assign]
     asyncio.run(loop.run())
     turns = [
         turn
