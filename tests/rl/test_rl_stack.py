@@ -225,6 +225,7 @@ def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
     rl.config.write_text(f'{text}\n[rl.distill]\nmodel = "teacher@{SFT_STEPS}"\n')
     rl.finish()
     kl = [line["metrics"]["reverse_kl"] for line in rl.lines("step")]
+    print("reverse KL of each step:", kl)
     assert len(kl) == 4
     assert kl[0] > 0.02
     assert kl[-1] < kl[0] / 2, kl

@@ -237,11 +237,13 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["blocks", "waits", "ends"])
 def test_ctrl_c_and_the_end_wait_for_no_rollout(kind: str) -> None:
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    heeds = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-c", BLOCKED, kind],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        preexec_fn=heeds,  # noqa: PLW1509
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
