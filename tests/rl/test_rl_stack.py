@@ -220,12 +220,12 @@ def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
     module = importlib.import_module("rl_yes_no_maybe")
     teach(stack, "teacher", module.sft_examples(), epochs=20)
     teach(stack, "yes-no-maybe-distilled", module.sft_examples(), epochs=4)
-    rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="4", name='"yes-no-maybe-distilled"')
+    rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="6", name='"yes-no-maybe-distilled"')
     text = rl.config.read_text()
     rl.config.write_text(f'{text}\n[rl.distill]\nmodel = "teacher@{SFT_STEPS}"\n')
     rl.finish()
     kl = [line["metrics"]["reverse_kl"] for line in rl.lines("step")]
     print("reverse KL of each step:", kl)
-    assert len(kl) == 4
-    assert kl[0] > 0.02
-    assert kl[-1] < kl[0] / 2, kl
+    assert len(kl) == 6
+    assert kl[0] > 0.02  # nats per token
+    assert kl[-1] < 0.7 * kl[0], kl
