@@ -39,7 +39,8 @@ from aiohttp import web
 from bench.report import report
 from tandem.client.http import connection
 from tandem.client.rl.config import RLSection
-from tandem.client.rl.environment import Environment, Sampler
+from tandem.client.rl.environment import Environment
+from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import VARIABLE, Vllm, open_vllm
 from tandem.data.inputs import policy_step_of
 from tandem.system.open_files import allow_many_open_files

@@ -329,3 +329,15 @@ def test_what_is_damaged_is_named(doctor, monkeypatch, tmp_path):
     assert checks["damaged run"]["status"] == "warn"
     assert "runs/empty" in checks["damaged run"]["found"]
     assert checks["damaged name"]["found"] == str(spool.root / "jobs/queued/junk")
+
+
+@pytest.mark.parametrize(("devices", "status"), [("1", "fail"), ("", "ok")])
+def test_named_devices_without_a_gpu_are_no_reason_to_take_the_cpu(
+    doctor, model, nvml, monkeypatch, devices: str, status: str
+) -> None:
+    nvml.set()
+    monkeypatch.setenv("TANDEM_DEVICE", "auto")
+    monkeypatch.setenv("TANDEM_TRAINER_DEVICES", devices)
+    _, checks = doctor()
+    assert checks["device"]["status"] == status
+    assert ("names GPUs, but there is none" in checks["device"]["found"]) == bool(devices)

@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_server import Server, claim, fail, run_one, serve
+from api_server import KEY, Server, claim, fail, run_one, serve
+from tandem.client import Tandem
+from tandem.client.chain import Chain, SFTTraining
 from tandem.data.packed_format import PackedBatch
+from tandem.errors import Conflict
 from tandem.spool.schema import Job
 from waiting import until
 
@@ -208,6 +211,101 @@ def test_another_training_of_the_run_in_between_is_refused(tandem, server, run) 
         )
     status, _, err = tandem("train", "sft", run, *long)
     assert (status, "base_step" in err) == (1, True)
+
+
+CHANGED = json.dumps({"token_ids": [5, 99], "trainable": [False, True]}) + "\n"
+
+
+def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
+    tandem, server, run
+) -> None:
+    whole = Path("data.jsonl").read_text()
+    with trainer(server, run, 3, failing=(2,)) as first:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    Path("data.jsonl").write_text(whole + CHANGED)
+    jobs = len(server.spool.jobs.list(run))
+    status, out, err = tandem("train", "sft", run, *ARGUMENTS)
+    said = " ".join(err.split())
+    assert (status, out, len(server.spool.jobs.list(run))) == (1, "", jobs), err
+    assert f"data.jsonl is not what {run} is half trained on: job 2 of {JOBS}" in said
+    assert "restore the file as it was. To train the changed file instead, roll the run" in said
+    assert f"tandem run rollback {run} 0), or change the training's seed" in said
+
+    Path("data.jsonl").write_text(whole)  # the first way out
+    with trainer(server, run, 1, failing=(0,)) as second:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    assert second[0][0].spec.base_step == 2
+    assert second[0][0].spec.labels == first[2][0].spec.labels
+    Path("data.jsonl").write_text(whole + CHANGED)  # the two others
+    for arguments, base in ((("--seed", "1"), 2), ((), 0)):
+        if not arguments:
+            server.spool.checkpoints.rollback(run, 0)
+        with trainer(server, run, 1, failing=(0,)) as anew:
+            assert tandem("train", "sft", run, *ARGUMENTS, *arguments)[0] == 3
+        assert anew[0][0].spec.base_step == base
+
+
+def test_data_that_changed_beside_a_queued_job_is_refused(tandem, server, run) -> None:
+    """Before the first checkpoint, the queue alone says what the run is half trained on."""
+    with trainer(server, run, 0):
+        chain = Chain(SFTTraining(run=run, data="data.jsonl", batch_size=4, checkpoint_every=2))
+        with Tandem(server.url, api_key=KEY) as client:
+            client.create_run(run)
+            chain._submit(client, chain.slices[0], None)
+    Path("data.jsonl").write_text(CHANGED * EXAMPLES)
+    arguments = ("data.jsonl", "--batch-size", "4", "--checkpoint-every", "2")
+    status, _, err = tandem("train", "sft", run, *arguments)
+    assert (status, f"{run} is half trained on: job 1 of 3" in " ".join(err.split())) == (1, True)
+    assert len(server.spool.jobs.list(run)) == 1
+
+
+def test_a_held_out_file_that_changed_is_named(tandem, server, run) -> None:
+    Path("held.jsonl").write_text(CHANGED)
+    arguments = (*ARGUMENTS, "--held-out", "held.jsonl")
+    with trainer(server, run, 2, failing=(1,)):
+        assert tandem("train", "sft", run, *arguments)[0] == 3
+    Path("held.jsonl").write_text(CHANGED * 2)
+    status, _, err = tandem("train", "sft", run, *arguments)
+    assert (status, "held.jsonl is not what" in err, "held_out" in err) == (1, True, True), err
+
+
+def test_data_that_is_written_while_it_trains_is_refused_and_a_copy_is_not(
+    tandem, server, run
+) -> None:
+    whole = Path("data.jsonl").read_text()
+    chain = Chain(SFTTraining(run=run, data="data.jsonl", batch_size=4, checkpoint_every=2))
+    Path("data.jsonl").write_text(whole)
+    chain._request(chain.slices[0], "name", None)
+    for change in (lambda: Path("data.jsonl").write_text(whole[:-1] + " \n"), _remove):
+        change()
+        with pytest.raises(Conflict, match=r"changed while it trains\. Restore it"):
+            chain._request(chain.slices[1], "name", 0)
+
+
+def _remove() -> None:
+    Path("data.jsonl").unlink()
+
+
+@pytest.mark.parametrize("killed_at", ["before the epoch's last job", "after it"])
+def test_a_kill_at_an_epochs_end_repeats_and_skips_nothing(
+    tandem, server, run, killed_at: str
+) -> None:
+    """An epoch is three jobs: the chain ends with the third, and goes on with the second epoch."""
+    jobs = 3 if killed_at == "after it" else 2
+    with trainer(server, run, jobs + 1, failing=(jobs,)) as first:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    with trainer(server, run, JOBS - jobs) as second:
+        status, _, err = tandem("train", "sft", run, *ARGUMENTS)
+    assert status == 0, err
+    made = first[:jobs] + second
+    assert [job.spec.base_step for job, *_ in made] == list(range(JOBS))
+    assert [job.spec.optimizer.schedule.start for job, *_ in made] == [0, 2, 4, 6, 8, 10]
+    batches = [batch for _, of_job, _ in made for batch in of_job]
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 3] * 2
+    for epoch in (batches[:6], batches[6:]):
+        assert sorted(token for batch in epoch for token in batch) == list(
+            range(100, 100 + EXAMPLES)
+        )
 
 
 def test_a_run_that_trains_something_else_is_refused(tandem, server, run) -> None:

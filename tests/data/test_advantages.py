@@ -2,14 +2,15 @@
 
 from fractions import Fraction
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tandem.data.inputs import AdvantageSettings
-from tandem.data.prepare import group_advantages, spread
+from tandem.data.inputs import AdvantageSettings, Group
+from tandem.data.prepare import group_advantages, spread, turn_advantages
 
 rewards_of_a_group = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12)
 
@@ -70,3 +71,53 @@ def test_scale_may_be_true_or_false() -> None:
     assert [
         AdvantageSettings.model_validate({"scale": scale}).scale for scale in (True, False)
     ] == ["group", "none"]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_within_a_millionth_are_equal(scale: Any) -> None:
+    settings = AdvantageSettings(scale=scale)
+    for rewards, equal in (([0.3, 0.1 + 0.2, 0.3 + 9e-7], True), ([0.3, 0.3, 0.3 + 2e-6], False)):
+        found = group_advantages(np.array(rewards), settings, batch_spread=1.0)
+        assert (found == 0).all() == equal
+
+
+def turn(length: int, **more: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": [1], "token_ids": [2] * length, "logprobs": [-1.0] * length, **more}
+
+
+def of_turns(settings: AdvantageSettings, *trajectories: dict[str, Any]) -> list[list[list[float]]]:
+    group = Group.model_validate({"trajectories": trajectories})
+    found = turn_advantages(group, settings, batch_spread=2.0)
+    return [[turn.tolist() for turn in turns] for turns in found]
+
+
+def test_turns_compare_their_returns_with_the_others_at_the_same_turn() -> None:
+    settings = AdvantageSettings(scale="none")
+    first = {"turns": [turn(1, reward=1.0), turn(2, reward=0.5), turn(1, reward=2.0)], "reward": 1}
+    second = {"turns": [turn(1), turn(1, reward=-0.5)], "reward": 0.0}
+    # Returns: 4.5, 3.5, 3 and -0.5, -0.5. The third turn is alone, so it gets the first's.
+    assert of_turns(settings, first, second) == [[[2.5], [2.0, 2.0], [2.5]], [[-2.5], [-2.0]]]
+    batch = AdvantageSettings(scale="batch")
+    assert of_turns(batch, first, second)[0][:2] == [[1.25], [1.0, 1.0]]
+    raw = AdvantageSettings(baseline="none", scale="none")
+    assert of_turns(raw, first, second) == [[[4.5], [3.5, 3.5], [3.0]], [[-0.5], [-0.5]]]
+
+
+def test_a_turns_own_advantage_replaces_and_its_tokens_are_added() -> None:
+    settings = AdvantageSettings(scale="none")
+    first = {"turns": [turn(1), turn(2, advantages=[0.25, -0.25])], "reward": 1.0}
+    second = {"turns": [turn(2, advantage=0.0, advantages=[3.0, 4.0]), turn(1)], "reward": 0.0}
+    third = {"turns": [turn(1, advantage=7.0), turn(1)], "reward": 0.5, "advantage": 9.0}
+    assert of_turns(settings, first, second, third) == [
+        [[0.5], [0.75, 0.25]],
+        [[3.0, 4.0], [-0.5]],
+        [[7.0], [9.0]],
+    ]
+
+
+def test_without_turn_rewards_every_token_has_its_trajectorys_advantage() -> None:
+    settings = AdvantageSettings()
+    rewards = [0.0, 1.0, 0.5]
+    whole = group_advantages(np.array(rewards), settings, batch_spread=2.0)
+    group = [{"turns": [turn(1), turn(3)], "reward": reward} for reward in rewards]
+    assert of_turns(settings, *group) == [[[a], [a] * 3] for a in whole.tolist()]

@@ -103,8 +103,12 @@ def then(
     ],
 )
 def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
-    stage: Stage, wrong: Callable[[Stage], object], word: str
+    stage: Stage,
+    wrong: Callable[[Stage], object],
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)
     publisher = stage.publisher(keep_served=1)
     stage.step(0.3)
     publisher.once()
@@ -148,6 +152,37 @@ def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None
         manifest.with_suffix(".new").replace(manifest)  # as after a restore
         assert stage.spool.checkpoints.has("run", stage.record())
         publisher.once()
+
+
+def test_an_adapter_whose_file_appears_late_is_not_refused_but_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = stage.publisher(keep_served=1)
+    stage.step(0.3)
+    publisher.once()
+    stage.step(0.4)
+    whole = stage.weights(2).read_bytes()
+    stage.weights(2).unlink()
+    for _ in range(3):
+        publisher.once()
+    assert stage.served() == (1, None)  # nobody who waits is told that it is refused
+    told = [trouble for trouble in publisher._troubles.values() if "run@2" in trouble]
+    assert len(told) == 1
+    assert told[0].startswith("run@2 is tried again until 60 s after it was made, since its")
+    stage.weights(2).write_bytes(whole)
+    publisher.once()
+    assert stage.served() == (2, None)
+    assert not publisher._troubles.get("run is not visible")
+
+    stage.step(0.5)
+    whole = stage.weights(3).read_bytes()
+    stage.weights(3).unlink()
+    monkeypatch.setattr(checkpoint_loader, "VISIBLE_SECONDS", 0.0)  # they have passed
+    publisher.once()
+    assert stage.served() == (2, 3)
+    stage.weights(3).write_bytes(whole)
+    publisher.once()
+    assert stage.served() == (3, None)
 
 
 def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_are_refused(
@@ -400,7 +435,7 @@ def test_the_run_that_was_used_last_is_served_first(stage: Stage) -> None:
     stage.vllm.start()
     stage.vllm.calls.clear()
     stage.publisher().once()
-    assert stage.vllm.loads() == ["sampled@0", "run@1", "run@0", "zero@0", "another@0"]
+    assert stage.vllm.loads() == ["sampled@0", "run@1", "zero@0", "another@0", "run@0"]
 
 
 def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stage) -> None:
@@ -414,7 +449,8 @@ def test_a_new_checkpoint_does_not_wait_for_old_runs_after_a_restart(stage: Stag
             super().load_lora(name, path)
 
     stage.publisher(client=Client(stage.settings())).once()
-    assert stage.vllm.loads() == ["zero@0", "run@1", "run@0", "another@0"]
+    # And no run's newest step waits for another's older ones.
+    assert stage.vllm.loads() == ["zero@0", "run@1", "another@0", "run@0"]
 
 
 def test_a_run_whose_steps_come_faster_than_they_are_loaded_keeps_no_other_waiting(

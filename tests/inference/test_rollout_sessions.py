@@ -16,7 +16,7 @@ import pytest
 
 from inference.scripted_vllm import FAMILIES, Scripted, serve
 from integrations.clients import python_of
-from tandem.client.rl.environment import Sampler
+from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import Vllm
 from tandem.data.inputs import Trajectory
 from tandem.inference.server.sessions import SampledTurn, Sessions, plain

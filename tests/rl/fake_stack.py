@@ -55,6 +55,7 @@ class FakeStack:
         self.refuses = 100  # the first step that the publisher refuses
         self.shared_gpus = False
         self.answer_ids = [5]
+        self.pinned: set[int] = set()
         self.calls, self.kill_at = 0, -1
         self._background: set[asyncio.Task[None]] = set()
 
@@ -94,7 +95,16 @@ class FakeStack:
     async def checkpoints(self, run: str) -> list[SimpleNamespace]:
         self.mark()
         made = {0: None} | {job.base + 1: job.id for job in self.trained if job.base < self.newest}
-        return [SimpleNamespace(step=step, job=job) for step, job in sorted(made.items())]
+        return [
+            SimpleNamespace(step=step, job=job, pinned=step in self.pinned)
+            for step, job in sorted(made.items())
+        ]
+
+    async def pin(self, run: str, step: int) -> None:
+        self.pinned.add(step)
+
+    async def unpin(self, run: str, step: int) -> None:
+        self.pinned.discard(step)
 
     async def cancel(self, job: str) -> None:
         self.mark()

@@ -21,8 +21,10 @@ from pydantic import ValidationError
 from rl.mock_vllm import MockVllm
 from tandem.cli.common import read_toml
 from tandem.client.rl.config import Config, EnvironmentSection, RLSection
-from tandem.client.rl.environment import Environment, Sampler, Tasks, described
+from tandem.client.rl.environment import Environment, Tasks
 from tandem.client.rl.requests import task_labels
+from tandem.client.rl.rollout import described
+from tandem.client.rl.sampler import Sampler
 from tandem.controller.schemas import RLRequest
 from tandem.errors import InvalidInput
 
@@ -73,6 +75,18 @@ weight = 2
             "sampling.top_k: top_k=5 samples from another distribution",
         ),
         ("max_tokens = 8", "n = 5", 4, "rl", "sampling.n is set by the loop itself; remove it"),
+        ("max_tokens = 8", "seed = 3", 4, "rl", "seed makes all rollouts of a group the same text"),
+        ("max_tokens = 8", "best_of = 2", 4, "rl", "best_of=2 bends what the model answers"),
+        ("max_tokens = 8", "ignore_eos = true", 4, "rl", "ignore_eos=True bends"),
+        ("max_tokens = 8", "truncate_prompt_tokens = 9", 4, "rl", "truncate_prompt_tokens=9 bends"),
+        (
+            "[run]",
+            "[eval]\nsamples = 2\npass_at = [4]\n[run]",
+            1,
+            "eval.0",
+            "pass_at has 4, samples is 2; raise samples",
+        ),
+        ("[run]", "[eval]\nevery = 0\n[run]", 2, "eval.0.every", "greater than or equal to 1"),
         ("max_tokens = 8", "temperature = 0.7", 4, "rl", "loss.temperature 1.0; make them equal"),
         (
             "[rl.sampling]",
@@ -249,7 +263,13 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-0.5]}
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (1.0, "Trajectory"),
+        (
+            1.0,
+            r"returned 1.0; return sampler.finish\(reward\) \(test_config.py, line \d+\)",
+        ),
+        (None, r"returned None; return sampler.finish\(reward\) \(test_config.py, line \d+\)"),
+        (("a", 1), r"returned \('a', 1\); return sampler.finish"),
+        ({"role": "assistant"}, "returned a trajectory that is wrong in turns: is missing"),
         ({"turns": [TURN], "reward": 1.0}, "no policy_step"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": float("nan")}, "finite"),
         ({"turns": [{**TURN, "policy_step": 1}], "reward": 3.5e38}, "does not fit float32"),

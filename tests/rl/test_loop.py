@@ -29,6 +29,7 @@ from tandem.cli.rl import panel, text_line
 from tandem.client import Trajectory
 from tandem.client.rl import loop as loops
 from tandem.client.rl.config import Config
+from tandem.client.rl.evaluation import pass_at
 from tandem.client.rl.record import State, load_progress
 from tandem.client.rl.requests import job_names
 from tandem.errors import (
@@ -398,12 +399,17 @@ def test_a_rollback_behind_a_job_that_is_still_followed_has_its_step_made_again(
 @pytest.mark.parametrize("bound", [0, 2])
 def test_the_same_command_goes_on_when_a_refused_step_is_served(tmp_path: Path, bound: int) -> None:
     stack, settings = FakeStack(), config(steps=4, max_off_policy_steps=bound)
+
+    async def scene() -> None:  # in one event loop, which the jobs of the fake stack need
+        for _ in range(2):
+            with pytest.raises(StepRefused):
+                await make_loop(settings, stack, Environment(stack), tmp_path).run()
+        stack.refuses, stack.served = 100, stack.newest  # vLLM was started again
+        async with asyncio.timeout(30):
+            await make_loop(settings, stack, Environment(stack), tmp_path).run()
+
     stack.refuses = 2
-    for _ in range(2):
-        with pytest.raises(StepRefused):
-            run(settings, stack, tmp_path)
-    stack.refuses, stack.served = 100, stack.newest  # vLLM was started again
-    run(settings, stack, tmp_path)
+    asyncio.run(scene())
     check(stack, 4, bound)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
 
@@ -569,23 +575,132 @@ def test_evaluation_before_between_and_after_also_where_a_kill_cut_it_off(tmp_pa
     assert {line["samples"] for line in evaluated} == {4}
 
 
-def test_an_evaluation_without_a_sample_is_made_again_by_the_next_start(tmp_path: Path) -> None:
+def test_an_evaluation_whose_rollouts_all_fail_ends_the_loop_and_is_made_again(
+    tmp_path: Path,
+) -> None:
     stack = FakeStack()
     settings = config(steps=1, evaluation={"every": 5, "groups": 2})
 
     class Broken(Environment):
+        until = 0
+
         async def rollout(self, task: int, sampler: Any) -> Trajectory:
-            if sampler._pin is not None:
+            if sampler._pin is not None and sampler._pin >= self.until:
                 raise OSError("the judge is away")
             return await super().rollout(task, sampler)
 
-    asyncio.run(make_loop(settings, stack, Broken(stack), tmp_path).run())
-    for _ in range(2):
-        run(settings, stack, tmp_path)
+    async def scene() -> None:
+        environment = Broken(stack)
+        for step in (0, 1):
+            environment.until = step
+            with pytest.raises(
+                TandemError,
+                match=rf"of step {step} failed; the last error: OSError: the judge is away "
+                r"\(test_loop.py, line \d+\)",
+            ):
+                await make_loop(settings, stack, environment, tmp_path, patience=0.1).run()
+        assert stack.newest == 1
+        await make_loop(settings, stack, Environment(stack), tmp_path).run()
+
+    asyncio.run(scene())
     evaluated = [
         (line["evaluated"], line["samples"]) for line in lines(tmp_path) if "evaluated" in line
     ]
-    assert evaluated == [(0, 0), (1, 0), (1, 2)]
+    assert evaluated == [(0, 2), (1, 2)]
+
+
+def scored(stack: FakeStack, rewards: dict[int, float]) -> Environment:
+    """Every answer of a step earns the same in an evaluation."""
+
+    class Scored(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            made = await super().rollout(task, sampler)
+            if sampler._pin is None:
+                return made
+            return made.model_copy(update={"reward": rewards[sampler._pin]})
+
+    return Scored(stack)
+
+
+def test_the_best_step_is_pinned_and_named_and_nothing_better_ends_the_loop(tmp_path: Path) -> None:
+    stack = FakeStack()
+    rewards = dict(enumerate([0.1, 0.5, 0.9, 0.9, 0.3, 0.2, 0.1, 1.0]))
+    settings = config(steps=7, evaluation={"every": 1, "groups": 2, "stop_after": 3})
+    environment = scored(stack, rewards)
+    loop = make_loop(settings, stack, environment, tmp_path)
+    said: list[str] = []
+    loop.record._tell = lambda line: said.append(text_line(line))
+    asyncio.run(loop.run())
+    assert loop.evaluations.best() == (2, 0.9)
+    assert stack.pinned == {2}
+    # The evaluation of step 5 ends it, and step 6 may be in training then.
+    assert stack.newest == loop.last in (5, 6)
+    made = stack.newest
+    assert any("no evaluation was better than that of step 2" in line for line in said)
+    again = make_loop(settings, stack, environment, tmp_path)
+    asyncio.run(again.run())  # the same command, after the end
+    assert (stack.newest, again.last) == (made, made)
+
+    checked = tmp_path / "pinned"
+    checked.mkdir()
+    stack = FakeStack()
+    stack.pinned = {1}  # by a person
+    asyncio.run(make_loop(settings, stack, scored(stack, rewards), checked).run())
+    assert stack.pinned == {1, 2}
+
+
+def test_evaluations_have_names_sampling_and_pass_at(tmp_path: Path) -> None:
+    stack, asked = FakeStack(), list[dict[str, Any]]()
+    evaluation = [
+        {"name": "hot", "every": 1, "groups": 2, "samples": 3, "pass_at": [1, 2], "passes": 1},
+        {"name": "cold", "every": 2, "groups": 1, "samples": 2},
+    ]
+    evaluation[1]["sampling"] = {"temperature": 0.0, "seed": 7}
+    settings = Config.model_validate(
+        {**config(steps=2).model_dump(exclude_unset=True), "eval": evaluation}
+    )
+
+    class Watching(Environment):
+        async def rollout(self, task: int, sampler: Any) -> Trajectory:
+            if sampler._pin == 2:
+                asked.append(sampler.options)
+            return await super().rollout(task, sampler)
+
+    loop = make_loop(settings, stack, Watching(stack), tmp_path)
+    asyncio.run(loop.run())
+    found = [line for line in lines(tmp_path) if "evaluated" in line]
+    assert sorted((line["evaluated"], line["name"], line["samples"]) for line in found) == [
+        (0, "cold", 2),
+        (0, "hot", 6),
+        (1, "hot", 6),
+        (2, "cold", 2),
+        (2, "hot", 6),
+    ]
+    assert sorted(map(str, asked)) == sorted(
+        ["{}"] * 6 + [str({"temperature": 0.0, "seed": seed}) for seed in (7, 8)]
+    )
+    hot = [line for line in found if line["name"] == "hot"]
+    assert all(set(line["pass_at"]) == {"1", "2"} for line in hot)
+    assert "(hot): reward" in text_line(hot[0])
+    assert "pass@2" in text_line(hot[0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "k", "expected"),
+    [
+        ([[1, 0, 0, 0]], 1, 1 / 4),
+        ([[1, 0, 0, 0]], 2, 1 / 2),  # of 6 pairs 3 have it
+        ([[1, 1, 0, 0]], 2, 5 / 6),
+        ([[1, 0, 0, 0], [0, 0, 0, 0]], 4, 1 / 2),
+        ([[1], [0, 0]], 2, 0.0),  # the first task lost a sample
+        ([[1]], 2, None),
+    ],
+)
+def test_pass_at_k_is_the_share_of_subsets_with_a_passing_answer(
+    rewards: list[list[float]], k: int, expected: float | None
+) -> None:
+    groups = [[Trajectory.model_construct(reward=reward) for reward in group] for group in rewards]
+    assert pass_at(k, groups, 1.0) == (expected if expected is None else pytest.approx(expected))
 
 
 def test_the_loop_waits_for_vllm_as_long_as_it_takes_to_start_and_says_so(tmp_path: Path) -> None:

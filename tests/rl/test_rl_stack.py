@@ -211,3 +211,21 @@ def test_the_example_with_a_tool_runs_and_ctrl_c_says_how_to_go_on(
     rl.finish()
     check(stack, "arithmetic", SFT_STEPS, steps=2, bound=0)
     assert any("called" in line["metrics"] for line in rl.lines("step"))
+
+
+@pytest.mark.sample(1, of="examples of tandem rl")
+def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    module = importlib.import_module("rl_yes_no_maybe")
+    teach(stack, "teacher", module.sft_examples(), epochs=20)
+    teach(stack, "yes-no-maybe-distilled", module.sft_examples(), epochs=4)
+    rl = Rl(stack, tmp_path, "rl_yes_no_maybe", steps="6", name='"yes-no-maybe-distilled"')
+    text = rl.config.read_text()
+    rl.config.write_text(f'{text}\n[rl.distill]\nmodel = "teacher@{SFT_STEPS}"\n')
+    rl.finish()
+    kl = [line["metrics"]["reverse_kl"] for line in rl.lines("step")]
+    print("reverse KL of each step:", kl)
+    assert len(kl) == 6
+    assert kl[0] > 0.02  # nats per token
+    assert kl[-1] < 0.7 * kl[0], kl

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from rl.mock_vllm import MockVllm
-from tandem.client.rl import environment
-from tandem.client.rl.environment import Sampler
+from tandem.client.rl import sampler as sampler_module
+from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import HttpAnswer, Vllm
 from tandem.errors import Unreachable
 from tandem.system import ports
@@ -180,7 +180,7 @@ def test_a_turn_is_asked_for_again_while_vllm_is_away(monkeypatch: pytest.Monkey
         raise failures.pop(0) if failures else KeyError("it was asked again")
 
     async def rollout(patience: float) -> None:
-        monkeypatch.setattr(environment, "PATIENCE", patience)
+        monkeypatch.setattr(sampler_module, "PATIENCE", patience)
         sampler = Sampler(MockVllm(answer), "r", lambda: 1, None, {})
         await sampler.chat([{"role": "user", "content": "x"}])
 

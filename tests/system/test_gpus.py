@@ -143,3 +143,16 @@ def test_the_path_of_nccl(nvml, monkeypatch):
         )
     monkeypatch.delenv("NCCL_HOSTID")
     assert describe("0", "1").startswith("NCCL to inference would go over TCP: NCCL_HOSTID is not")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_named_devices_on_a_machine_without_a_gpu_are_refused(nvml, device) -> None:
+    nvml.set()
+    settings = Settings(device=device, inference_devices=["1"])
+    with pytest.raises(
+        InvalidInput, match=r"names 1; NVML finds no GPU; .* TANDEM_DEVICE=cpu"
+    ) as no:
+        Devices(settings, "inference")
+    assert no.value.field == "TANDEM_INFERENCE_DEVICES"
+    assert Devices(Settings(device="auto"), "inference").uuids == ()
+    assert Devices(Settings(device="cpu", inference_devices=["1"]), "inference").uuids == ()

@@ -1,10 +1,9 @@
 """`tandem rl`: train a run by RL with an environment of one's own. A live panel on a terminal, else
 a line per step."""
 
-import asyncio
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +18,13 @@ from typer.core import TyperGroup
 from tandem.cli.common import Json, err, out, read_toml, show, show_line
 from tandem.client import AsyncTandem
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import PATIENCE, Environment
+from tandem.client.rl.distill import Teacher, open_teacher
+from tandem.client.rl.environment import Environment
 from tandem.client.rl.loop import Loop
 from tandem.client.rl.record import LEFT_OUT, RunRecord
+from tandem.client.rl.sampler import PATIENCE
 from tandem.client.rl.samples import find_samples, read_samples, said, sample, samples_file, shown
+from tandem.client.rl.watch import run_to_the_end
 from tandem.client.vllm import open_vllm
 from tandem.errors import InvalidInput, StepRefused
 from tandem.system.open_files import allow_many_open_files
@@ -49,9 +51,19 @@ def rl(
     served. The same command goes on once the step is served, after a restart of vLLM at the latest;
     with --from-served it goes on from the step that is served.
     """
+
+    def stopped() -> None:
+        out.show_cursor(True)
+        err.print(
+            f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}",
+            soft_wrap=True,
+        )
+
     allow_many_open_files()  # each rollout that samples holds a connection
     try:
-        asyncio.run(_run(config, state or config.with_suffix(".state.json"), json, from_served))
+        run_to_the_end(
+            _run(config, state or config.with_suffix(".state.json"), json, from_served), stopped
+        )
     except StepRefused as error:
         again = (
             f"{error.message}. vLLM serves step {error.served}. The same command goes on once the"
@@ -60,10 +72,7 @@ def rl(
         )
         raise StepRefused(again, served=error.served) from error
     except KeyboardInterrupt:
-        err.print(
-            f"Stopped; a submitted job goes on. The same command continues: tandem rl {config}",
-            soft_wrap=True,
-        )
+        stopped()
         raise
 
 
@@ -132,8 +141,10 @@ async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None
     sections = [
         (section, f"rl.environment.{i}") for i, section in enumerate(settings.rl.environment)
     ]
-    if settings.eval and settings.eval.environment:
-        sections.append((settings.eval.environment, "eval.environment"))
+    for i, each in enumerate(settings.eval):
+        if each.environment:
+            where = f"eval.{i}.environment" if len(settings.eval) > 1 else "eval.environment"
+            sections.append((each.environment, where))
     environments = [Environment(section, settings.run.seed, where) for section, where in sections]
     live = out.is_terminal and not json
 
@@ -143,9 +154,24 @@ async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None
         elif not live:
             print(text_line(line), flush=True)
 
-    async with AsyncTandem(patience=PATIENCE) as tandem, open_vllm() as vllm:
+    async with AsyncExitStack() as opened:
+        tandem = await opened.enter_async_context(AsyncTandem(patience=PATIENCE))
+        vllm = await opened.enter_async_context(open_vllm())
+        teacher: Teacher | None = None
+        if settings.rl.distill:
+            teacher = Teacher(settings.rl.distill, await opened.enter_async_context(open_teacher()))
+            await teacher.raise_unless_served()
         record = RunRecord(config.with_suffix(".metrics.jsonl"), tell)
-        loop = Loop(settings, tandem, vllm, environments, state, record, from_served=from_served)
+        loop = Loop(
+            settings,
+            tandem,
+            vllm,
+            environments,
+            state,
+            record,
+            from_served=from_served,
+            teacher=teacher,
+        )
         with (
             Live(get_renderable=lambda: panel(loop), console=out, refresh_per_second=2)
             if live
@@ -153,8 +179,16 @@ async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None
         ):
             await loop.run()
     if not json:
+        best = loop.evaluations.best()
+        kept = (
+            f" The best step by evaluation is {settings.run.name}@{best[0]} ({best[1]:.3f}); its"
+            " checkpoint is pinned."
+            if best
+            else ""
+        )
         out.print(
-            f"vLLM serves {settings.run.name}@{loop.last}. A larger rl.steps goes on from there."
+            f"vLLM serves {settings.run.name}@{loop.last}.{kept} A larger rl.steps goes on from"
+            " there."
         )
 
 
@@ -175,6 +209,11 @@ def text_line(line: dict[str, Any]) -> str:
         return f"{line['notice']}{shown(sampled)}"
     if "evaluated" in line:
         reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        passed = "".join(
+            f", pass@{k} {value:.3f}"
+            for k, value in line.get("pass_at", {}).items()
+            if value is not None
+        )
         alike = ""
         if "rewards" in line:
             counts = ", ".join(
@@ -182,8 +221,9 @@ def text_line(line: dict[str, Any]) -> str:
             )
             alike = f"; the rewards: {counts}; the answers are {line['texts']} texts"
         return (
-            f"evaluated @{line['evaluated']}: reward {reward} of {line['samples']} samples,"
-            f" {line['failed']} failed{alike}{shown(sampled)}"
+            f"evaluated @{line['evaluated']}{f' ({named})' if (named := line.get('name')) else ''}:"
+            f" reward {reward} of {line['samples']} samples, {line['failed']} failed"
+            f"{passed}{alike}{shown(sampled)}"
         )
     behind = line["off_policy_steps"]
     parts = [
@@ -192,6 +232,8 @@ def text_line(line: dict[str, Any]) -> str:
     ]
     parts += [f"{name} {seconds:.1f} s" for name, seconds in line["seconds"].items()]
     parts += [f"{count} groups {why}" for why, count in line["left_out"].items() if count]
+    for what, reasons in line.get("lost", {}).items():
+        parts += [f"{count} rollouts {what} ({reason})" for reason, count in reasons.items()]
     parts += [f"{line['too_long']} rollouts longer than a row"] if line.get("too_long") else []
     error = f"; {line['errors']} errors, the last: {line['last_error']}" if line["errors"] else ""
     numbers = f"@{line['step']}: {', '.join(parts)}, {line['tokens']} tokens{error}"

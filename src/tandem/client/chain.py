@@ -10,6 +10,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from tandem.data.formats import Examples
 from tandem.data.inputs import PackingSettings
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 from tandem.spool.schema import (
+    PENDING,
     Event,
     LoraShape,
     OptimizerSettings,
@@ -147,6 +149,12 @@ class Chain:
             exclude={"data", "held_out", "sequence_length", "too_long", *_LIMITS}
         )
         content = [settings, _digest(Path(config.data)), held_out_digest]
+        share = "" if isinstance(config.held_out, str) else held_out_digest
+        self._labels = {
+            "settings": hashlib.sha256(f"{settings}\n{share}".encode()).hexdigest()[:20],
+            "data": content[1][:20],
+        }
+        self._data_state = _state(Path(config.data))
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
         warmup = min(warmup, self.total - 1)
@@ -159,8 +167,8 @@ class Chain:
 
         `on_step(optimizer steps so far, event)` is called for each event of a job. Raises
         JobFailed, with which the chain ends; `run` again takes that job up once more. Conflict if
-        another training of the run came between, or if it trains something else than `trainable`
-        and `lora` say.
+        another training of the run came between, if it trains something else than `trainable` and
+        `lora` say, or if the run is half trained on another content of the same file.
         """
         made = False
         try:
@@ -173,6 +181,8 @@ class Chain:
             )
             made = True
         first, start = self._done(tandem)
+        if not first:
+            self._raise_if_changed(tandem)
         if first == len(self.slices) and start is not None:
             newest = f"{self.config.run}@{start + first}"
             raise Conflict(
@@ -216,6 +226,32 @@ class Chain:
                 return done, checkpoint.step - done
         return 0, None
 
+    def _raise_if_changed(self, tandem: Tandem) -> None:
+        """Conflict where the run's newest job is a part, not the last, of a training with these
+        settings and other data: the same command would begin anew on a half-trained run."""
+        run = self.config.run
+        jobs, last = tandem.list_jobs(run, PENDING), tandem.checkpoints(run)[-1]
+        with suppress(NotFound):  # it was removed, and nothing is known of its training
+            if last.job:
+                jobs.insert(0, tandem.get_job(last.job))
+        if not jobs or any(job.spec.labels.get("training") == self.name for job in jobs):
+            return  # its own first jobs are on their way
+        newest = jobs[-1].spec.labels
+        done, _, total = newest.get("part", "").partition("/")
+        if newest.get("settings") != self._labels["settings"] or done == total:
+            return
+        changed = self.config.data
+        if newest.get("data") == self._labels["data"]:
+            changed = str(self.config.held_out)
+        start = jobs[-1].spec.base_step + 1 - int(done)
+        raise Conflict(
+            f"{changed} is not what {run} is half trained on: job {done} of {total} is the newest."
+            " To go on, restore the file as it was. To train the changed file instead, roll the run"
+            f" back (tandem run rollback {run} {start}), or change the training's"
+            " seed to begin on the newest step",
+            field="data" if changed == self.config.data else "held_out",
+        )
+
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
         """The job of this part: the one that waits, runs or has succeeded, or else a new one."""
         tries = (
@@ -244,6 +280,7 @@ class Chain:
 
     def _request(self, part: Slice, name: str, start: int | None) -> dict[str, Any]:
         config, loss = self.config, self.config.loss
+        self._raise_if_written()
         follows = start is not None
         if (
             follows
@@ -272,9 +309,28 @@ class Chain:
             "loss": loss.model_dump(),
             "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
             "optimizer": config.optimizer.model_copy(update=own).model_dump(),
-            "labels": {"training": self.name, "part": f"{part.number + 1}/{len(self.slices)}"},
+            "labels": {
+                "training": self.name,
+                "part": f"{part.number + 1}/{len(self.slices)}",
+                **self._labels,
+            },
             **config.model_dump(include=_LIMITS),
         }
+
+    def _raise_if_written(self) -> None:
+        """Conflict where the file has other content than when this training was opened."""
+        path = Path(self.config.data)
+        with suppress(OSError):
+            if (state := _state(path)) == self._data_state:
+                return
+            if _digest(path)[:20] == self._labels["data"]:
+                self._data_state = state  # it was copied or touched
+                return
+        raise Conflict(
+            f"{path} has changed while it trains. Restore it as it was; then the same command goes"
+            " on",
+            field="data",
+        )
 
     def _as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
         """A refusal of `examples.17.messages`, with the place in the file instead, and with the
@@ -326,6 +382,12 @@ def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
     for index in range(len(examples)):
         examples.parse(index)
     return examples
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced; of a directory, nothing."""
+    found = path.stat()
+    return () if path.is_dir() else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _digest(path: Path) -> str:

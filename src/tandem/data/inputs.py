@@ -9,6 +9,7 @@ again.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -31,6 +32,8 @@ LOGPROB_SLACK = 1e-4
 LOWEST_LOGPROB = -100.0
 # A smaller weight vanishes in float32, or beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
+# Rewards of a group that differ by less are equal: it is a sum's last bits.
+EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
 
@@ -77,13 +80,31 @@ class Turn(Record):
     processed_logprobs`); `policy_step`: the checkpoint that sampled it; `routed_experts`: of a
     mixture, the experts of each token but the last, as vLLM returns them under
     `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers,
-    experts per token]); training then uses these."""
+    experts per token]); training then uses these.
+
+    `reward`: of this turn, beside the trajectory's. `advantage`: in place of the computed one;
+    `advantages`: of each sampled token, added to the turn's."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
     logprobs: Annotated[list[StrictFloat], Field(fail_fast=True, max_length=MOST_ITEMS)]
     policy_step: Annotated[int, Field(strict=True, ge=0)] | None = None
     routed_experts: Text | None = None
+    reward: StoredFloat | None = None
+    advantage: StoredFloat | None = None
+    advantages: (
+        Annotated[list[StoredFloat], Field(fail_fast=True, max_length=MOST_ITEMS)] | None
+    ) = None
+
+    @field_validator("advantages")
+    @classmethod
+    def _one_for_each_token(
+        cls, given: list[float] | None, info: ValidationInfo
+    ) -> list[float] | None:
+        expected = len(info.data.get("token_ids", given or []))
+        if given is not None and len(given) != expected:
+            raise ValueError(f"{len(given)} advantages for {expected} sampled tokens")
+        return given
 
     @field_validator("logprobs")
     @classmethod
@@ -113,13 +134,19 @@ class Trajectory(Record):
 
     A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that
     turn's linear sequence; any other turn starts another sequence of the trajectory, with the same
-    advantage."""
+    advantage unless turns have rewards or advantages of their own."""
 
     turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
     messages: Annotated[list[AnyMessage], Field(max_length=MOST_ITEMS)] | None = None
     advantage: StoredFloat | None = None
     metrics: dict[Name, StrictFloat] = Field(default_factory=dict, max_length=MOST_KEYS)
+
+    @property
+    def returns(self) -> list[float]:
+        """Of each turn, the reward and the turns' rewards from it on."""
+        sums = list(accumulate(turn.reward or 0.0 for turn in reversed(self.turns)))
+        return [self.reward + to_come for to_come in reversed(sums)]
 
     @property
     def longest(self) -> int:
@@ -287,10 +314,21 @@ class TrajectoryBuilder:
         *,
         advantage: float | None = None,
         metrics: Mapping[str, float] | None = None,
+        turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory; InvalidInput without a response, or with a NaN reward."""
+        """The trajectory; `turn_rewards`: of each sampled turn, beside `reward`. InvalidInput
+        without a response, or with a NaN reward."""
+        turns = self._turns
+        if turn_rewards is not None:
+            if len(turn_rewards) != len(turns):
+                problem = f"{len(turn_rewards)} for {len(turns)} sampled turns; give one for each"
+                raise InvalidInput(problem, field="turn_rewards")
+            turns = [
+                turn.model_copy(update={"reward": float(of)})
+                for turn, of in zip(turns, turn_rewards, strict=True)
+            ]
         try:
             more = {"messages": self.messages, "advantage": advantage, "metrics": metrics or {}}
-            return Trajectory.model_validate({"turns": self._turns, "reward": reward, **more})
+            return Trajectory.model_validate({"turns": turns, "reward": reward, **more})
         except ValidationError as exc:
             raise from_validation_error(exc) from exc

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from tandem.data.chat_template import load_tokenizer
 from tandem.data.examples import PreferencePair, SFTExample
-from tandem.data.inputs import MAX_FLOAT32, AdvantageSettings, Group, PackingSettings, Trajectory
+from tandem.data.inputs import (
+    EQUAL_REWARDS,
+    MAX_FLOAT32,
+    AdvantageSettings,
+    Group,
+    PackingSettings,
+    Trajectory,
+)
 from tandem.data.packed_format import write_packed
 from tandem.data.packing import LinearSequence, PackedTrajectory, pack, slots_of
 from tandem.data.render import check_ends, check_ids, check_vocabulary, render
@@ -49,14 +56,11 @@ def prepare_rl(
     if not groups:
         raise InvalidInput("there is no group", field="groups")
     dropped_groups, trajectories = 0, list[PackedTrajectory]()
-    group_rewards = [
-        np.array([trajectory.reward for trajectory in group.trajectories], np.float64)
-        for group in groups
-    ]
-    rewards = np.concatenate(group_rewards)
-    batch_spread = spread(rewards)
+    everything = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = np.array([trajectory.reward for trajectory in everything], np.float64)
+    batch_spread = spread(np.array([trajectory.returns[0] for trajectory in everything]))
     for g, group in enumerate(groups):
-        advantages = group_advantages(group_rewards[g], advantage, batch_spread=batch_spread)
+        advantages = turn_advantages(group, advantage, batch_spread=batch_spread)
         members: list[PackedTrajectory] = []
         for t, trajectory in enumerate(group.trajectories):
             field = f"groups.{g}.trajectories.{t}"
@@ -67,14 +71,11 @@ def prepare_rl(
                     max_off_policy_steps,
                     f"{field}.turns.{k}.policy_step",
                 )
-            if trajectory.advantage is not None:
-                advantages[t] = trajectory.advantage
-            sequences = _linked_turns(trajectory, vocab_size, mixture, field)
+            sequences = _linked_turns(trajectory, advantages[t], vocab_size, mixture, field)
             fitted, truncated = _fit_to_row(sequences, packing, field)
-            members.append(
-                PackedTrajectory(fitted, g, float(advantages[t]), trajectory.reward, truncated)
-            )
-        if advantages.any() or advantage.keep_zero_variance:
+            members.append(PackedTrajectory(fitted, g, 1.0, trajectory.reward, truncated))
+        teaches = any(turn.any() for turns in advantages for turn in turns)
+        if teaches or advantage.keep_zero_variance:
             trajectories.extend(members)
         else:
             dropped_groups += 1
@@ -205,15 +206,54 @@ def group_advantages(
     - `baseline="none"`: r_i.
 
     With a baseline, the advantages of a group with equal rewards (as a group of one) are exactly 0.
+    Rewards within `EQUAL_REWARDS` of one another are equal.
     """
     if settings.baseline == "none":
         return rewards.copy()
-    if (rewards == rewards[0]).all():
-        # The mean of n equal floats may differ from them in the last bit.
+    if np.ptp(rewards) <= EQUAL_REWARDS:
+        # Divided by their spread, the last bits of equal rewards would be advantages of 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
     advantages: NDArray[np.float64] = (rewards - rewards.mean()) * (others / divisor)
+    return advantages
+
+
+def turn_advantages(
+    group: Group, settings: AdvantageSettings, *, batch_spread: float
+) -> list[list[NDArray[np.float64]]]:
+    """The advantage of each sampled token, [tokens], by trajectory and turn.
+
+    Without rewards of turns it is the trajectory's: its own, or that of `group_advantages`. With
+    them, a turn's return, the trajectory's reward and the turns' rewards from this one on, is
+    compared with the other trajectories' returns at the turn of the same number. A turn whose
+    number no other trajectory has gets the advantage of its trajectory's first return. A turn's own
+    `advantage` replaces that, and its `advantages` are added.
+    """
+    returns = [trajectory.returns for trajectory in group.trajectories]
+    whole = group_advantages(
+        np.array([each[0] for each in returns], np.float64), settings, batch_spread=batch_spread
+    )
+    found = [np.full(len(each), whole[t]) for t, each in enumerate(returns)]
+    if any(turn.reward for trajectory in group.trajectories for turn in trajectory.turns):
+        for k in range(1, max(map(len, returns))):
+            having = [t for t, each in enumerate(returns) if len(each) > k]
+            compared = group_advantages(
+                np.array([returns[t][k] for t in having]), settings, batch_spread=batch_spread
+            )
+            for t, value in zip(having, compared, strict=True):
+                if len(having) > 1 or settings.baseline == "none":
+                    found[t][k] = value
+    advantages = []
+    for t, trajectory in enumerate(group.trajectories):
+        own = found[t] if trajectory.advantage is None else [trajectory.advantage] * len(found[t])
+        advantages.append(
+            [
+                np.full(len(turn.token_ids), value if turn.advantage is None else turn.advantage)
+                + (np.zeros(1) if turn.advantages is None else np.array(turn.advantages))
+                for turn, value in zip(trajectory.turns, own, strict=True)
+            ]
+        )
     return advantages
 
 
@@ -228,7 +268,11 @@ def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[
 
 
 def _linked_turns(
-    trajectory: Trajectory, vocab_size: int, mixture: Mixture | None, field: str
+    trajectory: Trajectory,
+    advantages: Sequence[NDArray[np.float64]],
+    vocab_size: int,
+    mixture: Mixture | None,
+    field: str,
 ) -> list[LinearSequence]:
     """Joins turns to sequences, as `Trajectory` says. The tokens between a sequence's turns are
     context."""
@@ -245,16 +289,20 @@ def _linked_turns(
         trained = np.arange(len(prompt), len(tokens), dtype=np.int32)
         step = -1 if turn.policy_step is None else turn.policy_step
         policy_steps = np.full(len(sampled), step, np.int32)
+        with np.errstate(over="ignore"):  # what does not fit is refused when all is packed
+            weights = advantages[k].astype(np.float32)
         if sequences and np.array_equal(prompt[: len(sequences[-1].tokens)], sequences[-1].tokens):
             before = sequences.pop()
             trained = np.concatenate([before.trained, trained])
             logprobs = np.concatenate([before.logprobs, logprobs])
             policy_steps = np.concatenate([before.policy_steps, policy_steps])
+            weights = np.concatenate([before.weights, weights])
             expert_ids = joined(before.expert_ids, expert_ids)
         sequences.append(
             LinearSequence.of(
                 tokens,
                 trained,
+                weights=weights,
                 logprobs=logprobs,
                 policy_steps=policy_steps,
                 expert_ids=expert_ids,
@@ -311,7 +359,9 @@ def _write(
             limit = f"{packing.sequence_length} tokens (raise packing.sequence_length)"
             reasons.append(f"{dropped} trajectories don't fit {limit}")
         raise NothingToLearn(f"nothing is left to train: {'; '.join(reasons)}")
-    if any(abs(trajectory.weight) > MAX_FLOAT32 for trajectory in kept):
+    if not all(np.isfinite(each.weights).all() for one in kept for each in one.sequences) or any(
+        abs(trajectory.weight) > MAX_FLOAT32 for trajectory in kept
+    ):
         raise InvalidInput(f"packed data in {out}: an advantage is not finite", field="item_weight")
     arrays = pack(kept, packing.sequence_length)
     unshared = sum(

@@ -51,7 +51,7 @@ def write_manifest(
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest; CheckpointDamaged names each that is missing,
-    truncated, altered or no regular file."""
+    truncated, altered or no regular file, CheckpointIncomplete where files are only missing."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -79,13 +79,19 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
             damage.append(f"{name} is altered (its sha256 differs)")
     if damage:
         remedy = "Restore it from a copy, or roll the run back"
-        raise CheckpointDamaged(f"checkpoint {directory}: {'; '.join(damage)}. {remedy}")
+        problem = f"checkpoint {directory}: {'; '.join(damage)}. {remedy}"
+        all_missing = len(damage) == len(manifest.files.keys() - sizes.keys() - strange.keys())
+        raise (CheckpointIncomplete if all_missing else CheckpointDamaged)(problem)
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
     """SHA-256 of each file, several at a time; half of the cores stay for others."""
     with ThreadPoolExecutor(min(8, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
         return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
+
+
+class CheckpointIncomplete(CheckpointDamaged):
+    """Files of a checkpoint are missing, and nothing else is wrong with it."""
 
 
 class Runs:

@@ -43,7 +43,8 @@ from tandem.supervise.supervisord import PROGRAMS, Console, Program, Status, sup
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
-from tandem.system.gpus import check_apart, nccl_path
+from tandem.system.gpus import Devices, Side, check_apart, nccl_path
+from tandem.system.nvml import DriverFailed
 from tandem.system.tail import last_lines
 
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
@@ -72,6 +73,11 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     names = {program.name for program in programs}
     if {"runner", "vllm"} <= names:
         check_apart(settings)
+    sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
+    for of, side in sides:
+        if of in names:
+            with suppress(DriverFailed):
+                Devices(settings, side)  # refuses GPUs that are not here
     if "controller" in names:
         settings.check_bind("controller")
     if "vllm" in names:

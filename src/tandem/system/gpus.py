@@ -40,9 +40,14 @@ class Devices:
             gpus, failures = driver.gpus()
         if gpus or failures:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
-        elif settings.device == "cuda":
+            return
+        names = ", ".join(getattr(settings, f"{side}_devices"))
+        if settings.device == "cuda" or names:  # "auto" would take the CPU in place of these
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
-            raise InvalidInput(message, field="TANDEM_DEVICE")
+            raise InvalidInput(
+                f"names {names}; {message}" if names else message,
+                field=f"TANDEM_{side.upper()}_DEVICES" if names else "TANDEM_DEVICE",
+            )
 
     def smallest(self) -> int:
         """Bytes of the smallest device's memory; 0 where there is none, or the driver does not

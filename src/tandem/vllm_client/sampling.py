@@ -24,6 +24,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
+    "watermarking": (),
+}
+# Options that change what is answered, or what is answered to, behind the model's back.
+_BENDING: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),  # the most probable of several answers
+    "ignore_eos": (False,),
+    "truncate_prompt_tokens": (),
+    "repetition_detection": (),
 }
 
 
@@ -37,6 +45,9 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
                 " computes"
             )
             return name, f"{problem}; leave it out"
+    for name, neutral in _BENDING.items():
+        if options.get(name) not in (None, *neutral):
+            return name, f"{name}={options[name]} bends what the model answers; leave it out"
     return None
 
 

@@ -151,6 +151,12 @@ def device_answers(asked: Asked) -> Iterator[Answer]:
     if wanted == "cuda" and not gpus:
         remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
         yield Answer("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU", remedy)
+    elif wanted == "cpu" != settings.device and (
+        settings.trainer_devices or settings.inference_devices
+    ):
+        remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
+        problem = "TANDEM_TRAINER_DEVICES or TANDEM_INFERENCE_DEVICES names GPUs, but there is none"
+        yield Answer("fail", "device", problem, remedy)
     elif wanted == "cuda" and ranks > len(gpus):
         yield Answer(
             "fail",

@@ -1,8 +1,8 @@
 """The settings of `tandem rl`, from a TOML file."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tandem.client import sampling_options
 from tandem.data.inputs import AdvantageSettings, PackingSettings
@@ -38,16 +38,42 @@ class EnvironmentSection(Record):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
+class DistillSection(Record):
+    """On-policy distillation: the served `model` scores what the run samples, and `coef` times
+    each token's part of the reverse KL is taken off its advantage. `rewards`: whether the rewards
+    count too."""
+
+    model: str = Field(min_length=1)
+    coef: float = Field(default=1.0, gt=0)
+    rewards: bool = False
+
+
 class EvalSection(Record):
     """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first
-    `groups` tasks."""
+    `groups` tasks. Of several, the first decides `best` and `stop_after`."""
 
+    name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
+    sampling: dict[str, Any] = Field(default_factory=dict)  # in place of those of [rl.sampling]
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    passes: float = 1.0  # the least reward of an answer that passes
+    # End after so many evaluations in a row that are no better than one before.
+    stop_after: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _samples_enough(self) -> Self:
+        if self.pass_at and max(self.pass_at) > self.samples:
+            raise ValueError(
+                f"pass_at has {max(self.pass_at)}, samples is {self.samples}; raise samples"
+            )
+        _raise_if_set(self.sampling)
+        return self
 
 
+_SET_BY_THE_LOOP = {"model", "messages", "n", "stream", "logprobs", "return_token_ids"}
 OF_JOBS = {
     "loss",
     "advantage",
@@ -82,6 +108,7 @@ class RLSection(Record):
     deadline_seconds: float = Field(default=3600.0, gt=0)
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
+    distill: DistillSection | None = None
     environment: list[EnvironmentSection] = Field(min_length=1)
 
     @model_validator(mode="before")
@@ -94,15 +121,11 @@ class RLSection(Record):
 
     @model_validator(mode="after")
     def _samples_what_it_trains(self) -> Self:
-        if own := self.sampling.keys() & {
-            "model",
-            "messages",
-            "n",
-            "stream",
-            "logprobs",
-            "return_token_ids",
-        }:
-            raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
+        _raise_if_set(self.sampling)
+        if self.sampling.get("seed") is not None:
+            raise ValueError(
+                "sampling.seed makes all rollouts of a group the same text; leave it out"
+            )
         try:
             sampling_options(**self.sampling)
         except InvalidInput as error:
@@ -112,6 +135,11 @@ class RLSection(Record):
             raise ValueError(
                 f"sampling.temperature is {sampled}, loss.temperature {trained}; make them equal"
             )
+        if self.distill and trained != 1.0:
+            raise ValueError(
+                f"distill: the teacher's log-probs are of temperature 1, loss.temperature is"
+                f" {trained}; set it and sampling.temperature to 1"
+            )
         if self.optimizer.schedule != Schedule() and self.optimizer.batch_size is None:
             raise ValueError(
                 "optimizer.schedule needs optimizer.batch_size (groups), which says how many steps"
@@ -120,7 +148,31 @@ class RLSection(Record):
         return self
 
 
+def _raise_if_set(sampling: dict[str, Any]) -> None:
+    if own := sampling.keys() & _SET_BY_THE_LOOP:
+        raise ValueError(f"sampling.{min(own)} is set by the loop itself; remove it")
+
+
 class Config(Record):
     run: RunSection
     rl: RLSection
-    eval: EvalSection | None = None
+    eval: list[EvalSection] = Field(default_factory=list)
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _one_or_several(cls, given: Any) -> Any:
+        """`[eval]` is one evaluation, `[[eval]]` several."""
+        return [] if given is None else [given] if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        names = [section.name for section in self.eval]
+        if len(set(names)) < len(names):
+            raise ValueError("eval: several evaluations need a name each, and other names")
+        for section in self.eval[1:]:
+            if section.stop_after is not None:
+                raise ValueError(
+                    f"eval: stop_after of {section.name!r} does nothing; give it to the first"
+                    " evaluation"
+                )
+        return self

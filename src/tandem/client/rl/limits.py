@@ -26,10 +26,14 @@ class Limits:
 
     def __init__(self, rl: RLSection, patience: float, pauses: tuple[float, float]) -> None:
         self._size = rl.groups_per_step
-        self.teaches = rl.advantage.baseline == "none" or rl.advantage.keep_zero_variance
+        self.teaches = (
+            rl.advantage.baseline == "none"
+            or rl.advantage.keep_zero_variance
+            or rl.distill is not None
+        )
         self._failing = self._equal = self._refused = 0
         self._alike = Alike()
-        self._patience, self._backoff = patience, Backoff(inf, *pauses)
+        self.patience, self._backoff = patience, Backoff(inf, *pauses)
         self._succeeded, self._paused_until = -inf, 0.0
 
     def failed(self, use: str, last_error: str) -> None:
@@ -43,10 +47,15 @@ class Limits:
             " error"
         )
         error = TandemError(f"{problem}: {last_error}", field=use)
-        if now - self._succeeded >= self._patience:
+        if now - self._succeeded >= self.patience:
             raise error
         if not self.paused:  # each group that fails takes a task away
             self._paused_until = now + self._backoff.next(error)
+
+    @property
+    def grace(self) -> float:
+        """Seconds for which everything may fail from now on; none before the first success."""
+        return 0.0 if self._succeeded == -inf else self.patience
 
     @property
     def paused(self) -> bool:

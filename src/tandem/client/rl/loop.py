@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,20 @@ from typing import Any
 from tandem.client import AsyncTandem, RunStatus, Trajectory
 from tandem.client.http import discarded, raise_if_other
 from tandem.client.rl.config import Config
-from tandem.client.rl.environment import (
-    PATIENCE,
-    PAUSES,
-    Environment,
-    RolloutGroup,
-    Sampler,
-    described,
-)
+from tandem.client.rl.distill import Teacher
+from tandem.client.rl.environment import Environment, RolloutGroup
+from tandem.client.rl.evaluation import Evaluations
+from tandem.client.rl.groups import Lost, Rollouts
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
-from tandem.client.rl.refused import discard_refused
+from tandem.client.rl.refused import discard_refused, raise_unless_free
 from tandem.client.rl.requests import job_names, job_request
-from tandem.client.rl.samples import SampleFile, sample, samples_file
+from tandem.client.rl.rollout import PAUSES, described
+from tandem.client.rl.sampler import PATIENCE
+from tandem.client.rl.samples import SampleFile, same_text, sample, samples_file
+from tandem.client.rl.watch import Watch
 from tandem.client.vllm import Vllm, raise_unless_serving
-from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn
+from tandem.errors import Conflict, InvalidInput, NotFound, NothingToLearn, TandemError
 from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
@@ -41,7 +41,7 @@ _SAMPLE_EVERY = 10  # steps, whose lines have a sample
 
 
 class Loop:
-    """`environments`: those of [[rl.environment]], then that of [eval]."""
+    """`environments`: those of [[rl.environment]], then those of [eval] that have their own."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class Loop:
         patience: float = PATIENCE,
         pauses: tuple[float, float] = PAUSES,
         from_served: bool = False,
+        teacher: Teacher | None = None,
     ) -> None:
-        """`from_served`: begin before a step that the publisher refused; see `discard_refused`."""
+        """`from_served`: see `discard_refused`; `teacher`: that of [rl.distill]."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file, self._from_served = environments, state_file, from_served
@@ -67,24 +68,46 @@ class Loop:
         # Task -> its group's coroutine, served step then.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
-        self.counts: Counter[str] = Counter()  # since the last submission
+        self.counts: Counter[str | Lost] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
         # The step that vLLM is to serve, while the loop waits for it.
         self.awaited: int | None = None
         self._rewards: list[float] = []  # since the last submission
-        self._pauses, self._limits = pauses, Limits(config.rl, patience, pauses)
+        self._limits, self._watch = Limits(config.rl, patience, pauses), Watch(self._name)
+        self._rollouts = Rollouts(
+            self._rl,
+            self._run,
+            vllm,
+            lambda: self.served,
+            self._failed,
+            lambda lost: self.counts.update([lost]),
+            pauses,
+            self._watch,
+            teacher,
+        )
+        self.evaluations = Evaluations(
+            config.eval,
+            environments[0],
+            environments[len(self._rl.environment) :],
+            self._rl,
+            self._rollouts,
+            record,
+            lambda: self._limits.grace,
+            pauses,
+        )
 
     async def run(self) -> None:
         """Train to the last step; raises what stopped the loop."""
         try:
             with file_lock(self._file.with_name(f"{self._file.name}.lock"), blocking=False):
                 await self._begin()
-                async with asyncio.TaskGroup() as tasks:
-                    rollouts = tasks.create_task(self._roll_out_groups())
-                    tasks.create_task(self._train())
-                    await self._follow(tasks)
-                    rollouts.cancel()
+                with self._watch:
+                    async with asyncio.TaskGroup() as tasks:
+                        rollouts = tasks.create_task(self._roll_out_groups())
+                        tasks.create_task(self._train())
+                        await self._follow(tasks)
+                        rollouts.cancel()
         except LockHeldError as error:
             raise Conflict(
                 f"another `tandem rl` uses {self._file}; stop it first", field="--state"
@@ -120,18 +143,8 @@ class Loop:
                 len(self.record.lines),
             )
         del self.record.lines[: self.state.recorded]
-        if not self.state.jobs and status.num_pending:
-            raise Conflict(
-                f"run {run.name!r} has queued or running jobs; wait until they end",
-                field="run.name",
-            )
+        raise_unless_free(status, self.state, self.bound)
         self._shared = status.shared_gpus
-        if self._shared and self.bound:
-            problem = (
-                "trainer and vLLM take turns on the same GPUs, so nobody samples while a job"
-                " trains; set it to 0"
-            )
-            raise InvalidInput(problem, field="rl.max_off_policy_steps")
         if self._from_served:
             await discard_refused(tandem=self._tandem, state=self.state, status=status)
         await self._settle_jobs()
@@ -203,17 +216,17 @@ class Loop:
         began = time.time()
         try:
             of = self._environments[i]
-            group = RolloutGroup(
-                task,
-                await self._sampled(of, of.tasks[number], self._rl.group_size),
-                began,
-                time.time(),
-            )
+            made = await self._rollouts.group(of, of.tasks[number], self._rl.group_size)
+            if len(made) < 2 <= self._rl.group_size and not self._limits.teaches:
+                raise TandemError(
+                    f"{len(made)} rollout of {self._rl.group_size} survives: {self.error}"
+                )
+            group = RolloutGroup(task, made, began, time.time())
         except Exception as error:
             if task not in self.running:
                 return  # it was dropped as stale before its other rollouts had ended
             self._leave_out(task, "failed")
-            self.error = self.error or described(error)
+            self.error = described(error)
             self._limits.failed(self._rl.environment[i].use, self.error)
         else:
             self._keep(group)
@@ -227,6 +240,7 @@ class Loop:
         if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
             self.ready.append(group)
         else:
+            self.counts["equal_texts"] += same_text(group.trajectories)
             self._leave_out(group.task, "uninformative")
         self._limits.sampled(group, self.base)
 
@@ -241,31 +255,22 @@ class Loop:
         self.counts[why] += 1
         self.state.open.remove(task)
 
-    async def _sampled(
-        self, of: Environment, task: Any, size: int, step: int | None = None
-    ) -> list[Trajectory]:
-        """`size` trajectories of a task, from the newest steps or all from `step`."""
+    def _failed(self, error: Exception) -> None:
+        self.counts["errors"] += 1
+        self.error = described(error)
 
-        def sampler() -> Sampler:
-            pin = self.served if step is None and self._rl.pin else step
-            return Sampler(self._vllm, self._run, lambda: self.served, pin, self._rl.sampling)
-
-        def failed(error: Exception) -> None:
-            self.counts["errors"] += 1
-            self.error = described(error)
-
-        async with asyncio.TaskGroup() as rollouts:
-            made = [
-                rollouts.create_task(of.play(task, sampler, self._rl, failed, self._pauses))
-                for _ in range(size)
-            ]
-        return [rollout.result() for rollout in made]
+    def _name(self, problem: str) -> None:
+        """Say which rollout keeps the event loop."""
+        self.error = problem
+        self.record.notice(problem)
 
     # ---- the trainer's side
 
     async def _train(self) -> None:
         while self.base < self.last:
-            await _until(self._has_batch)
+            await _until(lambda: self.base >= self.last or self._has_batch())
+            if self.base >= self.last:
+                return  # an evaluation ended the training
             self.ready.sort(key=lambda group: group.oldest)
             await self._submit(self.ready[: self._size])
             del self.ready[: self._size]
@@ -344,8 +349,14 @@ class Loop:
         it."""
         self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
-            await _until(lambda: len(self.state.jobs) > bool(self.state.pending))
-            job = self.state.jobs[0]
+            await _until(
+                lambda: (
+                    len(self.state.jobs) > bool(self.state.pending) or self._followed >= self.last
+                )
+            )
+            if not (jobs := self.state.jobs):
+                break
+            job = jobs[0]
             await self._tandem.wait_job(job.id, inf)
             await self._until_served(job.base + 1)
             self._idle_since = self.record.step(
@@ -356,6 +367,15 @@ class Loop:
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
             self._evaluation = tasks.create_task(self._evaluate(self._followed))
+        await self._evaluation
+
+    def _stop_early(self) -> None:
+        """Submit nothing more, where the evaluations say so."""
+        end = self.base + bool(self.state.pending)
+        best = self.evaluations.best()
+        if best is not None and end < self.last and self.evaluations.stops():
+            self.last = end
+            self.record.notice(f"ends early: no evaluation was better than that of step {best[0]}")
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
@@ -365,25 +385,14 @@ class Loop:
         self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
-        """RunRecord the reward of `step` on the tasks of [eval], where it is due."""
-        settings, made = self.config.eval, step - self.state.first
-        if (
-            settings is None
-            or (made % settings.every and step != self.last)
-            or self.record.evaluated(step)
-        ):
-            return
-        of = self._environments[-1 if settings.environment else 0]
-        sampled = [
-            self._sampled(of, task, settings.samples, step)
-            for task in of.tasks.first(settings.groups)
-        ]
-        results = await asyncio.gather(*sampled, return_exceptions=True)
-        groups = [result for result in results if isinstance(result, list)]
-        for number, result in enumerate(results):
-            if isinstance(result, list):
-                self._show(result, f"eval:{number}", evaluated=True)
-        self.record.evaluation(step, groups, len(results) - len(groups))
+        """Record what `step` earns in the evaluations that are due, and keep the best step."""
+        show, made = partial(self._show, evaluated=True), step - self.state.first
+        await self.evaluations.evaluate(step, made, step == self.last, show)
+        self._stop_early()
+        before = self.state.best
+        await self.evaluations.keep_best(self._tandem, self.state)
+        if self.state.best != before:
+            self._write_down(self.state.pending)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

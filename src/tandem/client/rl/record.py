@@ -3,6 +3,7 @@ evaluation, once."""
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from tandem.errors import InvalidInput
 from tandem.spool.fs import read_record
 
 _NOTHING = 0.0005  # a mean that is printed as 0.000
+_REASONS = 20  # for which rollouts were lost, by name
 LEFT_OUT = ("uninformative", "stale", "failed")
 
 
@@ -47,6 +49,8 @@ class State(BaseModel):
     # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is
     # the same job.
     pending: dict[str, Any] | None = None
+    best: int | None = None  # the best step by evaluation
+    best_is_ours: bool = False  # whether the loop has pinned it
 
     def next_task(self, weights: Sequence[float]) -> str:
         """Hand out the next task of the environment that is furthest behind its share."""
@@ -83,7 +87,7 @@ def batch_numbers(
     base: int,
     row: int,
     sampled: Sequence[float],
-    counts: Mapping[str, int],
+    counts: Mapping[Any, int],
 ) -> dict[str, Any]:
     """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards
     of all that was sampled for it, the groups that were left out too."""
@@ -101,9 +105,25 @@ def batch_numbers(
         "too_long": sum(trajectory.longest > row for trajectory in trajectories),
         "sampling": max(group.ended for group in batch) - min(group.began for group in batch),
         "left_out": {why: counts[why] for why in LEFT_OUT},
+        "equal_texts": counts["equal_texts"],
+        "lost": {what: _reasons(counts, what) for what in ("failed", "discarded")},
         "errors": counts["errors"],
         "submitted": time.time(),
     }
+
+
+def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
+    """How many rollouts were lost so, by reason; of many reasons the most frequent."""
+    found = Counter(
+        {
+            key[1]: count
+            for key, count in counts.items()
+            if isinstance(key, tuple) and key[0] == what
+        }
+    )
+    shown = dict(found.most_common(_REASONS))
+    others = found.total() - sum(shown.values())
+    return shown | ({"others": others} if others else {})
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -126,13 +146,14 @@ class RunRecord:
             file.write_bytes(whole)
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the step was evaluated, by one sample at least, since it was last trained. A
-        rollback has it trained again."""
+    def evaluated(self, step: int, name: str) -> bool:
+        """Whether the step was evaluated under this name, by one sample at least, since it was last
+        trained. A rollback has it trained again."""
         ours = (
             line
             for line in reversed(self.lines)
-            if step in (line.get("step"), line.get("evaluated"))
+            if line.get("step") == step
+            or (line.get("evaluated") == step and line.get("name", "") == name)
         )
         newest: Mapping[str, Any] = next(ours, {})
         return bool(newest.get("samples"))
@@ -157,23 +178,29 @@ class RunRecord:
             self._write(line | {"trained": shown})
         return ended
 
-    def evaluation(self, step: int, groups: Sequence[Sequence[Trajectory]], failed: int) -> None:
+    def evaluation(
+        self,
+        step: int,
+        groups: Sequence[Sequence[Trajectory]],
+        failed: int,
+        more: Mapping[str, Any],
+    ) -> None:
         """Record what the tasks of [eval] earned, with a sample; where they earned nothing, with
-        what their answers have in common."""
+        what their answers have in common. `failed`: rollouts without a trajectory."""
         trajectories = [trajectory for group in groups for trajectory in group]
         rewards = [trajectory.reward for trajectory in trajectories]
         line: dict[str, Any] = {
             "evaluated": step,
-            "reward": fmean(rewards) if rewards else None,
+            **more,
+            "reward": fmean(rewards),
             "samples": len(rewards),
         }
         line |= {"failed": failed, "metrics": _means(trajectories)}
-        if rewards:
-            line["sample"] = sample(trajectories[-1])
-            if abs(fmean(rewards)) < _NOTHING:
-                alike = Alike([trajectories])
-                texts = "equal" if alike.same_text else "different"
-                line |= {"texts": texts, "rewards": alike.counts(), "last": list(alike.last)}
+        line["sample"] = sample(trajectories[-1])
+        if abs(fmean(rewards)) < _NOTHING:
+            alike = Alike([trajectories])
+            texts = "equal" if alike.same_text else "different"
+            line |= {"texts": texts, "rewards": alike.counts(), "last": list(alike.last)}
         self._write(line)
 
     def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:

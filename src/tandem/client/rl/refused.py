@@ -1,11 +1,25 @@
-"""A step that the publisher refused, and the way back before it."""
+"""A run that is not free for the loop; a step that the publisher refused, and the way back before
+it."""
 
 from contextlib import suppress
 from math import inf
 
 from tandem.client import AsyncTandem, RunStatus
 from tandem.client.rl.record import State
-from tandem.errors import JobFailed, NotFound
+from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
+
+
+def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
+    """Raises where other jobs of the run wait, or where nobody samples beside a job."""
+    if not state.jobs and status.num_pending:
+        problem = f"run {state.run!r} has queued or running jobs; wait until they end"
+        raise Conflict(problem, field="run.name")
+    if status.shared_gpus and bound:
+        problem = (
+            "trainer and vLLM take turns on the same GPUs, so nobody samples while a job"
+            " trains; set it to 0"
+        )
+        raise InvalidInput(problem, field="rl.max_off_policy_steps")
 
 
 async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:

@@ -56,6 +56,11 @@ def shown(samples: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"\n--- reward {one['reward']:g}\n{said(one)}" for one in samples)
 
 
+def same_text(group: Iterable[Trajectory]) -> bool:
+    """Whether all trajectories sampled the same tokens."""
+    return len({tuple(tuple(turn.token_ids) for turn in one.turns) for one in group}) == 1
+
+
 class Alike:
     """Counts what groups have in common: rewards, texts. Keeps the last three samples."""
 
@@ -67,8 +72,7 @@ class Alike:
             self.add(group)
 
     def add(self, group: Sequence[Trajectory]) -> None:
-        texts = {tuple(tuple(turn.token_ids) for turn in one.turns) for one in group}
-        self.groups, self.same_text = self.groups + 1, self.same_text + (len(texts) == 1)
+        self.groups, self.same_text = self.groups + 1, self.same_text + same_text(group)
         self.rewards.update(trajectory.reward for trajectory in group)
         self.last.extend(map(sample, group[-3:]))
 

@@ -10,6 +10,7 @@ from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.transports import LoraTransport, MergedTransport
 from tandem.inference.publisher.verify import Tolerance, WrongWeights, verify
 from tandem.spool import Spool
+from tandem.spool.runs import CheckpointIncomplete
 from tandem.spool.schema import Manifest, RunSpec, Served
 from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceFailed, InferenceRefused, VllmClient
@@ -25,6 +26,9 @@ TRY_AGAIN_SECONDS = 30.0
 """When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles
 each time."""
 LONGEST_PAUSE_SECONDS = 3600.0
+VISIBLE_SECONDS = 60.0
+"""Within so many seconds after a checkpoint was made, a file that is missing may be on its way to
+this machine, as on NFS."""
 
 
 @dataclass
@@ -45,6 +49,10 @@ class ServedCheckpoint:
 
 class CheckpointRefused(Exception):
     """This checkpoint is not served. The message says why."""
+
+
+class CheckpointNotVisible(Exception):
+    """Files of this new checkpoint are not visible yet. The message says what is done."""
 
 
 @dataclass
@@ -87,6 +95,7 @@ class CheckpointLoader:
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
 
+        CheckpointNotVisible for a new one whose files are missing: it is tried again at every turn.
         A refused checkpoint is tried again when its files change or the server is lost, and after a
         pause if vLLM answered 500.
         """
@@ -123,6 +132,12 @@ class CheckpointLoader:
         try:
             served = self._try_to_serve(run, manifest, name, path)
         except (CheckpointDamaged, InferenceRefused) as error:
+            late = isinstance(error, CheckpointIncomplete)
+            if late and time.time() - manifest.created < VISIBLE_SECONDS:
+                raise CheckpointNotVisible(
+                    f"{name} is tried again until {VISIBLE_SECONDS:g} s after it was made, since"
+                    f" its files may not be visible yet: {error}"
+                ) from error
             raise self._refuse(
                 name, stats, str(error), passing=isinstance(error, InferenceFailed)
             ) from error

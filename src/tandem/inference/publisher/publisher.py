@@ -15,6 +15,7 @@ from tandem.config import Settings
 from tandem.errors import CheckpointDamaged, NotFound, TandemError
 from tandem.inference.publisher.checkpoint_loader import (
     CheckpointLoader,
+    CheckpointNotVisible,
     CheckpointRefused,
     ServedCheckpoint,
 )
@@ -105,7 +106,22 @@ class Publisher:
     def _publish_runs(self) -> None:
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
-        wanted: dict[str, set[str]] = {}  # by run: the names that must stay loaded
+            # vLLM has started, or this publisher: no run's older steps keep another run waiting.
+            if self._keep > 1:
+                self._publish_all(keep=1)
+        wanted = self._publish_all(self._keep)
+        self._usage.update(set(wanted), self._loader.verified)
+        self._unload_old(wanted)
+        self._transport.copies.remove_unused(
+            self._transport.listed.values(),
+            self._client.adapters_in_use,
+            older_than=10 * self._retention.grace,
+        )
+
+    def _publish_all(self, keep: int) -> dict[str, set[str]]:
+        """Have the newest `keep` steps of each run served. Returns by run the names that must stay
+        loaded."""
+        wanted: dict[str, set[str]] = {}
         # Run -> when its checkpoints last changed, before it was published.
         published: dict[str, float] = {}
         again = False  # whether the last load was for a run that had had its turn
@@ -120,18 +136,12 @@ class Publisher:
                 liveness.beat("publisher")
                 is_again = run in published
                 published[run] = changed[run]
-                wanted[run] = self._try_to_publish(run)
+                wanted[run] = self._try_to_publish(run, keep)
                 if self._loader.loads > loads:
                     again = is_again
                     # That took a while: a run may have a new checkpoint, which then comes first.
                     break
-        self._usage.update(set(wanted), self._loader.verified)
-        self._unload_old(wanted)
-        self._transport.copies.remove_unused(
-            self._transport.listed.values(),
-            self._client.adapters_in_use,
-            older_than=10 * self._retention.grace,
-        )
+        return wanted
 
     def _changes(self) -> dict[str, float]:
         """When the checkpoints of each run that can be served last changed, Unix seconds."""
@@ -150,11 +160,11 @@ class Publisher:
             return {run: changes[run]}
         return changes
 
-    def _try_to_publish(self, run: str) -> set[str]:
+    def _try_to_publish(self, run: str, keep: int) -> set[str]:
         """`_publish_run`; after an error what the run has loaded stays, and the other runs go
         on."""
         try:
-            wanted = self._publish_run(self._specs[run])
+            wanted = self._publish_run(self._specs[run], keep)
         except InferenceUnavailable:
             raise
         except (TandemError, ValidationError, OSError) as error:
@@ -222,25 +232,29 @@ class Publisher:
         self._log_change("records", "")
         return True
 
-    def _publish_run(self, run: RunSpec) -> set[str]:
-        """Have the newest `keep_served` good steps of a run served. Returns their names, which must
-        stay loaded."""
+    def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
+        """Have the newest `keep` good steps of a run served. Returns their names, which must stay
+        loaded."""
         wanted: set[str] = set()
         newest: Served | None = None
         # The newest step that is above `newest` and refused, and why.
         refused: tuple[int, str] | None = None
         # Behind refused steps it looks for older ones: at no more than two extra steps. Where none
         # is served it goes on from turn to turn, because it remembers which are refused.
-        most_steps, most_loads = self._keep + 2, self._loader.loads + self._keep + 2
+        most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
+        invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
             enough = looked >= most_steps and (
                 newest or self._served(run.name) or self._loader.loads >= most_loads
             )
-            if len(wanted) == self._keep or enough:
+            if len(wanted) == keep or enough:
                 break
             name = f"{run.name}@{step}"
             try:
                 served = self._loader.serve(run, step, name)
+            except CheckpointNotVisible as error:
+                invisible = str(error)
+                continue
             except CheckpointRefused as error:
                 refused = refused if newest or refused else (step, str(error))
                 continue
@@ -257,6 +271,7 @@ class Publisher:
         ):
             self._put_record(run.name, before, refused)
             wanted.add(before.model)
+        self._log_change(f"{run.name} is not visible", invisible)
         return wanted
 
     def _served(self, run: str) -> Served | None:

@@ -108,7 +108,7 @@ class AdapterCopies:
             partial.rename(path)
             self._checked.add(path)
         except CheckpointDamaged as error:
-            raise CheckpointDamaged(error.message.replace(str(partial), str(checkpoint))) from error
+            raise type(error)(error.message.replace(str(partial), str(checkpoint))) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -20,8 +20,8 @@ from tandem.families.registry import read_arch
 from tandem.spool.schema import LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
-from tandem.system.loopback import is_loopback
 from tandem.system.gpus import Devices
+from tandem.system.loopback import is_loopback
 from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
 

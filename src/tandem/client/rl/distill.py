@@ -1,0 +1,117 @@
+"""On-policy distillation: a teacher scores what the run sampled, and each token's part of the
+reverse KL divergence is its advantage (Agarwal et al., 2024, arXiv:2306.13649)."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from statistics import fmean
+
+import httpx
+
+from tandem.client import Trajectory, Turn
+from tandem.client.http import Backoff, connection
+from tandem.client.rl.config import DistillSection
+from tandem.client.rl.sampler import PATIENCE
+from tandem.client.vllm import Vllm, listed_models, open_vllm, vllm_url
+from tandem.data.inputs import LOWEST_LOGPROB
+from tandem.errors import InvalidInput, Unreachable
+
+VARIABLE = "TANDEM_TEACHER_URL"
+KEY_VARIABLE = "TANDEM_TEACHER_API_KEY"
+
+
+def open_teacher() -> Vllm:
+    """The teacher's vLLM: TANDEM_TEACHER_URL with TANDEM_TEACHER_API_KEY, else the vLLM that serves
+    the run."""
+    url = os.environ.get(VARIABLE)
+    if not url:
+        return open_vllm()
+    # Tandem's own key is not for another server.
+    key = os.environ.get(KEY_VARIABLE)
+    arguments = connection(f"{vllm_url(url)}/v1", key or "none", VARIABLE)
+    headers = dict(arguments["headers"])
+    if not key:
+        del headers["Authorization"]
+    if httpx.URL(url).userinfo and key:
+        problem = f"it has credentials, and there is {KEY_VARIABLE}; leave one of them out"
+        raise InvalidInput(problem, field=VARIABLE)
+    return Vllm(arguments["base_url"], headers)
+
+
+class Teacher:
+    """`vllm`: where the teacher is served, entered."""
+
+    def __init__(self, settings: DistillSection, vllm: Vllm) -> None:
+        self._settings, self._vllm = settings, vllm
+
+    async def raise_unless_served(self) -> None:
+        """InvalidInput where the vLLM does not list the teacher."""
+        names = listed_models(await self._vllm.request("GET", "models", seconds=10))
+        if self._settings.model not in names:
+            problem = f"{self._vllm.url}/models lists {names}, without {self._settings.model!r}"
+            raise InvalidInput(
+                f"{problem}; name one of these, or set {VARIABLE}", field="rl.distill.model"
+            )
+
+    async def scored(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the advantages of its tokens, and the metric `reverse_kl`: nats per
+        token, by what was sampled."""
+        turns, differences = list[Turn](), list[float]()
+        known: tuple[list[int], list[float]] = ([], [])
+        for turn in reversed(trajectory.turns):
+            tokens = [*turn.prompt_token_ids, *turn.token_ids]
+            if known[0][: len(tokens)] != tokens:  # a later turn continues this one
+                known = tokens, await self._logprobs(tokens)
+            theirs = known[1][len(turn.prompt_token_ids) - 1 : len(tokens) - 1]
+            own = reverse_kl(turn.logprobs, theirs)
+            differences += own
+            own = [-self._settings.coef * each for each in own]
+            more = {} if self._settings.rewards else {"advantage": 0.0}
+            turns.insert(0, turn.model_copy(update={"advantages": own, **more}))
+        metrics = {**trajectory.metrics, "reverse_kl": fmean(differences)}
+        return Trajectory.model_validate(
+            {
+                **trajectory.model_dump(exclude_unset=True, exclude={"turns", "metrics"}),
+                "turns": [turn.model_dump(exclude_unset=True) for turn in turns],
+                "metrics": metrics,
+            }
+        )
+
+    async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """log p(tokens[i + 1] | tokens[: i + 1]) under the teacher, at temperature 1. The request
+        is repeated while its vLLM is away."""
+        body = {
+            "model": self._settings.model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        backoff = Backoff(PATIENCE)
+        while True:
+            try:
+                answer = await self._vllm.request("POST", "completions", body)
+                if answer.is_success:
+                    entries = answer.json()["choices"][0]["prompt_logprobs"]
+                    return [
+                        _finite(entry[str(token)]["logprob"])
+                        for token, entry in zip(tokens[1:], entries[1:], strict=True)
+                    ]
+                text = f"the teacher answered {answer.status}: {answer.text[:500]}"
+                if answer.status < 500 and answer.status not in (404, 429):
+                    raise InvalidInput(text, field="rl.distill.model")
+                error = Unreachable(text)
+            except Unreachable as unreachable:
+                error = unreachable
+            await asyncio.sleep(backoff.next(error))
+
+
+def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float]:
+    """log p(token) - log q(token) of each sampled token, nats. Their mean over the policy p is
+    KL(p || q), and the mean of their product with the score, grad log p, is its gradient."""
+    return [ours - theirs for ours, theirs in zip(sampled, teacher, strict=True)]
+
+
+def _finite(logprob: float | None) -> float:
+    """vLLM sends null for a token of probability 0."""
+    return LOWEST_LOGPROB if logprob is None else max(float(logprob), LOWEST_LOGPROB)

@@ -1,0 +1,124 @@
+"""The evaluations of `tandem rl`: those that are due, the best step, and when to stop."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from math import comb
+from statistics import fmean
+from typing import Any
+
+from tandem.client import AsyncTandem, Trajectory
+from tandem.client.http import Backoff
+from tandem.client.rl.config import EvalSection, RLSection
+from tandem.client.rl.environment import Environment
+from tandem.client.rl.groups import Rollouts
+from tandem.client.rl.record import RunRecord, State
+from tandem.client.rl.rollout import described
+from tandem.errors import TandemError
+
+Show = Callable[[Sequence[Trajectory], str], object]
+"""Gets the trajectories of a task and its name."""
+
+
+class Evaluations:
+    """The first section decides which step is the best, and when to stop. `own`: the environments
+    of the sections that have one; the others evaluate `first`."""
+
+    def __init__(
+        self,
+        sections: Sequence[EvalSection],
+        first: Environment,
+        own: Sequence[Environment],
+        rl: RLSection,
+        rollouts: Rollouts,
+        record: RunRecord,
+        patience: Callable[[], float],
+        pauses: tuple[float, float],
+    ) -> None:
+        theirs = iter(own)
+        self._environments = [next(theirs) if each.environment else first for each in sections]
+        self._sections, self._rl = sections, rl
+        self._rollouts, self._record = rollouts, record
+        self._patience, self._pauses = patience, pauses
+
+    async def evaluate(self, step: int, made: int, is_last: bool, show: Show) -> None:
+        """Record what is due of `step`, `made` steps after the first. TandemError where every
+        rollout of an evaluation fails for longer than `patience`."""
+        async with asyncio.TaskGroup() as sections:
+            for section, of in zip(self._sections, self._environments, strict=True):
+                due = made % section.every == 0 or is_last
+                if due and not self._record.evaluated(step, section.name):
+                    sections.create_task(self._evaluate(section, of, step, show))
+
+    async def _evaluate(self, section: EvalSection, of: Environment, step: int, show: Show) -> None:
+        backoff = Backoff(self._patience(), *self._pauses)
+        options = {**self._rl.sampling, **section.sampling}
+        while True:
+            sampled = [
+                self._rollouts.group(of, task, section.samples, step, options)
+                for task in of.tasks.first(section.groups)
+            ]
+            results = await asyncio.gather(*sampled, return_exceptions=True)
+            groups = [result for result in results if isinstance(result, list)]
+            if groups:
+                break
+            [last] = [result for result in results if isinstance(result, BaseException)][-1:]
+            if not isinstance(last, Exception):
+                raise last
+            what = f"evaluation{f' {section.name!r}' if section.name else ''} of step {step}"
+            problem = f"every rollout of the {what} failed; the last error: {described(last)}"
+            await asyncio.sleep(backoff.next(TandemError(problem, field="eval")))
+        for number, result in enumerate(results):
+            if isinstance(result, list):
+                show(result, f"eval{f'-{section.name}' if section.name else ''}:{number}")
+        failed = len(results) * section.samples - sum(map(len, groups))
+        more: dict[str, Any] = {"name": section.name} if section.name else {}
+        if section.pass_at:
+            more["pass_at"] = {str(k): pass_at(k, groups, section.passes) for k in section.pass_at}
+        self._record.evaluation(step, groups, failed, more)
+
+    def best(self) -> tuple[int, float] | None:
+        """The step with the highest reward in the first evaluation, the earliest of equals, and
+        the reward; None before any."""
+        found = self._found()
+        return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
+
+    def stops(self) -> bool:
+        """Whether the last `stop_after` evaluations were no better than one before."""
+        best = self.best()
+        if best is None or (most := self._sections[0].stop_after) is None:
+            return False
+        return sum(step > best[0] for step in self._found()) >= most
+
+    async def keep_best(self, tandem: AsyncTandem, state: State) -> None:
+        """Pin the best step's checkpoint in place of the last best one."""
+        best = self.best()
+        if best is None or state.best == best[0]:
+            return
+        pinned = {each.step: each.pinned for each in await tandem.checkpoints(state.run)}
+        if state.best is not None and state.best_is_ours and pinned.get(state.best):
+            await tandem.unpin(state.run, state.best)
+        state.best, state.best_is_ours = best[0], not pinned.get(best[0], True)
+        if state.best_is_ours:
+            await tandem.pin(state.run, best[0])
+
+    def _found(self) -> Mapping[int, float]:
+        """The reward of each evaluated step of the chain."""
+        found: dict[int, float] = {}
+        name = self._sections[0].name if self._sections else ""
+        for line in self._record.lines:
+            if "step" in line:  # what was evaluated from it on was rolled back
+                found = {step: reward for step, reward in found.items() if step < line["step"]}
+            elif "evaluated" in line and line.get("name", "") == name and line["samples"]:
+                found[line["evaluated"]] = line["reward"]
+        return found
+
+
+def pass_at(k: int, groups: Sequence[Sequence[Trajectory]], passes: float) -> float | None:
+    """The unbiased estimate of the chance that one of k answers passes, over the tasks with at
+    least k samples (Chen et al., 2021, arXiv:2107.03374, eq. 1); None without such a task."""
+    counts = [
+        (len(group), sum(one.reward >= passes for one in group))
+        for group in groups
+        if len(group) >= k
+    ]
+    return fmean(1 - comb(n - c, k) / comb(n, k) for n, c in counts) if counts else None

@@ -1,0 +1,82 @@
+"""Rolls a task out several times at once: what survives, and what was lost."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.client import Trajectory
+from tandem.client.rl.config import RLSection
+from tandem.client.rl.distill import Teacher
+from tandem.client.rl.environment import Environment
+from tandem.client.rl.rollout import kind_of
+from tandem.client.rl.sampler import DiscardedError, Sampler
+from tandem.client.rl.watch import Watch
+from tandem.client.vllm import Vllm
+from tandem.errors import TandemError
+
+Lost = tuple[str, str]
+"""What became of a rollout that gives no trajectory, "failed" or "discarded", and the reason."""
+
+
+class Rollouts:
+    """`served()`: the newest served step. `failed` gets each error of a rollout, `lost` each
+    rollout that gives nothing. `teacher` scores what is trained."""
+
+    def __init__(
+        self,
+        rl: RLSection,
+        run: str,
+        vllm: Vllm,
+        served: Callable[[], int],
+        failed: Callable[[Exception], object],
+        lost: Callable[[Lost], object],
+        pauses: tuple[float, float],
+        watch: Watch,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self._rl, self._run, self._vllm, self._served = rl, run, vllm, served
+        self._failed, self._lost, self._pauses, self._watch = failed, lost, pauses, watch
+        self._teacher = teacher
+
+    async def group(
+        self,
+        of: Environment,
+        task: Any,
+        size: int,
+        step: int | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[Trajectory]:
+        """The trajectories of `size` rollouts of a task, without those that failed or were
+        discarded; from the newest steps or all from `step`. Raises the last error where none is
+        left."""
+        pin = self._served() if step is None and self._rl.pin else step
+        sampling = self._rl.sampling if options is None else options
+
+        async def play(number: int) -> Trajectory:
+            own = dict(sampling)
+            if "seed" in own:  # else all rollouts of a task would be one
+                own["seed"] += number
+
+            def sampler() -> Sampler:
+                at = self._served() if step is None and self._rl.pin else pin
+                return Sampler(self._vllm, self._run, self._served, at, own)
+
+            made = await of.play(task, sampler, self._rl, self._failed, self._pauses, self._watch)
+            return await self._teacher.scored(made) if self._teacher and step is None else made
+
+        results = await asyncio.gather(*map(play, range(size)), return_exceptions=True)
+        made, last = list[Trajectory](), TandemError("no rollout was begun")
+        for result in results:
+            if isinstance(result, Trajectory):
+                made.append(result)
+            elif isinstance(result, DiscardedError):
+                self._lost(("discarded", str(result)[:200]))
+                last = TandemError(f"every rollout was discarded or failed: {result}")
+            elif isinstance(result, Exception):
+                self._lost(("failed", kind_of(result)))
+                last = result  # type: ignore[assignment]
+            else:
+                raise result
+        if not made:
+            raise last
+        return made

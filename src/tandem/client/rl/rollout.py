@@ -1,0 +1,246 @@
+"""One rollout of a person's code: a coroutine in the event loop, a plain function in a thread, its
+limit and its errors."""
+
+import asyncio
+import dis
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from math import inf
+from typing import Any
+
+from pydantic import ValidationError
+
+from tandem.client import Trajectory
+from tandem.client.http import Backoff
+from tandem.client.rl.config import RLSection
+from tandem.client.rl.sampler import DiscardedError, Sampler
+from tandem.client.rl.watch import GRACE_SECONDS, LeftBehindError, Watch, at, place, whose
+from tandem.data.inputs import PackingSettings
+from tandem.errors import InvalidInput, TandemError, from_validation_error
+
+PAUSES = 1.0, 60.0
+"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed
+by another."""
+
+
+async def play(
+    rollout: Callable[..., Any],
+    task: Any,
+    sampler: Callable[[], Any],
+    settings: RLSection,
+    failed: Callable[[Exception], object],
+    pauses: tuple[float, float] = PAUSES,
+    watch: Watch | None = None,
+) -> Trajectory:
+    """One rollout. An error is passed to `failed`, and the rollout tried again after a pause, up to
+    `retries` times. DiscardedError is final."""
+    backoff = Backoff(inf, *pauses)  # what an environment needs may be away for a moment
+    watch = watch or Watch()
+    for left in reversed(range(settings.retries + 1)):
+        own = sampler()
+        try:
+            made = await _limited(rollout, task, own, settings.rollout_seconds, watch)
+            if reason := getattr(own, "discarded", None):  # and the rollout went on
+                raise DiscardedError(reason)
+            trajectory = _trajectory(made, rollout)
+            _check(trajectory, settings.packing)
+            return trajectory
+        except DiscardedError:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _cancelled():
+                raise
+            failure = _failure(error)
+            failed(failure)
+            pause = backoff.next(failure)
+            if not left:
+                raise failure  # noqa: B904
+        await asyncio.sleep(pause)
+    raise AssertionError
+
+
+async def _limited(
+    rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
+) -> Any:
+    """What the rollout returns. TandemError at its limit: a coroutine is cancelled, and it or a
+    thread that does not end is left behind. Seconds for which another rollout kept the event loop
+    do not count."""
+    clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
+    running = asyncio.create_task(_run(rollout, task, sampler, threads))
+    watch.follow(running, seconds)
+    until = clock() + seconds
+    try:
+        while left := max(0.0, until + watch.stalled - stalled - clock()):
+            if (await asyncio.wait({running}, timeout=left))[0]:
+                return _result(running, seconds)
+        where = _where(running, threads)
+    finally:
+        if not running.done():
+            if isinstance(sampler, Sampler):
+                sampler.left_behind = True
+            running.cancel()
+            await asyncio.wait({running}, timeout=GRACE_SECONDS)
+    stays = threads or not running.done()
+    raise _late(seconds, f"{where}{'; it does not end, and is left behind' if stays else ''}")
+
+
+def _where(running: asyncio.Task[Any], threads: list[int]) -> str:
+    """The person's line at which a rollout is."""
+    frames = sys._current_frames()
+    if threads:
+        return f" ({place(frames[threads[0]])})" if threads[0] in frames else ""
+    inner: Any = running.get_coro()
+    found = []
+    while frame := getattr(inner, "cr_frame", None):
+        found += [frame] if whose(frame.f_code.co_filename) == "own" else []
+        inner = inner.cr_await
+    return "".join(f" ({at(frame.f_code.co_filename, frame.f_lineno)})" for frame in found[-1:])
+
+
+def _result(running: asyncio.Task[Any], seconds: float) -> Any:
+    try:
+        return running.result()
+    except LeftBehindError as error:
+        late = _late(seconds, ", and kept all others for all that time")
+        raise late.with_traceback(error.__traceback__) from None
+
+
+def _late(seconds: float, more: str = "") -> TandemError:
+    return TandemError(f"the rollout took longer than rl.rollout_seconds ({seconds:g} s){more}")
+
+
+async def _run(rollout: Callable[..., Any], task: Any, sampler: Any, threads: list[int]) -> Any:
+    """`threads` gets the thread of a plain function, as long as it runs."""
+    try:
+        if is_async(rollout):
+            made = rollout(task, sampler)
+        else:
+            made = await _in_thread(rollout, task, sampler, threads)
+        return await made if inspect.isawaitable(made) else made
+    except SystemExit as error:  # it would end more than the rollout
+        raise TandemError(f"the rollout raised {error!r}").with_traceback(
+            error.__traceback__
+        ) from None
+
+
+def is_async(rollout: Callable[..., Any]) -> bool:
+    """Whether calling it makes a coroutine; also behind decorators and `partial`."""
+    while isinstance(rollout, partial):
+        rollout = rollout.func
+    inner = inspect.unwrap(rollout)
+    call = getattr(inner, "__call__", None)  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (rollout, inner, call)))
+
+
+async def _in_thread(
+    rollout: Callable[..., Any], task: Any, sampler: Any, threads: list[int]
+) -> Any:
+    """The function's value, from a thread of its own. No executor: Python waits for the threads of
+    an executor before it exits."""
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        threads.append(threading.get_ident())
+        try:
+            made = rollout(task, sampler)
+        except BaseException as error:  # SystemExit too
+            threads.clear()
+            done.set_exception(error)
+        else:
+            threads.clear()
+            done.set_result(made)
+
+    threading.Thread(target=work, daemon=True, name="rollout").start()
+    made = asyncio.wrap_future(done)
+    made.add_done_callback(lambda made: made.cancelled() or made.exception())  # nobody may wait
+    return await asyncio.shield(made)
+
+
+def _cancelled() -> bool:
+    """Whether somebody cancels this task, so that a CancelledError is not the rollout's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _failure(error: BaseException) -> Exception:
+    """The error of a rollout; TandemError for what would end more than the rollout."""
+    if isinstance(error, Exception):
+        return error
+    return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
+
+
+def _trajectory(made: Any, rollout: Callable[..., Any]) -> Trajectory:
+    """InvalidInput, with the person's line, where it is none."""
+    if isinstance(made, Trajectory | dict):
+        try:
+            return Trajectory.model_validate(made)
+        except ValidationError as error:
+            wrong = from_validation_error(error)
+            problem = f"a trajectory that is wrong in {wrong.field}: {wrong.message}"
+    else:
+        problem = f"{made!r:.60}"
+    raise InvalidInput(
+        f"rollout returned {problem}; return sampler.finish(reward){_returns(rollout)}"
+    )
+
+
+def _returns(rollout: Callable[..., Any]) -> str:
+    """The lines in which the function returns."""
+    while isinstance(rollout, partial):
+        rollout = rollout.func
+    code = getattr(inspect.unwrap(rollout), "__code__", None)
+    if code is None:
+        return ""
+    lines = sorted(
+        {
+            each.positions.lineno
+            for each in dis.get_instructions(code)
+            if each.opname in ("RETURN_VALUE", "RETURN_CONST")
+            and each.positions
+            and each.positions.lineno
+            and each.positions.lineno > code.co_firstlineno
+        }
+    )
+    where = " or ".join(map(str, lines[:3])) or str(code.co_firstlineno)
+    return f" ({at(code.co_filename, where)})"
+
+
+def described(error: Exception) -> str:
+    """The error, and the line of a person's own code that it came through last. Where that code is
+    installed, it is the first line of an installed package."""
+    return f"{type(error).__name__}: {error}{_at(error)}"
+
+
+def kind_of(error: Exception) -> str:
+    """What an error is counted as: its type and line, since its text may differ each time."""
+    return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
+
+
+def _at(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own, installed = (
+        [frame for frame in frames if whose(frame.filename) == of] for of in ("own", "installed")
+    )
+    last = own[-1:] or installed[:1]
+    return "".join(f" ({at(frame.filename, frame.lineno)})" for frame in last)
+
+
+def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
+    """Raises InvalidInput for what the controller would refuse, with all other groups of the
+    batch."""
+    if any(turn.policy_step is None for turn in trajectory.turns):
+        raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
+    row = packing.sequence_length
+    if packing.too_long == "refuse" and trajectory.longest > row:
+        problem = f"the rollout has {trajectory.longest} tokens, which don't fit a row of {row}"
+        remedy = "lower sampling.max_tokens, or change sequence_length or too_long in [rl.packing]"
+        raise InvalidInput(f"{problem}; {remedy}", field="rl.packing.sequence_length")
+    shortest = min(len(turn.prompt_token_ids) for turn in trajectory.turns)
+    if shortest >= row:
+        remedy = "raise packing.sequence_length, or shorten the prompt"
+        raise InvalidInput(f"a prompt of {shortest} tokens fills a row of {row}; {remedy}")

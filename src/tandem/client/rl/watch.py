@@ -1,0 +1,181 @@
+"""Watches the event loop: names the rollout that keeps it, interrupts that rollout at its limit,
+and ends the process soon after Ctrl-C."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import tandem
+
+# A loop that does not run for so many seconds is kept by somebody, who is named then.
+BLOCKED_SECONDS = 3.0
+GRACE_SECONDS = 1.0
+"""What a rollout that is cancelled, and the process after Ctrl-C, may take to clean up."""
+_POLL_SECONDS = 0.25
+_SIGNAL = signal.SIGURG  # nobody else uses it, and it is ignored by default
+
+
+class LeftBehindError(BaseException):
+    """Raised inside a coroutine that keeps the event loop beyond its limit. No `except Exception`
+    of a person's loop takes it."""
+
+
+class Watch:
+    """Use it around the loop of `tandem rl`, in the thread of the event loop. `tell` gets a
+    sentence for each place that keeps the event loop."""
+
+    def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
+        self.tell = tell
+        self.stalled = 0.0
+        """Seconds for which the event loop has been kept, in all."""
+        self._tasks: dict[asyncio.Task[Any], float] = {}  # -> when it is over its limit
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat = 0.0
+        self._named: set[str] = set()
+        self._late: asyncio.Task[Any] | None = None
+        self._stop = threading.Event()
+
+    def follow(self, task: asyncio.Task[Any], seconds: float) -> None:
+        """The task is a rollout that may take so many seconds."""
+        self._tasks[task] = time.monotonic() + seconds
+        task.add_done_callback(self._tasks.pop)
+
+    def blocks(self) -> str | None:
+        """Where the event loop is kept now; None where it runs. For other threads."""
+        if time.monotonic() - self._beat < BLOCKED_SECONDS:
+            return None
+        frame = sys._current_frames().get(self._thread)
+        return None if frame is None else place(frame)
+
+    def __enter__(self) -> Self:
+        self._loop, self._beat = asyncio.get_running_loop(), time.monotonic()
+        self._thread = threading.get_ident()
+        # Python runs signals' handlers in the main thread only.
+        self._interrupts = threading.current_thread() is threading.main_thread()
+        if self._interrupts:
+            self._before = signal.signal(_SIGNAL, self._interrupt)
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._interrupts:
+            signal.signal(_SIGNAL, self._before)
+
+    def _watch(self) -> None:
+        loop = self._loop
+        assert loop is not None
+        asked = answered = time.monotonic()
+
+        def answer(sent: float) -> None:
+            nonlocal answered
+            self._beat = answered = time.monotonic()
+            if answered - sent > 1.0:
+                self.stalled += answered - sent
+
+        while not self._stop.wait(_POLL_SECONDS):
+            if asked <= answered:
+                asked = time.monotonic()
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(answer, asked)
+                continue
+            kept = time.monotonic() - asked
+            if kept < BLOCKED_SECONDS:
+                continue
+            task = asyncio.current_task(loop)
+            if (where := self.blocks()) and where not in self._named:
+                self._named.add(where)
+                self.tell(
+                    f"{where} has kept all rollouts for {kept:.0f} s: it does not await. Await, or"
+                    " make rollout a plain def, which gets a thread"
+                )
+            now = time.monotonic()
+            if task is not None and now > self._tasks.get(task, now) and self._interrupts:
+                self._late = task
+                signal.pthread_kill(self._thread, _SIGNAL)
+
+    def _interrupt(self, *_: object) -> None:
+        """Python calls it in the main thread, within what keeps the loop."""
+        late, self._late = self._late, None
+        with suppress(RuntimeError):
+            if late is not None and asyncio.current_task() is late:
+                raise LeftBehindError
+
+
+def place(frame: FrameType) -> str:
+    """The innermost line of a person's own code at a frame, or else of any code."""
+    found = [
+        (f.f_code, number)
+        for f, number in traceback.walk_stack(frame)
+        if whose(f.f_code.co_filename) == "own"
+    ]
+    code, line = found[0] if found else (frame.f_code, frame.f_lineno)
+    return at(code.co_filename, line)
+
+
+def at(file: str, line: int | str | None) -> str:
+    """A line of code as errors name it."""
+    return f"{Path(file).name}, line {line}"
+
+
+def whose(file: str) -> str:
+    """Whose code is in the file: "own", "installed", or "" for this package and the standard
+    library."""
+    if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
+        return ""
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return "installed"
+    return "" if file.startswith(f"{Path(asyncio.__file__).parents[1]}{os.sep}") else "own"
+
+
+def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
+    """As `asyncio.run`, but what does not end when it is cancelled is left behind. After Ctrl-C the
+    process ends within two seconds, after a second Ctrl-C at once: `stopped` is called before.
+    """
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main)
+
+    def end() -> None:
+        stopped()
+        sys.stdout.flush()
+        os._exit(130)
+
+    def interrupted(*_: object) -> None:
+        if task.cancelling():
+            end()
+        timer = threading.Timer(1.5 * GRACE_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, interrupted)
+    try:
+        return loop.run_until_complete(task)
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
+    finally:
+        if left := asyncio.all_tasks(loop):
+            for each in left:
+                each.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
+            for each in left:
+                each._log_destroy_pending = False  # type: ignore[attr-defined]
+                if not each.done():  # Python would close it at the end, which may take for ever
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        if ours:
+            signal.signal(signal.SIGINT, before)
