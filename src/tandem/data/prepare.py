@@ -278,10 +278,8 @@ def _linked_turns(
     context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
-        prompt, sampled = (
-            np.array(turn.prompt_token_ids, np.int32),
-            np.array(turn.token_ids, np.int32),
-        )
+        both = (turn.prompt_token_ids, turn.token_ids)
+        prompt, sampled = (np.array(ids, np.int32) for ids in both)
         check_ids(prompt, vocab_size, f"{field}.turns.{k}.prompt_token_ids")
         check_ids(sampled, vocab_size, f"{field}.turns.{k}.token_ids")
         expert_ids = routed_expert_ids(turn, mixture, f"{field}.turns.{k}.routed_experts")

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from tandem.inference.server import patches
 from tandem.inference.server.sessions import (
-    Conversation,
+    SentMessages,
     RolloutSession,
     SampledTurn,
     malformed,
@@ -57,7 +57,7 @@ class Recording:
 
     session: RolloutSession
     broken: Callable[[str], None]
-    conversation: Conversation | None = None
+    conversation: SentMessages | None = None
     messages: Sequence[Any] = ()
     head: SampledTurn | None = None
     prompt: list[int] | None = None
@@ -138,7 +138,7 @@ def follow(engine: Any) -> None:
         options = params.chat_template_kwargs
         shape = {key: value for key, value in options.items() if key not in _OF_THE_END}
         request.head, request.messages = None, messages
-        request.conversation = Conversation.of(messages, [params.chat_template, shape])
+        request.conversation = SentMessages.of(messages, [params.chat_template, shape])
         found = request.session.find(request.conversation)
         if found is not None and not options.get("continue_final_message"):
             turn, end = found

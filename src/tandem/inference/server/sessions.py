@@ -74,7 +74,7 @@ class SampledTurn:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class SentMessages:
     """A request's messages, those of the assistant that follow one another as one. `digests[i]` is
     of the first i of them, with what else shapes the prompt; `ends[i]` is how many messages of the
     request those are."""
@@ -84,7 +84,7 @@ class Conversation:
     ends: list[int]
 
     @classmethod
-    def of(cls, messages: Sequence[Message], shape: object) -> "Conversation":
+    def of(cls, messages: Sequence[Message], shape: object) -> "SentMessages":
         runs, ends = list[dict[str, Any]](), [0]
         for role, found in groupby(messages, lambda one: str(one.get("role"))):
             run = list(found)
@@ -180,7 +180,7 @@ class RolloutSession:
     """The conversation of the last turn, for people."""
     size: int = 0
 
-    def find(self, conversation: Conversation) -> tuple[SampledTurn, int] | None:
+    def find(self, conversation: SentMessages) -> tuple[SampledTurn, int] | None:
         """The turn whose answer is the conversation's last one, and how many of the request's
         messages it ends."""
         if (at := conversation.last_answer) is None:
@@ -191,7 +191,7 @@ class RolloutSession:
             return None
         return turn, conversation.ends[at + 1]
 
-    def expected(self, conversation: Conversation) -> SampledTurn | None:
+    def expected(self, conversation: SentMessages) -> SampledTurn | None:
         """The turn that a client has edited, where `find` finds none: it was asked the same, or its
         answer is here behind other messages."""
         if (at := conversation.last_answer) is None:
