@@ -57,17 +57,14 @@ class TrainingConfig(Record):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = Field(default=0.03, ge=0)  # optimizer steps, or below 1 the share of all
     floor: float = Field(default=0.0, ge=0, le=1)  # share of the learning rate at the end
-    # Optimizer steps of a job, which makes a checkpoint.
-    checkpoint_every: int = Field(default=100, ge=1)
-    # Jobs from one that computes the held-out loss to the next.
-    evaluate_every: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
+    evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
     trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
-    # Variables that the chat template reads, of conversations without their own.
-    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)  # where a record has none
     seed: int = Field(default=0, strict=True)  # of the order of the examples
     # This and the next two: limits of each job.
     deadline_seconds: float = Field(default=86400.0, gt=0)

@@ -22,9 +22,9 @@ from uuid import uuid4
 
 from tandem.inference.server import patches
 from tandem.inference.server.sessions import (
-    SentMessages,
     RolloutSession,
     SampledTurn,
+    SentMessages,
     malformed,
     plain,
     reason_of_break,
