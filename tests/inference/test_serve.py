@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.stage import Stage
+from tandem.errors import InvalidInput
 from tandem.inference.server import serve
 
 
@@ -84,3 +85,14 @@ def test_a_token_file_that_cannot_be_read_is_a_wrong_setting(
     start(ends=2)
     assert "no-token" in capfd.readouterr().err
     assert environments == []
+
+
+def test_a_tandem_whose_plugin_vllm_would_not_find_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its modules are on the path, and its metadata is not."""
+    serve.check_plugin()
+    source = Path(serve.__file__).parents[3]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(source)])
+    with pytest.raises(InvalidInput, match="not installed"):
+        serve.check_plugin()

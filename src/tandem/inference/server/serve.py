@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from importlib.metadata import entry_points
 
 from tandem.config import Settings, load_settings
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
@@ -44,6 +45,7 @@ def main() -> None:
         settings = load_settings()
         settings.check_bind("inference")
         command = server_command(settings)
+        check_plugin()
         has_token = bool(settings.secret("admin_token"))
         marker = wait_for_gpu(settings)
     except (TandemError, OSError) as error:
@@ -59,6 +61,16 @@ def main() -> None:
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
     os.execve(command.argv[0], command.argv, command.env | marker | scratch)
+
+
+def check_plugin() -> None:
+    """InvalidInput where vLLM would not find Tandem's plugin, whose entry point is in the installed
+    package's metadata. Without the plugin no adapter is compared and no weights are merged."""
+    if not entry_points(group="vllm.general_plugins", name="tandem"):
+        raise InvalidInput(
+            "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"
+            " it with pip or uv (its directory on PYTHONPATH is not enough)"
+        )
 
 
 def _withdraw_records(settings: Settings) -> None:
