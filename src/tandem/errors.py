@@ -123,10 +123,12 @@ class StepRefused(NotServed, code="step_refused"):
     """The publisher refused a checkpoint; raised by clients that wait for it. It may be served
     later: after a restart of vLLM all refused checkpoints are tried again.
 
-    `served`: the run's step that vLLM serves.
+    `served`: the run's step that vLLM serves, if it serves one.
     """
 
-    def __init__(self, message: str, *, field: str | None = None, served: int = 0) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, served: int | None = None
+    ) -> None:
         super().__init__(message, field=field)
         self.served = served
 

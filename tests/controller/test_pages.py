@@ -12,7 +12,8 @@ import pytest
 from api_server import claim, fail, rl_request, run_one, serve
 from spool.volume_tools import refused
 from tandem.controller.schemas import LISTED_PENDING
-from tandem.errors import NotFound, NotServed
+from tandem.errors import NotFound, NotServed, StepRefused
+from tandem.spool.schema import Refused
 
 
 def test_lists_come_in_pages(client, server, run, http, monkeypatch):
@@ -114,6 +115,17 @@ def test_a_discarded_step_is_not_taken_for_the_served_one(client, server, run):
         client.wait_served(run, 1, timeout=0)
     serve(server.spool, run, 1)
     assert client.wait_served(run, 1, timeout=0).step == 1
+
+
+def test_who_waits_is_told_that_the_first_step_is_refused(client, server, run):
+    """vLLM serves nothing of the run, and may never do."""
+    server.spool.served.put_refused(run, Refused(step=0, reason="other log-probs"))
+    with pytest.raises(StepRefused, match=f"the publisher refused {run}@0: other log-probs") as no:
+        client.wait_served(run, 0)
+    assert no.value.served is None
+    serve(server.spool, run, 0)
+    assert client.wait_served(run, 0, timeout=0).step == 0
+    assert client.get_run(run).refused is None
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_listed_is_left_out(

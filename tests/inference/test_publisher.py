@@ -139,6 +139,22 @@ def test_a_wrong_checkpoint_is_refused_once_and_the_older_step_stays(
     assert stage.served() == (2, None)
 
 
+def test_a_first_step_that_is_refused_is_told_though_nothing_is_served(stage: Stage) -> None:
+    """Whoever waits for it would wait for ever."""
+    publisher = stage.publisher()
+    good = stage.weights(0).read_bytes()
+    stage.weights(0).write_bytes(good[:-1])
+    publisher.once()
+    told = stage.spool.served.refused("run")
+    assert told is not None
+    assert told.step == 0
+    assert "adapter_model.safetensors" in told.reason
+    stage.weights(0).write_bytes(good)
+    publisher.once()
+    assert stage.served() == (0, None)
+    assert stage.spool.served.refused("run") is None
+
+
 def test_a_record_names_the_manifest_that_is_on_the_volume(stage: Stage) -> None:
     """By which the controller knows the checkpoint without opening its manifest."""
     publisher = stage.publisher()

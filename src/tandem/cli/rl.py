@@ -65,10 +65,12 @@ def rl(
             _run(config, state or config.with_suffix(".state.json"), json, from_served), stopped
         )
     except StepRefused as error:
+        goes_on = "The same command goes on once the refused step is served"
         again = (
-            f"{error.message}. vLLM serves step {error.served}. The same command goes on once the"
-            f" refused step is served; tandem rl {config} --from-served discards it, and goes on"
-            f" from step {error.served}"
+            f"{error.message}. vLLM serves no step of the run. {goes_on}"
+            if error.served is None
+            else f"{error.message}. vLLM serves step {error.served}. {goes_on}; tandem rl {config}"
+            f" --from-served discards it, and goes on from step {error.served}"
         )
         raise StepRefused(again, served=error.served) from error
     except KeyboardInterrupt:

@@ -134,11 +134,8 @@ def run_details(run: RunStatus) -> object:
         if served
         else ""
     )
-    refused = (
-        f"step {served.refused_step}: {served.refused_reason}"
-        if served and served.refused_step
-        else None
-    )
+    no = run.refused_step()
+    refused = f"step {no.step}: {no.reason}" if no else None
     return details(
         spec.name,
         [

@@ -154,10 +154,9 @@ class Api(Requests):
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
             # The newest refused step is told. What is between that and the served one is refused.
-            refused = served.refused_step if served else None
-            if served and refused and step <= refused <= status.newest_step:
-                reason = f"the publisher refused {run}@{refused}: {served.refused_reason}"
-                raise StepRefused(reason, served=served.step)
+            if (no := status.refused_step()) and step <= no.step <= status.newest_step:
+                reason = f"the publisher refused {run}@{no.step}: {no.reason}"
+                raise StepRefused(reason, served=served.step if served else None)
             if time.monotonic() >= until:
                 now = (
                     f"vLLM serves {run}@{served.step}"

@@ -43,6 +43,7 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
         newest_step=spool.checkpoints.newest(run),
         served=served,
         served_in_chain=served is not None and spool.checkpoints.has(run, served),
+        refused=None if served else spool.served.refused(run),
         pending=list(dict.fromkeys(pending))[:LISTED_PENDING],
         num_pending=len(running) + index.count("queued", run),
         size=spool.checkpoints.size(run),

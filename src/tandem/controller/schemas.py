@@ -92,6 +92,9 @@ class RunStatus(Record):
             " serves another"
         )
     )
+    refused: schema.Refused | None = Field(
+        default=None, description="the step that the publisher refused; only where `served` is null"
+    )
     pending: list[str] = Field(
         description=(
             "ids of this run's running and queued jobs, by base step; only the first"
@@ -105,6 +108,13 @@ class RunStatus(Record):
         )
     )
     shared_gpus: bool = Field(default=False, description="whether vLLM sleeps while a job trains")
+
+    def refused_step(self) -> schema.Refused | None:
+        """The newest step that the publisher refused, whether an older one is served or none."""
+        if self.served is None or self.served.refused_step is None:
+            return self.refused
+        reason = self.served.refused_reason or ""
+        return schema.Refused(step=self.served.refused_step, reason=reason)
 
 
 class Fork(Record):

@@ -15,7 +15,7 @@ from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound, R
 from tandem.spool import fs
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths, is_run_name, listing, remembered, step_name
-from tandem.spool.schema import Manifest, RunSpec, Served
+from tandem.spool.schema import Manifest, Refused, RunSpec, Served
 from tandem.spool.schema.runs import FileEntry
 from tandem.system.plain_files import NotPlainError, open_plain
 
@@ -227,10 +227,23 @@ class ServedRecords:
 
     def put(self, run: str, served: Served) -> None:
         fs.write_json_atomic(self._path(run), served)
+        fs.remove_file(self._refused(run))
 
     def withdraw(self, run: str) -> None:
-        """Removes the record: vLLM has none of the run's steps now."""
+        """Removes the records: vLLM has none of the run's steps now, and has refused none."""
         fs.remove_file(self._path(run))
+        fs.remove_file(self._refused(run))
+
+    def _refused(self, run: str) -> Path:
+        return self._runs.directory(run) / "refused.json"
+
+    def refused(self, run: str) -> Refused | None:
+        """The refused step of a run of which vLLM serves none."""
+        return fs.read_undamaged(self._refused(run), Refused)
+
+    def put_refused(self, run: str, refused: Refused) -> None:
+        if self.refused(run) != refused:
+            fs.write_json_atomic(self._refused(run), refused)
 
     def changed(self, run: str) -> float | None:
         """When the record was written, Unix seconds by the volume's clock; None without one."""

@@ -29,7 +29,7 @@ from tandem.inference.publisher.usage import Retention, Usage, run_of
 from tandem.inference.publisher.verify import Tolerance
 from tandem.spool import Spool
 from tandem.spool.paths import is_run_name
-from tandem.spool.schema import RunSpec, Served
+from tandem.spool.schema import Refused, RunSpec, Served
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
@@ -264,13 +264,13 @@ class Publisher:
                 # Clients wait for this record, so it is written before older steps are loaded.
                 self._put_record(run.name, newest, refused)
             self._tell_job(served)
-        if (
-            newest is None
-            and refused is not None
-            and (before := self._served(run.name)) is not None
-        ):
-            self._put_record(run.name, before, refused)
-            wanted.add(before.model)
+        if newest is None and refused is not None:
+            if (before := self._served(run.name)) is not None:
+                self._put_record(run.name, before, refused)
+                wanted.add(before.model)
+            else:
+                step, reason = refused
+                self._spool.served.put_refused(run.name, Refused(step=step, reason=reason))
         self._log_change(f"{run.name} is not visible", invisible)
         return wanted
 

@@ -182,3 +182,11 @@ class Served(Record):
     # The newest checkpoint that the publisher refused, and why; the older step stays served.
     refused_step: int | None = None
     refused_reason: str | None = None
+
+
+class Refused(Record):
+    """`runs/<run>/refused.json`: the newest step that the publisher refused, while vLLM serves no
+    step of the run."""
+
+    step: int = Field(ge=0, lt=STEPS)
+    reason: str
