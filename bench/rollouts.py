@@ -59,10 +59,11 @@ def task(number: int) -> list[dict[str, Any]]:
 
 class Exact(Sampler):
     """Samples from one model. Answers have as many tokens as they may: the loop itself lets the
-    model end them."""
+    model end them. The rollout door refuses such answers, so requests go past it."""
 
     def __init__(self, vllm: Vllm, model: str, options: dict[str, Any]) -> None:
         super().__init__(vllm, model, lambda: 0, None, options)
+        self._session = None
 
     @property
     def model(self) -> str:

@@ -6,12 +6,12 @@ import contextlib
 import threading
 from array import array
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import tiny_model
-import trl
 import uvicorn
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
@@ -137,7 +137,9 @@ def write_model(directory: Path, family: str) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     added = [AddedToken(token, special=False, normalized=False) for token in special.split()]
     tokenizer.add_tokens(added)
-    template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
+    # An import of TRL sets VLLM_LOGGING_LEVEL for each vLLM that this process starts.
+    package = Path(str(find_spec("trl").origin)).parent  # type: ignore[union-attr]
+    template = package / "chat_templates" / f"{family}.jinja"
     tokenizer.chat_template = template.read_text()
     tokenizer.model_max_length = 16384
     tokenizer.eos_token = ends.split()[0]

@@ -195,13 +195,13 @@ def test_a_choice_that_came_through_the_rollout_door_is_a_turn(
         "model": trainer.run,
         "messages": [{"role": "user", "content": "?"}],
         "max_tokens": 3,
-        "ignore_eos": True,
     }
     answer = httpx.post(
         f"{vllm.url}/rollout/v1/chat/completions", headers=API, json=body, timeout=120
     ).json()
     turn = turn_from_openai(answer["choices"][0])
-    assert (answer["choices"][0]["model"], len(turn.logprobs)) == (served.model, 3)
+    assert answer["choices"][0]["model"] == served.model
+    assert 1 <= len(turn.logprobs) <= 3
     check_session(vllm, body, served.model)
     generate = {
         "model": trainer.run,

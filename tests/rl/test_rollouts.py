@@ -198,8 +198,9 @@ def test_a_coroutine_that_blocks_is_named_and_ended_at_its_limit(
     loop.record._tell = lambda line: told.append((time.monotonic(), text_line(line)))
     asyncio.run(loop.run())
     check(stack, 2, 0)
-    [(when, notice)] = [(when, text) for when, text in told if "kept all rollouts" in text]
-    assert notice.startswith(f"test_rollouts.py, line {line_of('mark: blocks')} has kept")
+    # A busy machine may keep the loop waiting elsewhere.
+    named = f"test_rollouts.py, line {line_of('mark: blocks')} has kept"
+    [when] = [when for when, text in told if text.startswith(named)]
     assert when - blocked[0] < 5
     lost = [line["lost"]["failed"] for line in lines(tmp_path)]
     # The others go on, although they were kept for as long.

@@ -24,7 +24,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
-    "watermarking": (),
+    "watermarking": (False,),
 }
 # Options that change what is answered, or what is answered to, behind the model's back.
 _BENDING: dict[str, tuple[object, ...]] = {

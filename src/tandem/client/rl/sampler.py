@@ -45,7 +45,7 @@ class Sampler:
             options,
         )
         self._builder = TrajectoryBuilder([])
-        self._session = uuid4().hex
+        self._session: str | None = uuid4().hex
         self._loop = asyncio.get_running_loop()
         self.response: dict[str, Any] = {}
         self.discarded: str | None = None
