@@ -182,7 +182,7 @@ def scores(
 
 
 def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[torch.Tensor]]:
-    """Of each way, for each adapter the tokens' errors."""
+    """The tokens' errors by way and adapter."""
     found = collections.defaultdict[str, list[torch.Tensor]](list)
     adapters = sorted(path.parent for path in options.adapters.rglob(CONFIG_FILE))
     trained = [path for path in adapters if not re.fullmatch(r"\D*0+", path.name)]
@@ -203,7 +203,7 @@ def errors(options: argparse.Namespace, sequences: Sequences) -> dict[str, list[
 
 
 def ratio(one: list[float], other: list[float]) -> tuple[float, float]:
-    """Of the means, and its standard error over adapters."""
+    """The ratio of the means, and its standard error over adapters."""
     chance, drawn = random.Random(0), []
     for _ in range(1000):
         chosen = chance.choices(range(len(one)), k=len(one))

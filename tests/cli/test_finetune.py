@@ -229,7 +229,7 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
     assert (status, out, len(server.spool.jobs.list(run))) == (1, "", jobs), err
     assert f"data.jsonl is not what {run} is half trained on: job 2 of {JOBS}" in said
     assert "restore the file as it was. To train the changed file instead, roll the run" in said
-    assert f"tandem run rollback {run} 0), or change the training's seed" in said
+    assert f"tandem checkpoints rollback {run} 0), or change the training's seed" in said
 
     Path("data.jsonl").write_text(whole)  # the first way out
     with trainer(server, run, 1, failing=(0,)) as second:

@@ -10,7 +10,7 @@ from tandem.model.transfer.channel import join_meeting, make_meeting
 
 
 def test_a_meeting_is_a_new_file_of_its_owner_and_group(tmp_path: Path) -> None:
-    """What others put there is not taken, and nothing listens for the peers."""
+    """A file that others put there is not taken, and nothing listens for the peers."""
     before = listening(os.getpid())
     path, others = tmp_path / "meeting", tmp_path / "others"
     umask = os.umask(0)

@@ -118,7 +118,7 @@ def check(
 
 
 class _Tally:
-    """What is counted of the records. `most`: how many are shown."""
+    """Counts of the records. `most`: how many records are shown."""
 
     def __init__(self, sequence_length: int, strict: bool, most: int) -> None:
         self._sequence_length, self._strict, self._most = sequence_length, strict, most

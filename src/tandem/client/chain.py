@@ -244,7 +244,7 @@ class Chain:
         raise Conflict(
             f"{changed} is not what {run} is half trained on: job {done} of {total} is the newest."
             " To go on, restore the file as it was. To train the changed file instead, roll the run"
-            f" back (tandem run rollback {run} {start}), or change the training's"
+            f" back (tandem checkpoints rollback {run} {start}), or change the training's"
             " seed to begin on the newest step",
             field="data" if changed == self.config.data else "held_out",
         )
@@ -382,7 +382,7 @@ def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced; of a directory, nothing."""
+    """A file's inode, size and mtime, which change when it is written; empty: a directory."""
     found = path.stat()
     return () if path.is_dir() else (found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.config import is_loopback
 from tandem.controller.http_errors import refuse
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 from tandem.metrics.controller import METHODS
 from tandem.metrics.metric import Samples
 from tandem.system.api_keys import asking, digests, name_of
+from tandem.system.loopback import foreign_header
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
@@ -102,16 +102,16 @@ def _check_host(scope: Scope) -> None:
     """Refuses requests that come from a page of another site, in a browser on this machine."""
     headers = Headers(scope=scope)
     host, origin = headers.get("host", ""), headers.get("origin")
-    if not is_loopback(re.sub(r":\d+$", "", host)):
-        message = (
-            f"a controller without API keys answers to localhost only, not to {host!r}; set"
-            " TANDEM_API_KEY"
-        )
-        raise InvalidInput(message, field="Host")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise InvalidInput(
-            f"a controller without API keys answers no page of {origin[:100]!r}", field="Origin"
-        )
+    match foreign_header(host, origin):
+        case "Host":
+            message = (
+                f"a controller without API keys answers to localhost only, not to {host!r}; set"
+                " TANDEM_API_KEY"
+            )
+            raise InvalidInput(message, field="Host")
+        case "Origin":
+            message = f"a controller without API keys answers no page of {(origin or '')[:100]!r}"
+            raise InvalidInput(message, field="Origin")
 
 
 class BodyLimit:

@@ -255,7 +255,7 @@ class Renderer:
         )
 
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
-        """What the next message begins with, up to a token at which vLLM stops, as GLM-4.5's
+        """The beginning of the next message, up to a token at which vLLM stops, as GLM-4.5's
         `<|user|>`; "" where it begins with no such token."""
         # Some templates leave out the reasoning of answers before the last one.
         last = {name: value for name, value in message.items() if name not in REASONING}

@@ -1,4 +1,4 @@
-"""What the columns of a record say: texts, JSON, and the messages that they become. Imports no
+"""Columns of a record: texts, JSON, and the messages that they become. Imports no
 numpy and no torch."""
 
 import json

@@ -144,7 +144,7 @@ class Trajectory(Record):
 
     @property
     def returns(self) -> list[float]:
-        """Of each turn, the reward and the turns' rewards from it on."""
+        """Each turn's return: the reward and the turns' rewards from it on."""
         sums = list(accumulate(turn.reward or 0.0 for turn in reversed(self.turns)))
         return [self.reward + to_come for to_come in reversed(sums)]
 

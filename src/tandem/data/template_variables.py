@@ -33,7 +33,7 @@ def prints_date(template: str) -> bool:
 def options(
     template: str, given: Mapping[str, Any] | None, day: date | None, field: str
 ) -> dict[str, Any]:
-    """What the template gets of `given`, and `day` as today's date (None: really today's).
+    """Variables for the template: `given`, and `day` as today's date (None: really today's).
 
     InvalidInput for a variable that the template does not read: vLLM would leave it out silently.
     """

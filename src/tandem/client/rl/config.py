@@ -57,7 +57,7 @@ class EvalSection(Record):
     groups: int = Field(default=8, ge=1)
     samples: int = Field(default=1, ge=1)
     environment: EnvironmentSection | None = None  # None: the first of [[rl.environment]]
-    sampling: dict[str, Any] = Field(default_factory=dict)  # in place of those of [rl.sampling]
+    sampling: dict[str, Any] = Field(default_factory=dict)  # replace those of [rl.sampling]
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the least reward of an answer that passes
     # End after so many evaluations in a row that are no better than one before.

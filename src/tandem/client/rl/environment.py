@@ -31,7 +31,8 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        # Of each turn, since turns may have rewards; of the same turn, since later ones have less.
+        # Turns may have rewards, so each turn has a return. A later turn's has fewer rewards in it,
+        # so returns are compared with those of the same turn.
         returns = zip_longest(*(one.returns for one in made))
         different = any(
             max(have) - min(have) > EQUAL_REWARDS
@@ -76,7 +77,7 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 class Environment:
-    """What `use` names: a class with `tasks` and `rollout`, or a function beside a function
+    """A class with `tasks` and `rollout` that `use` names, or a function beside a function
     `tasks`."""
 
     def __init__(self, section: EnvironmentSection, seed: int, where: str) -> None:

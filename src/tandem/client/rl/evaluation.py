@@ -1,4 +1,4 @@
-"""The evaluations of `tandem rl`: those that are due, the best step, and when to stop."""
+"""The evaluations of `tandem rl`: when they are due, the best step, and when to stop."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from tandem.client.vllm import Vllm
 from tandem.errors import TandemError
 
 Lost = tuple[str, str]
-"""What became of a rollout that gives no trajectory, "failed" or "discarded", and the reason."""
+"""The end of a rollout that gives no trajectory, "failed" or "discarded", and the reason."""
 
 
 class Rollouts:
@@ -49,7 +49,6 @@ class Rollouts:
         """The trajectories of `size` rollouts of a task, without those that failed or were
         discarded; from the newest steps or all from `step`. Raises the last error where none is
         left."""
-        pin = self._served() if step is None and self._rl.pin else step
         sampling = self._rl.sampling if options is None else options
 
         async def play(number: int) -> Trajectory:
@@ -58,8 +57,8 @@ class Rollouts:
                 own["seed"] += number
 
             def sampler() -> Sampler:
-                at = self._served() if step is None and self._rl.pin else pin
-                return Sampler(self._vllm, self._run, self._served, at, own)
+                pin = self._served() if step is None and self._rl.pin else step
+                return Sampler(self._vllm, self._run, self._served, pin, own)
 
             made = await of.play(task, sampler, self._rl, self._failed, self._pauses, self._watch)
             return await self._teacher.scored(made) if self._teacher and step is None else made

@@ -33,7 +33,7 @@ class Limits:
         )
         self._failing = self._equal = self._refused = 0
         self._alike = Alike()
-        self.patience, self._backoff = patience, Backoff(inf, *pauses)
+        self._patience, self._backoff = patience, Backoff(inf, *pauses)
         self._succeeded, self._paused_until = -inf, 0.0
 
     def failed(self, use: str, last_error: str) -> None:
@@ -47,7 +47,7 @@ class Limits:
             " error"
         )
         error = TandemError(f"{problem}: {last_error}", field=use)
-        if now - self._succeeded >= self.patience:
+        if now - self._succeeded >= self._patience:
             raise error
         if not self.paused:  # each group that fails takes a task away
             self._paused_until = now + self._backoff.next(error)
@@ -55,7 +55,7 @@ class Limits:
     @property
     def grace(self) -> float:
         """Seconds for which everything may fail from now on; none before the first success."""
-        return 0.0 if self._succeeded == -inf else self.patience
+        return 0.0 if self._succeeded == -inf else self._patience
 
     @property
     def paused(self) -> bool:

@@ -67,7 +67,7 @@ async def play(
 async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
-    """What the rollout returns. TandemError at its limit: a coroutine is cancelled, and it or a
+    """The rollout's return value. TandemError at its limit: a coroutine is cancelled, and it or a
     thread that does not end is left behind. Seconds for which another rollout kept the event loop
     do not count."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
@@ -217,7 +217,7 @@ def described(error: Exception) -> str:
 
 
 def kind_of(error: Exception) -> str:
-    """What an error is counted as: its type and line, since its text may differ each time."""
+    """An error's name in the counts: its type and line. Its text may differ each time."""
     return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
 
 

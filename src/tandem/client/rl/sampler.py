@@ -1,4 +1,4 @@
-"""What samples for a rollout."""
+"""The sampler that a rollout gets."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ class DiscardedError(Exception):
 
 
 class Sampler:
-    """What a rollout gets: `chat` samples one message, `finish` makes the trajectory of all that
+    """Sampler of one rollout: `chat` samples one message, `finish` makes the trajectory of all that
     was sampled. A turn whose messages begin with those of an earlier one, and its answer, continues
     the tokens of that turn.
 

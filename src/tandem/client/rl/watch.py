@@ -20,7 +20,7 @@ import tandem
 # A loop that does not run for so many seconds is kept by somebody, who is named then.
 BLOCKED_SECONDS = 3.0
 GRACE_SECONDS = 1.0
-"""What a rollout that is cancelled, and the process after Ctrl-C, may take to clean up."""
+"""Seconds to clean up, for a cancelled rollout and for the process after Ctrl-C."""
 _POLL_SECONDS = 0.25
 _SIGNAL = signal.SIGURG  # nobody else uses it, and it is ignored by default
 
@@ -51,7 +51,7 @@ class Watch:
         task.add_done_callback(self._tasks.pop)
 
     def blocks(self) -> str | None:
-        """Where the event loop is kept now; None where it runs. For other threads."""
+        """The place that keeps the event loop now; None: the loop runs. For other threads."""
         if time.monotonic() - self._beat < BLOCKED_SECONDS:
             return None
         frame = sys._current_frames().get(self._thread)

@@ -166,7 +166,7 @@ def follow(engine: Any) -> None:
 
 
 def malformed_call(name: str) -> str:
-    """What is wrong with a call in the history that vLLM can't render."""
+    """The problem with a call in the history that vLLM can't render."""
     return (
         f"the arguments of the call of {name!r} in the history are no JSON object, and vLLM would"
         f" render a call without arguments: send the answer back as it came, with the header"
@@ -202,7 +202,7 @@ def _listed(message: Any) -> Any:
 
 
 def _begin(messages: Sequence[Any], end: int) -> int:
-    """Where the assistant's messages begin that end here."""
+    """The index of the first of the assistant's consecutive messages before `end`."""
     begin = end
     while begin and messages[begin - 1].get("role") == "assistant":
         begin -= 1

@@ -19,8 +19,8 @@ THREADS_ELSEWHERE = {
         "details": {"error_code": "thread_unsupported_request", "unsupported": []},
     },
 }
-"""What a client is told that sends only the new messages of a thread. vLLM would take them for the
-whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
+"""The answer to a client that sends only a thread's new messages. vLLM would take them for
+the whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
 
 # With these the answer would not have exactly the sampled tokens, or some of them without
 # log-probs; the values with which it has.
@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_reasoning": (None, True),
     # vLLM 0.32 forces it by a grammar.
     "parallel_tool_calls": (None, True),
-    "watermarking": (None, False),
     "background": (None, False),
 }
 

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.inference.server.asgi import error, route_path, with_bearer
+from tandem.inference.server.sessions import NAME
 from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER
 
@@ -53,7 +54,7 @@ ROLLOUT_PATHS = frozenset(
 """Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
 vLLM does."""
 
-FINISH = re.compile(r"/rollout/sessions/([A-Za-z0-9._:-]{1,128})/finish")
+FINISH = re.compile(rf"/rollout/sessions/({NAME.pattern})/finish")
 """The path at which a session of the rollout door becomes a trajectory."""
 
 ADMIN = "tandem.admin"

@@ -228,7 +228,7 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 
 def _forks(options: Options) -> tuple[str, str] | None:
-    """What would render other tokens of the history than were sampled."""
+    """The field by which vLLM would render other tokens than were sampled, and why."""
     messages = options.get("messages")
     answers = [
         (i, message)

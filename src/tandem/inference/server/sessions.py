@@ -16,9 +16,9 @@ from typing import Any
 
 HEADER = "x-session-id"
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""What a session may be called."""
+"""The names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25
-"""What all sessions together keep: at most half a gigabyte. The longest unused leaves first."""
+"""Bounds of all sessions together, half a gigabyte. The longest unused leaves first."""
 BREAKS = ("booleans", "whitespace", "stop_string", "truncated", "edited", "template")
 """Reasons for which a turn does not continue the sampled tokens."""
 
