@@ -176,6 +176,8 @@ class FakeStack:
         self.newest, self.refuses = step, 100
 
     async def wait_job(self, job: str, timeout: float = 60.0) -> None:
+        if job not in self.jobs:  # its request never arrived
+            raise NotFound(f"no job {job}")
         while self.jobs[job].state in ("queued", "running"):
             await asyncio.sleep(0.0005)
         if self.jobs[job].state in ("failed", "cancelled"):
