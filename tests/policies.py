@@ -69,7 +69,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
 
     row = policy.lay_out(row)
     local = (
-        policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0]
+        policy.gpt.decoder(policy.first_hidden(row), **policy.decoder_inputs(row))[:, 0]
         @ policy.head.t()
     )
     return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()

@@ -45,7 +45,7 @@ class DecoderLayer(MegatronModule):
         self.post_mlp_layernorm = norm() if arch.post_norms else None
         self.self_attention, self.mlp = nn.Module(), nn.Module()
         mixture = arch.moe is not None and index >= arch.moe.dense_layers
-        self.sublayers = [
+        self.sublayers: list[Any] = [
             self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
         ]
