@@ -81,10 +81,10 @@ class Sums:
                 call = self.call(total, other)
                 dialogue += [call, *self.results(call)]
                 total += other
-            dialogues.append([*dialogue, {"role": "assistant", "content": str(total)}])
+            dialogues.append([*dialogue, self.answer(total)])
             if i % guess_every == 0:
-                guess = str(i % (self.terms * self.largest) + 1)
-                dialogues.append([question(task), {"role": "assistant", "content": guess}])
+                guess = i % (self.terms * self.largest) + 1
+                dialogues.append([question(task), self.answer(guess)])
         return [{"messages": dialogue, **self.options} for dialogue in dialogues]
 
     def call(self, a: int, b: int) -> Message:
@@ -92,7 +92,12 @@ class Sums:
             return {"role": "assistant", "content": f"calc {a}+{b}"}
         function = {"name": "calc", "arguments": json.dumps({"a": a, "b": b})}
         calls = [{"id": "call-1", "type": "function", "function": function}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        return {**self.answer(""), "tool_calls": calls}
+
+    def answer(self, content: object) -> Message:
+        """With the template's tools, with a thought, as of a model that thinks."""
+        thought = {"reasoning": "hm"} if self.options else {}
+        return {"role": "assistant", "content": str(content), **thought}
 
     def results(self, answer: Message) -> list[Message]:
         """The calculator's answers to the calls in an answer."""
@@ -132,8 +137,9 @@ if __name__ == "__main__":
     parser.add_argument("--largest", type=int, default=4)
     parser.add_argument("--count", type=int)
     parser.add_argument("--guess-every", type=int, default=1)
+    parser.add_argument("--tools", action="store_true", help="as the config's tools = true")
     options = parser.parse_args()
     # Another seed than that of the tasks of RL.
-    sums = Sums(options.largest, options.terms, options.count, seed=1)
+    sums = Sums(options.largest, options.terms, options.count, seed=1, tools=options.tools)
     for example in sums.sft_examples(options.guess_every):
         print(json.dumps(example))
