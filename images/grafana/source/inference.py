@@ -287,7 +287,6 @@ def _samples() -> list[Json]:
             "short",
             query(mean("request_prompt_tokens"), "{{pod}} prompt"),
             query(mean("request_generation_tokens"), "{{pod}} answer"),
-            width=12,
             none="no requests",
             defaults={"min": 0},
         ),
@@ -300,8 +299,21 @@ def _samples() -> list[Json]:
                 ' (rate(http_requests_total{job="tandem-vllm",@pod}[$__rate_interval]))',
                 "{{pod}} {{status}}",
             ),
-            width=12,
             none="no requests",
+            defaults={"min": 0},
+        ),
+        timeseries(
+            "Broken sessions",
+            "Turns of the rollout door's sessions that do not continue the tokens sampled before,"
+            " per second: `tandem_rollout_prefix_breaks_total`. Their trajectory has more than one"
+            " sequence, which costs the trainer the prefix again.",
+            "cps",
+            query(
+                "sum by (reason)"
+                " (rate(tandem_rollout_prefix_breaks_total{@pod}[$__rate_interval]))",
+                "{{reason}}",
+            ),
+            none="not exported",
             defaults={"min": 0},
         ),
     ]

@@ -52,8 +52,9 @@ class SampledSequence:
 
 @dataclass(eq=False)
 class Recording:
-    """A sampling request of a session. `head`: the turn that it continues; `samples`: by their
-    index in the answer; `broken`: is told why it does not continue a turn."""
+    """A sampling request of a session. `messages`: as sent, then as vLLM has them; `head`: the turn
+    that it continues; `samples`: by their index in the answer; `broken`: is told why it does not
+    continue a turn."""
 
     session: RolloutSession
     broken: Callable[[str], None]
@@ -67,7 +68,7 @@ class Recording:
         """The sampled turns, each with its answer as the client has it."""
         if self.prompt is None:
             return []
-        # GPT-OSS is rendered elsewhere: its turns are kept, and not found again.
+        # The turns of GPT-OSS are kept, and not found again.
         asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
@@ -112,7 +113,10 @@ class Recording:
     def _sampled_from(self, prompt: list[int]) -> None:
         """Note the prompt, and count where it does not continue what it should."""
         self.prompt, self.samples = prompt, {}
-        if self.conversation is None:
+        if self.conversation is None:  # GPT-OSS: vLLM renders it by Harmony
+            answered = any(_sampled(message) for message in self.messages)
+            if answered and self.session.turns and self.session.deepest(prompt) is None:
+                self.broken("template")
             return
         known = self.session.find(self.conversation)
         turn = known[0] if known else self.session.expected(self.conversation)
@@ -192,6 +196,13 @@ def _stop_tokens(engine: Any, tokenizer: Any) -> dict[int, str]:
     given = config.get("eos_token_id")
     found = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id} - {None}
     return {token: tokenizer.decode([token]) for token in found}
+
+
+def _sampled(message: Any) -> bool:
+    """Whether a message, or an item of the Responses API, is the model's."""
+    return isinstance(message, dict) and (
+        message.get("role") == "assistant" or message.get("type") == "function_call"
+    )
 
 
 def _listed(message: Any) -> Any:

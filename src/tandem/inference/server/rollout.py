@@ -92,7 +92,8 @@ class RolloutDoor:
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
             await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
             return
-        request = self._record(scope["app"].state.engine_client, session)
+        history = (options or {}).get("input" if inner == RESPONSES else "messages")
+        request = self._record(scope["app"].state.engine_client, session, history)
         answer = _RecordedAnswer(send, inner, lambda found: self._keep(session, request, found))
         token = recording.set(request)
         try:
@@ -100,11 +101,13 @@ class RolloutDoor:
         finally:
             recording.reset(token)
 
-    def _record(self, engine: Any, session: str) -> Recording:
+    def _record(self, engine: Any, session: str, history: Any) -> Recording:
         if self._followed is not engine:
             follow(engine)
             self._followed = engine
-        return Recording(self.sessions.use(session), lambda reason: _BREAKS.labels(reason).inc())
+        request = Recording(self.sessions.use(session), lambda reason: _BREAKS.labels(reason).inc())
+        request.messages = history if isinstance(history, list) else ()
+        return request
 
     def _keep(self, session: str, request: Recording, answers: Answers) -> None:
         turns = request.turns(answers.messages, answers.model)
