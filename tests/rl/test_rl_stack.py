@@ -281,11 +281,8 @@ def test_a_tool_of_the_template_is_called(with_tools: LocalStack, tmp_path: Path
     rl.finish()
     check(stack, "arithmetic", SFT_STEPS, steps=2, bound=0)
     for line in rl.lines("step"):
-        assert line["metrics"]["called"] > 0.1, line
+        assert min(line["metrics"]["called"], line["reward"]) > 0.1, line
         assert abs(line["trained"]["kl_sampler"]) < 1e-3, line
-    before, after = rl.lines("evaluated")
-    print("reward:", before["reward"], after["reward"], "called:", before["metrics"]["called"])
-    assert before["reward"] > 0
     headers = {"Authorization": f"Bearer {stack.api_key}"}
     text = httpx.get(f"{stack.inference_url}/metrics", headers=headers).text
     breaks = re.findall(r"^tandem_rollout_prefix_breaks_total\{.*\} (\S+)$", text, re.MULTILINE)
