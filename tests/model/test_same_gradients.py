@@ -11,12 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.func import functional_call
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tiny import write_random_model
 
 LORA = LoraShape(rank=3, alpha=1.5)
@@ -35,7 +36,19 @@ SHAPES = {
 
 
 def lora_of(case: str) -> LoraShape:
+    if CASES[case]["family"] == "qwen3_5_text":
+        return LORA.model_copy(update={"targets": LORA_TARGETS + DELTA_NET_TARGETS})
     return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
+
+
+class _In:
+    """torch, whose float32 is another dtype: for a module that computes parts in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.float32 = dtype
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
 
 
 def reference(
@@ -68,11 +81,13 @@ def reference(
             if "lora_" in name
         }
         theirs.to(dtype)
-    loss = torch.zeros((), dtype=dtype)
+    loss, monkeypatch = torch.zeros((), dtype=dtype), pytest.MonkeyPatch()
+    monkeypatch.setattr(modeling_qwen3_5, "torch", _In(dtype))
     for sequence, weights_of_items in zip(SEQUENCES, WEIGHTS, strict=True):
         logprobs = torch.log_softmax(run(sequence)[:-1], -1).gather(-1, sequence[1:, None])[:, 0]
         loss = loss + (logprobs * weights_of_items).sum()
     loss.backward()
+    monkeypatch.undo()
     return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
 
 
@@ -82,7 +97,7 @@ def reference(
 )
 def test_loss_and_gradients(alone, tmp_path, case, lora):
     model = write_random_model(
-        tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case]
+        tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **CASES[case]}
     )
     directory = write_random_adapter(tmp_path / "adapter", model, lora)
     exact_loss, exact = reference(model, directory, lora, torch.float64)
@@ -101,20 +116,22 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss", "qwen3_5"])
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
     """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
     at all."""
-    model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
+    model = write_random_model(
+        tmp_path, seed=4, num_hidden_layers=3, **{**CASES[case], "spread": 0.5}
+    )
     lora = lora_of(case)
     whole, half = make_policy(model, lora), make_policy(model, lora, dtype=torch.bfloat16)
     with torch.no_grad():
         difference = whole(packed_row()).logprobs - half(packed_row()).logprobs
     assert difference.abs().mean() < 0.05
     for name, parameter in half.base().items():
-        is_bias = name.endswith("correction_bias")
-        assert parameter.dtype is (torch.float32 if is_bias else torch.bfloat16), name
-        assert not is_bias or torch.equal(parameter, whole.base()[name])
+        wide = name.endswith(("correction_bias", "A_log", "dt_bias"))
+        assert parameter.dtype is (torch.float32 if wide else torch.bfloat16), name
+        assert not wide or torch.equal(parameter, whole.base()[name])
     (half(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
     assert all(torch.isfinite(gradient).all() for gradient in gradients(half).values())
 

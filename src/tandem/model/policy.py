@@ -15,6 +15,7 @@ from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, rotation, tree_params
+from tandem.model.delta_rule import recurrence
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embed
@@ -304,6 +305,8 @@ class Policy(nn.Module):
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
         tree.slot_experts = row.slot_experts
+        if self.arch.gdn is not None:
+            tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)
         if sizes.sequence and row.slot_experts is not None:
             tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
         # Megatron's decoder passes no argument of another name to its layers.
