@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"family": "qwen3_5_text", "spread": 0.7},
     "qwen3_5, tied": {
         "family": "qwen3_5_text",
-        "spread": 0.7,
+        "spread": 0.5,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 3,
         "linear_num_value_heads": 3,

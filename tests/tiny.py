@@ -45,6 +45,15 @@ QWEN3_5: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
@@ -73,16 +82,25 @@ def write_random_model(
         values = {**GLM4_MOE, **values}
     if family == "gpt_oss":
         values = {**GPT_OSS, **values}
-    if family == "qwen3_5_text":
+    delta_nets = family in ("qwen3_5", "qwen3_5_text")
+    if delta_nets:
         values = {**QWEN3_5, **values}
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    if family == "qwen3_5":
+        tied = values["tie_word_embeddings"]
+        values = {
+            "text_config": values,
+            "vision_config": VISION | {"out_hidden_size": values["hidden_size"]},
+            "tie_word_embeddings": tied,
+        }
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         hf_config = transformers.CONFIG_MAPPING[family](**values)
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+        kind = "ImageTextToText" if family == "qwen3_5" else "CausalLM"
+        model = getattr(transformers, f"AutoModelFor{kind}").from_config(hf_config)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
@@ -90,7 +108,7 @@ def write_random_model(
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     offset = family == "gemma3_text" or (
-                        family == "qwen3_5_text" and "linear_attn" not in name
+                        delta_nets and "linear_attn" not in name
                     )
                     parameter.normal_(0.0 if offset else 1.0, 0.2)
                 elif name.endswith("A_log"):

@@ -115,7 +115,9 @@ class Decoder:
         embedding, prefix = (arch.vocab_size, arch.hidden_size), arch.weight_prefix
         rules = [
             WeightRule(
-                "embedding.word_embeddings.weight", {f"{prefix}embed_tokens.weight": embedding}, "rows"
+                "embedding.word_embeddings.weight",
+                {f"{prefix}embed_tokens.weight": embedding},
+                "rows",
             ),
             WeightRule(
                 "decoder.final_layernorm.weight", {f"{prefix}norm.weight": (arch.hidden_size,)}

@@ -16,7 +16,6 @@ from tandem.model.weights.checkpoint_tensors import read_tensors
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor
 from tandem.spool.schema import LoraShape
 
-
 _BLOCKS = {
     "self_attention.": "self_attn",
     "linear_attention.": "linear_attn",

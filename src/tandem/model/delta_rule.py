@@ -258,19 +258,19 @@ def _in_chunks(
     k = k * (decay[..., -1:] - decay).exp()[..., None]
     kept = decay[..., -1, None, None].exp()
     outputs: list[torch.Tensor] = []
-    begin, states = 0, None
-    for level in row.chunks:
+    begin, states = 0, v.new_zeros(0)
+    for number, level in enumerate(row.chunks):
         part = slice(begin, begin := begin + len(level.slots))
-        new, output = written[part], None
-        if states is not None:
-            # Indexing, whose backward sums in a fixed order.
-            states = states[level.parents]
-            new = new - erased[part] @ states
-            output = q[part] @ states
-        update = k[part].transpose(-1, -2) @ new
-        states = update if states is None else states * kept[part] + update
-        inside = seen[part] @ new
-        outputs.append(inside if output is None else output + inside)
+        if number == 0:
+            new = written[part]
+            outputs.append(seen[part] @ new)
+            states = k[part].transpose(-1, -2) @ new
+            continue
+        # Indexing, whose backward sums in a fixed order.
+        states = states[level.parents]
+        new = written[part] - erased[part] @ states
+        outputs.append(q[part] @ states + seen[part] @ new)
+        states = states * kept[part] + k[part].transpose(-1, -2) @ new
     flat = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     place = slots.new_empty(row.length + 1)
     place[slots.flatten()] = torch.arange(slots.numel(), device=slots.device)

@@ -1,5 +1,6 @@
 """The sublayer of a gated delta net, in place of attention (Qwen3.5)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class DeltaNetSublayer(Sublayer):
             output = self._record(projected, saved, tree)
             saved.tensors = entry("in_inner", inner)
         else:
-            output = self._attend(projected, *self._weights.all(), tree)
+            output = self._attend(projected, self._weights.all(), tree)
         y, inner = self._add_output(self._out, output.detach(), x)
         if level is not None:
             saved.tensors |= {"output": output} | entry("out_inner", inner)
@@ -121,18 +122,17 @@ class DeltaNetSublayer(Sublayer):
         ]
         saved.leaves = [leaf, *trained]
         with torch.enable_grad():
-            return self._attend(leaf, *weights, tree)
+            return self._attend(leaf, weights, tree)
 
     def _attend(
         self,
         projected: torch.Tensor,
-        conv: torch.Tensor,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        norm: torch.Tensor,
+        weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]; what is no product is fp32."""
+        """[S, features of in_proj] -> [S, features of out_proj]; what is no product is fp32.
+        `weights`: those of `DeltaNetWeights`."""
+        conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None
         sections = [size // self._parts for size in gdn.sections]

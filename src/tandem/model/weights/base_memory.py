@@ -66,9 +66,7 @@ class BaseWeights:
         self.rules = {rule.parameter: rule for rule in rules}
         wider = dtype is not torch.float32
         own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32 and wider}
-        shapes = {
-            rule.parameter: rule.shape(sizes) for rule in rules if rule.parameter not in own
-        }
+        shapes = {rule.parameter: rule.shape(sizes) for rule in rules if rule.parameter not in own}
         experts = {
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
