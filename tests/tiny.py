@@ -107,9 +107,7 @@ def write_random_model(
                     buffer.normal_(0.0, 0.1)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    offset = family == "gemma3_text" or (
-                        delta_nets and "linear_attn" not in name
-                    )
+                    offset = family == "gemma3_text" or (delta_nets and "linear_attn" not in name)
                     parameter.normal_(0.0 if offset else 1.0, 0.2)
                 elif name.endswith("A_log"):
                     parameter.normal_(0.0, 1.0)

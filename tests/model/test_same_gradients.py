@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.func import functional_call
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
@@ -19,6 +18,7 @@ from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tiny import write_random_model
+from wide import computed_in
 
 LORA = LoraShape(rank=3, alpha=1.5)
 ATTENTION = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
@@ -39,16 +39,6 @@ def lora_of(case: str) -> LoraShape:
     if CASES[case]["family"] == "qwen3_5_text":
         return LORA.model_copy(update={"targets": LORA_TARGETS + DELTA_NET_TARGETS})
     return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
-
-
-class _In:
-    """torch, whose float32 is another dtype: for a module that computes parts in float32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.float32 = dtype
-
-    def __getattr__(self, name: str):
-        return getattr(torch, name)
 
 
 def reference(
@@ -81,13 +71,13 @@ def reference(
             if "lora_" in name
         }
         theirs.to(dtype)
-    loss, monkeypatch = torch.zeros((), dtype=dtype), pytest.MonkeyPatch()
-    monkeypatch.setattr(modeling_qwen3_5, "torch", _In(dtype))
+    loss = torch.zeros((), dtype=dtype)
     for sequence, weights_of_items in zip(SEQUENCES, WEIGHTS, strict=True):
-        logprobs = torch.log_softmax(run(sequence)[:-1], -1).gather(-1, sequence[1:, None])[:, 0]
+        with computed_in(dtype):
+            logits = run(sequence)[:-1]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, sequence[1:, None])[:, 0]
         loss = loss + (logprobs * weights_of_items).sum()
     loss.backward()
-    monkeypatch.undo()
     return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
 
 

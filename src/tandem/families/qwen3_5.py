@@ -133,7 +133,6 @@ class Qwen35(Decoder):
                 "another gate of the delta net than SiLU": (
                     config.given("output_gate_type", "silu") not in ("silu", "swish")
                 ),
-                "experts": config.get("num_experts"),
             }
         )
 

@@ -209,8 +209,7 @@ def _by_levels(
         inputs = (x[level.slots] if several else x for x in (query, key, value, g, beta))
         output, final = rule(
             *(x[None] for x in inputs),
-            # Indexing, whose backward sums in a fixed order.
-            initial_state=None if states is None else states[level.parents],
+            initial_state=None if states is None else _of_parents(states, level.parents),
             output_final_state=number + 1 < len(row.levels),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=level.offsets,
@@ -266,8 +265,7 @@ def _in_chunks(
             outputs.append(seen[part] @ new)
             states = k[part].transpose(-1, -2) @ new
             continue
-        # Indexing, whose backward sums in a fixed order.
-        states = states[level.parents]
+        states = _of_parents(states, level.parents)
         new = written[part] - erased[part] @ states
         outputs.append(q[part] @ states + seen[part] @ new)
         states = states * kept[part] + k[part].transpose(-1, -2) @ new
@@ -275,6 +273,12 @@ def _in_chunks(
     place = slots.new_empty(row.length + 1)
     place[slots.flatten()] = torch.arange(slots.numel(), device=slots.device)
     return flat[place[: row.length]].to(value.dtype)
+
+
+def _of_parents(states: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """The states that a level's pieces begin with. The backward of indexing sums the gradients of
+    siblings in a fixed order."""
+    return states[parents]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ from typing import Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput
+from tandem.families.adapter import all_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
-from tandem.spool.schema import LORA_TARGETS, LoraTarget
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.system.gpus import Devices
@@ -231,6 +232,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers and
         # experts have names of vLLM's own.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
+        *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(["experts"] if settings.expert_lora else []),
     ]
 
@@ -242,7 +244,7 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
         return None
     return tuple(
         name
-        for name in LORA_TARGETS
+        for name in all_targets(arch)
         if not arch.moe or settings.expert_lora or name not in EXPERT_TARGETS
     )
 

@@ -39,8 +39,8 @@ class SavedDeltaNet(Saved):
 class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
-    Autograd computes what lies between the two products: of a level below `SaveLevel.ATTENTION`
-    again, in the backward pass.
+    Autograd computes what lies between the two products: at a level below `SaveLevel.ALL` again,
+    in the backward pass.
     """
 
     def __init__(
@@ -68,11 +68,14 @@ class DeltaNetSublayer(Sublayer):
         """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
         saved = SavedDeltaNet(x)
         projected, inner = self._in(self._normalise(x))
-        if level is not None and level >= SaveLevel.ATTENTION:
+        if level is SaveLevel.ALL:
             output = self._record(projected, saved, tree)
-            saved.tensors = entry("in_inner", inner)
         else:
             output = self._attend(projected, self._weights.all(), tree)
+        if level is SaveLevel.ATTENTION:
+            saved.tensors = {"projected": projected}
+        if level is not None and level >= SaveLevel.ATTENTION:
+            saved.tensors |= entry("in_inner", inner)
         y, inner = self._add_output(self._out, output.detach(), x)
         if level is not None:
             saved.tensors |= {"output": output} | entry("out_inner", inner)
@@ -93,10 +96,11 @@ class DeltaNetSublayer(Sublayer):
         inner = saved.tensors.pop("out_inner", None)
         self._out.add_gradients(gradient, grad_inner, output.detach(), inner)
         normalised = self._normalise(saved.x)
-        inner = saved.tensors.pop("in_inner", None)
+        inner, projected = saved.tensors.pop("in_inner", None), saved.tensors.pop("projected", None)
         if not saved.leaves:
             del output
-            projected, inner = self._in(normalised)
+            if projected is None:
+                projected, inner = self._in(normalised)
             output = self._record(projected, saved, tree)
             del projected
         grad_projected, *others = torch.autograd.grad(output, saved.leaves, grad_output)
@@ -149,7 +153,13 @@ class DeltaNetSublayer(Sublayer):
             b.float().sigmoid(),
             row,
         ).float()
-        inverse = (read.square().mean(-1, keepdim=True) + self._eps).rsqrt()
-        # The norm comes before the gate.
-        gate = silu(z.float()).view(read.shape)
-        return (read * inverse * norm * gate).to(dtype).flatten(1)
+        return _norm_and_gate(read, z, norm, self._eps).to(dtype)
+
+
+def _norm_and_gate(
+    read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of what each head reads, fp32 [S, heads, size], then the gate z [S, heads * size]:
+    [S, heads * size]."""
+    inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)
