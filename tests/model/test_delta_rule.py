@@ -69,7 +69,8 @@ def compare(tree: Tree, args, weights) -> float:
     sequence is computed alone."""
     ends, paths = tree
     row = recurrence(ends, len(ends), torch.device("cpu"))
-    ours = delta_rule(*args, row)
+    q, k, v, g, beta = args
+    ours = delta_rule(q, k, v, g, beta, row)
     grads = torch.autograd.grad((ours * weights).sum(), args)
     outputs, loss, seen = torch.zeros_like(ours), torch.zeros(()).double(), set()
     for path in paths:
@@ -106,12 +107,13 @@ def test_trees_are_the_recurrence_of_each_sequence(number):
 def test_one_sequence_is_transformers_chunk_rule(length):
     args = inputs(length, length, (2, 4), (8, 6))
     row = recurrence(torch.full((length,), length), length, torch.device("cpu"))
+    ours = delta_rule(args[0], args[1], args[2], args[3], args[4], row)
     q, k, v, g, beta = (x.detach().float()[None] for x in args)
     q, k = q.repeat_interleave(2, 2), k.repeat_interleave(2, 2)
     theirs, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(
         q, k, v, g, beta, use_qk_l2norm_in_kernel=True
     )
-    torch.testing.assert_close(delta_rule(*args, row).float(), theirs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.float(), theirs[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("number", range(8))

@@ -244,7 +244,10 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     from vllm.transformers_utils.config import get_config
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        return {"model_type": family, **({"text_config": values} if family == "qwen3_5" else values)}
+        return {
+            "model_type": family,
+            **({"text_config": values} if family == "qwen3_5" else values),
+        }
 
     config = of(REQUIRED)
     assert differing(config, theirs(config)) == []

@@ -117,10 +117,9 @@ def cut(case: Case, dimension: str) -> bool:
     return case.sizes.get(dimension, 1) > 1
 
 
-def orphaned(*arguments):
-    *inputs, row = arguments
+def orphaned(query, key, value, g, beta, row):
     segments = [replace(segment, parent=-1) for segment in row.segments]
-    return IN_CHUNKS(*inputs, replace(row, segments=segments))
+    return IN_CHUNKS(query, key, value, g, beta, replace(row, segments=segments))
 
 
 def from_the_first(states, parents):

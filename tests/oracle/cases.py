@@ -194,10 +194,13 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                 "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
             }
     if family == "qwen3_5_text":
-        kinds = ("linear_attention", "linear_attention", "full_attention")
-        config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
-        config["layer_types"][rng.randrange(config["num_hidden_layers"])] = "linear_attention"
+        # transformers asks a layer with attention how long the sequence is.
+        kinds = ["linear_attention", "full_attention"]
+        kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]
+        rng.shuffle(kinds)
         config |= {
+            "num_hidden_layers": len(kinds),
+            "layer_types": kinds,
             "linear_num_key_heads": 4,
             "linear_num_value_heads": rng.choice((4, 8)),
             "linear_key_head_dim": rng.choice((4, 8)),

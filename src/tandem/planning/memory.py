@@ -247,9 +247,7 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     return total
 
 
-def _layers(
-    workload: Workload, sizes: Sizes, layers: Iterable[int]
-) -> tuple[SavedBytes, int, int]:
+def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
     """As `_layer`, of layers of both kinds: what they keep on average, and the most that a pass
     has."""
     saved, working, recomputing = _layer(workload, sizes)

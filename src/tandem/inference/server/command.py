@@ -9,14 +9,16 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, TandemError
 from tandem.families.adapter import all_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
@@ -153,6 +155,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
+        *_delta_net_arguments(settings, device, model),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -202,6 +205,26 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 def _has_keys(settings: Settings) -> bool:
     """Whether there are API keys beside the one that vLLM's environment takes, or names of keys."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
+
+
+def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list[str]:
+    """Of Qwen3.5. InvalidInput where vLLM can't serve it here."""
+    try:
+        arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
+    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
+        return []
+    if arch.gdn is None:
+        return []
+    if find_spec("torchvision") is None:
+        raise InvalidInput(
+            f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
+            " the release that goes with your torch (0.28 with torch 2.13)"
+        )
+    if device == "cpu" and serving_dtype(settings) != "bfloat16":
+        problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
+        raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
+    # Rows are text. The tower would take memory, and images would not be trained.
+    return ["--language-model-only"] if arch.weight_prefix != "model." else []
 
 
 def _scale_out_is_optional() -> bool:
