@@ -103,7 +103,9 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--language-model-only" in command(device="cuda", **model).argv
     with pytest.raises(InvalidInput, match="bfloat16 only"):
         command(**model)
-    assert option(command(dtype="bfloat16", **model).argv, "--dtype") == "bfloat16"
+    on_the_cpu = command(dtype="bfloat16", **model).argv
+    assert option(on_the_cpu, "--dtype") == "bfloat16"
+    assert "--no-enable-prefix-caching" in on_the_cpu
     (tmp_path / "config.json").write_text(json.dumps(text))
     assert "--language-model-only" not in command(device="cuda", **model).argv
 

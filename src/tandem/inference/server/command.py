@@ -224,7 +224,9 @@ def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
     # Rows are text. The tower would take memory, and images would not be trained.
-    return ["--language-model-only"] if arch.weight_prefix != "model." else []
+    argv = ["--language-model-only"] if arch.weight_prefix != "model." else []
+    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
+    return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
 
 
 def _scale_out_is_optional() -> bool:
