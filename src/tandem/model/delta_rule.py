@@ -10,6 +10,7 @@ On a GPU flash-linear-attention computes the rule, if it is installed; else torc
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,6 +187,10 @@ def delta_rule(
 def _flash_linear_attention() -> Any:
     """Its kernel, or None."""
     if importlib.util.find_spec("fla") is None:
+        logging.getLogger(__name__).warning(
+            "flash-linear-attention is not installed: torch computes the delta rule, slowly;"
+            " pip install tandem-rl[delta-nets]"
+        )
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -238,13 +238,15 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """Load and compile the kernels that a process's first `forward` would load. Runs one layer
-        with whatever is in the weights' memory, which may be written meanwhile. A collective of the
-        ranks that share layers.
+        """Load and compile the kernels that a process's first `forward` would load. Runs a layer of
+        each kind with whatever is in the weights' memory, which may be written meanwhile. A
+        collective of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
-        hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
+        first = {type(layer.sublayers[0]): layer for layer in reversed(decoder.layers)}
+        for layer in first.values():
+            hidden, _ = layer(hidden, **self.decoder_inputs(row))
         if self.stage.last:
             self._outputs(
                 row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0
