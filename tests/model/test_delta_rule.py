@@ -1,6 +1,7 @@
 """The gated delta rule over packed trees is the recurrence, token by token along each sequence, and
 transformers' chunk rule."""
 
+import itertools
 import random
 
 import pytest
@@ -147,3 +148,87 @@ def test_padding_is_one_segment():
     ends = torch.tensor([3, 2, 3, 4, 5, 6, 8, 8, 9, 10])
     found = [(s.begin, s.end, s.parent) for s in module._segments(ends.numpy())]
     assert found == [(0, 1, -1), (1, 2, 0), (2, 3, 0), (3, 6, -1), (6, 8, -1), (8, 10, -1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(8))
+def test_flash_linear_attention_computes_the_same(number):
+    """In bf16, whose rounding is 2^-8: what torch computes of the same inputs in float64."""
+    rule = module._flash_linear_attention()
+    if rule is None:
+        pytest.skip("needs fla-core")
+    (ends, paths), _, _ = case(number)
+    args = inputs(number, len(ends), (2, 4), (64, 64))
+    weights = torch.randn(len(ends), 4, 64, generator=torch.Generator().manual_seed(number))
+    padding = set(range(len(ends))) - {slot for path in paths for slot in path}
+    weights[sorted(padding)] = 0
+    half = [
+        x.detach().to("cuda", torch.float32 if i == 3 else torch.bfloat16).requires_grad_()
+        for i, x in enumerate(args)
+    ]
+    exact = [x.detach().double().cpu().requires_grad_() for x in half]
+    on_gpu, on_cpu = (recurrence(ends, len(ends), torch.device(d)) for d in ("cuda", "cpu"))
+    q, k, v, g, beta = half
+    found = module._by_levels(rule, q, k, v, g, beta, on_gpu)
+    q, k, v, g, beta = exact
+    expected = module._in_chunks(q, k, v, g, beta, on_cpu)
+    pairs = [(found * weights.to(found), expected * weights)]
+    grads = [
+        torch.autograd.grad((output * weights.to(output)).sum(), of)
+        for output, of in ((found, half), (expected, exact))
+    ]
+    for one, other in [*pairs, *zip(*grads, strict=True)]:
+        assert (one.cpu().double() - other).norm() <= 0.03 * other.norm()
+
+
+def segment_by_segment(
+    q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens, cu_seqlens_cpu, **options
+):
+    """transformers' rule with flash-linear-attention's arguments."""
+    assert torch.equal(cu_seqlens, cu_seqlens_cpu)
+    assert options == {"use_qk_l2norm_in_kernel": True}
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    outputs, states = [], []
+    for number, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        state = None if initial_state is None else initial_state[number : number + 1]
+        output, last = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+            *(x[:, begin:end] for x in (q, k, v, g, beta)),
+            initial_state=state,
+            output_final_state=True,
+            **options,
+        )
+        outputs.append(output)
+        states.append(last)
+    return torch.cat(outputs, 1), torch.cat(states) if output_final_state else None
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_level_by_level_is_chunk_by_chunk(number, monkeypatch):
+    """What a GPU's kernel is called with: whole segments, from their parents' states."""
+    (ends, _), args, weights = case(number)
+    row = recurrence(ends, len(ends), torch.device("cpu"))
+    args = [x.detach().float().requires_grad_() for x in args]
+    q, k, v, g, beta = args
+
+    def difference() -> float:
+        found = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
+        expected = module._in_chunks(q, k, v, g, beta, row)
+        grads = [
+            torch.autograd.grad((output * weights.float()).sum(), args)
+            for output in (found, expected)
+        ]
+        pairs = [(found, expected), *zip(*grads, strict=True)]
+        return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+    assert difference() < 1e-5
+    if len(row.levels) > 1:  # the mistake is seen: a parent's state gets no gradient
+        of_parents = module._of_parents
+        monkeypatch.setattr(
+            module, "_of_parents", lambda states, parents: of_parents(states.detach(), parents)
+        )
+        found = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
+        broken = torch.autograd.grad((found * weights.float()).sum(), args)
+        monkeypatch.undo()
+        found = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
+        whole = torch.autograd.grad((found * weights.float()).sum(), args)
+        assert (broken[1] - whole[1]).norm() > 1e-3 * whole[1].norm()

@@ -70,6 +70,10 @@ class ShardedAdam:
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
+        # Those beside `memory` would have no gradient of their own.
+        assert not (
+            apart := [n for n, p in base.parameters.items() if p.dtype != base.memory.dtype]
+        ), f"{apart[0]} is fp32 beside others"
         self.settings, self.steps = settings, 0
         self._policy, self._base, self._topology = policy, base, parallel.current()
         self._two_tables = policy.arch.tie_embeddings and policy.stage.first != policy.stage.last
