@@ -34,6 +34,7 @@ from tandem.spool.schema.jobs import (
     SFTJob,
 )
 from tandem.spool.schema.runs import (
+    DELTA_NET_TARGETS,
     LORA_TARGETS,
     LongProbe,
     LoraShape,
@@ -58,6 +59,7 @@ from tandem.spool.schema.training import (
 )
 
 __all__ = [
+    "DELTA_NET_TARGETS",
     "LORA_TARGETS",
     "PENDING",
     "SCHEMA_VERSION",
