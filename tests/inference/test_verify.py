@@ -107,7 +107,7 @@ def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
         new = BASE + noise(step * size)
         served = new + between + noise(size / 4)
         if step == 0.5:
-            coefficient, error = movement(*flat(served, new, BASE + between), range(256))
+            coefficient, error = movement(*flat(served, new, BASE + between), contexts=range(256))
             assert coefficient + MARGIN * error < 0.5
         assert not refusal(served, probe(new, BASE, BASE), 0.05)
 
@@ -152,7 +152,7 @@ def test_right_weights_pass_where_rounding_moves_all_copies_of_a_prompt_alike(
     for _ in range(100):
         true = PREVIOUS + alike(5e-3)
         served, new, before = true + alike(2e-2), true + alike(2e-2), PREVIOUS + alike(2e-2)
-        a, error = movement(*flat(served, new, before), range(256)) or (0.5, 0.0)
+        a, error = movement(*flat(served, new, before), contexts=range(256)) or (0.5, 0.0)
         refused += a + MARGIN * error < 0.5
         assert not refusal(served, probe(new, before, before), 0.1)
     assert refused > 0
@@ -212,7 +212,9 @@ def test_malformed_probes_fail() -> None:
 def test_movement_is_the_share_of_the_way() -> None:
     new = PREVIOUS + noise(1.0)
     for share in (0.0, 0.3, 1.0, 1.4):
-        moved = movement(*flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS), range(256))
+        moved = movement(
+            *flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS), contexts=range(256)
+        )
         assert moved == pytest.approx((share, 0.0), abs=1e-9)
     assert movement([1.0], [2.0], [2.0], [0]) is None
 
