@@ -84,6 +84,16 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
     assert ("--enable-scale-out" in command().argv) == given
 
 
+@pytest.mark.parametrize(("key", "names"), [("one", False), ("ann:one", True)])
+def test_vllm_writes_an_access_log_where_keys_have_names(
+    key: str, names: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(f"{key}\n")
+    argv = command(api_key_file=tmp_path / "keys").argv
+    assert ("--disable-uvicorn-access-log" not in argv) is names
+    assert ("--disable-access-log-for-endpoints" in argv) is names
+
+
 def test_cuda() -> None:
     made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
     expected = {

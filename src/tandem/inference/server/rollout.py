@@ -219,7 +219,7 @@ def _with_tokens(answer: Options, request: Recording) -> Options:
     """The answer with what vLLM would have put there, had it been asked for tokens."""
     for choice in answer["choices"]:
         sample = request.samples[choice["index"]]
-        content = [
+        content: list[Options] = [
             {
                 "token": f"token_id:{token}",
                 "logprob": max(logprob, _LEAST_LOGPROB),
