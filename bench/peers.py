@@ -5,8 +5,8 @@
     python -m bench.peers tandem --name dedicated --ahead 1 --gpus 0 1 --out tandem.json
     python -m bench.peers table ROW.json ...        (writes bench/results/peers.json)
 
-The task is `examples/sums.py` with sums of numbers from 10 to 99: 32 groups of 8 answers of at most
-24 tokens per step, 4 optimizer steps of 8 groups each, LoRA of rank 16 on all linear layers. Every
+Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
+99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA of rank 16 on all linear layers. Every
 `--every` steps 200 other sums are evaluated, sampled once at temperature 1. `--task noise` is for
 speed alone: a reward that says nothing, of answers as long as `--tokens` allows, and no evaluation.
 
@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from examples import sums
+import sums
 
 from bench.report import report
 
