@@ -6,9 +6,10 @@
     python -m bench.peers table ROW.json ...        (writes bench/results/peers.json)
 
 Each with PYTHONPATH=src:examples. The task is `examples/sums.py` with sums of numbers from 10 to
-99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA of rank 16 on all linear layers. Every
-`--every` steps 200 other sums are evaluated, sampled once at temperature 1. `--task noise` is for
-speed alone: a reward that says nothing, of answers as long as `--tokens` allows, and no evaluation.
+99: 32 groups of 8 answers of at most 24 tokens per step, 4 optimizer steps of 8 groups each, LoRA
+of rank 16 on all linear layers. Every `--every` steps 200 other sums are evaluated, sampled once at
+temperature 1. `--task noise` is for speed alone: a reward that says nothing, of answers as long as
+`--tokens` allows, and no evaluation.
 
 Tandem's stack runs already (TANDEM_URL, TANDEM_INFERENCE_URL). TRL's server does too:
 `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}'
