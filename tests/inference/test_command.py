@@ -110,6 +110,16 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--language-model-only" not in command(device="cuda", **model).argv
 
 
+@pytest.mark.parametrize(("key", "names"), [("one", False), ("ann:one", True)])
+def test_vllm_writes_an_access_log_where_keys_have_names(
+    key: str, names: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(f"{key}\n")
+    argv = command(api_key_file=tmp_path / "keys").argv
+    assert ("--disable-uvicorn-access-log" not in argv) is names
+    assert ("--disable-access-log-for-endpoints" in argv) is names
+
+
 def test_cuda() -> None:
     made = command(device="cuda", inference_tensor_parallel=2, max_model_len=4096)
     expected = {

@@ -18,7 +18,7 @@ from inference.scripted_vllm import FAMILIES, Scripted, serve
 from integrations.clients import python_of
 from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import Vllm
-from tandem.data.inputs import Trajectory
+from tandem.data.inputs import Trajectory, turn_from_openai
 from tandem.inference.server.sessions import (
     RolloutSession,
     SampledTurn,
@@ -331,6 +331,25 @@ def test_reasoning_in_other_names_reaches_the_template(vllm: Scripted) -> None:
         assert ask(vllm, None, messages=edited(messages, **{"reasoning": None, name: "aha"}))
         prompt = vllm.engine.renderer.tokenizer.decode(vllm.engine.prompts[-1])
         assert "<think>\naha\n</think>" in prompt, name
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_a_sessions_answers_have_the_tokens_that_vllm_writes_without_one(vllm: Scripted) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answers = dict[str | None, list[dict[str, Any]]]()
+    for session in (None, next(names)):
+        vllm.engine.texts = ["yes, two<|im_end|>"]
+        answers[session] = ask(vllm, session, **body).json()["choices"]
+    for theirs, ours in zip(*answers.values(), strict=True):
+        for entry in (*theirs["logprobs"]["content"], *ours["logprobs"]["content"]):
+            entry["bytes"], entry["top_logprobs"] = None, []
+        assert {**ours, "message": None} == {**theirs, "message": None}
+        assert ours["message"] == theirs["message"]
+        assert len(ours["token_ids"]) == len(ours["logprobs"]["content"]) > 1
+        turn_from_openai({"choices": [ours]})
+    vllm.engine.texts = ["yes<|im_end|>"]
+    [choice] = ask(vllm, next(names), **body, top_logprobs=1).json()["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"]  # what vLLM alone knows
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)

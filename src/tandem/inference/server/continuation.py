@@ -63,6 +63,8 @@ class Recording:
     head: SampledTurn | None = None
     prompt: list[int] | None = None
     samples: dict[int, SampledSequence] = field(default_factory=dict)
+    only_ids: bool = False
+    """Whether the log-probs are read here alone, so that no token's text is."""
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
         """The sampled turns, each with its answer as the client has it."""
@@ -163,10 +165,16 @@ def follow(engine: Any) -> None:
             return original
         if params.logprobs is None:
             params.logprobs = 0  # of the sampled tokens
+            request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
 
+    def unneeded() -> bool:
+        request = recording.get()
+        return request is not None and request.only_ids
+
     patches.continue_sampled_tokens(engine, render, record)
+    patches.leave_texts_of_tokens_out(unneeded)
 
 
 def malformed_call(name: str) -> str:
