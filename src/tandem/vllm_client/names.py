@@ -21,6 +21,10 @@ MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""
 
+READY_ROUTE = "/tandem/ready"
+"""Whether one of several inference servers answers requests: 200 or 503. With the admin token its
+publisher decides it."""
+
 NOT_HELD = "vLLM does not hold the adapter"
 """How a worker's refusal begins that holds other tensors than an adapter's file. vLLM answers 500
 with it, and the same load gives the same answer again."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.inference.server.asgi import error, route_path, with_bearer
 from tandem.inference.server.sessions import NAME
 from tandem.system.loopback import foreign_header
-from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.vllm_client.names import ADMIN_HEADER, READY_ROUTE
 
 PUBLIC_PATHS = frozenset(
     {
@@ -37,7 +37,7 @@ PUBLIC_PATHS = frozenset(
 """Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
 itself."""
 
-PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
+PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/", READY_ROUTE})
 """Paths that are open to other hosts too."""
 
 ROLLOUT_PATHS = frozenset(
@@ -112,7 +112,9 @@ class AdminGuard:
         if scope[ADMIN] or scope["type"] != "http":
             return bool(scope[ADMIN])
         path = route_path(scope)
-        return path in PUBLIC_PATHS or (_asks_for_the_key(path) and self._has_api_key(scope))
+        return path in PUBLIC_PATHS | PROBE_PATHS or (
+            _asks_for_the_key(path) and self._has_api_key(scope)
+        )
 
     def _foreign_header(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or self._api_key or scope[ADMIN]:

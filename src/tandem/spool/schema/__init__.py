@@ -33,6 +33,7 @@ from tandem.spool.schema.jobs import (
     RunnerInfo,
     SFTJob,
 )
+from tandem.spool.schema.replicas import Replica, ReplicaServed
 from tandem.spool.schema.runs import (
     LORA_TARGETS,
     LongProbe,
@@ -93,6 +94,8 @@ __all__ = [
     "RankMemory",
     "Record",
     "Refused",
+    "Replica",
+    "ReplicaServed",
     "RunName",
     "RunSpec",
     "RunnerInfo",
