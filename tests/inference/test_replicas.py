@@ -22,6 +22,7 @@ from tandem.spool import removal
 from tandem.spool import replicas as replicas_module
 from tandem.spool.schema import Replica
 from tandem.vllm_client.client import VllmClient
+from tandem.vllm_client.names import READY_MARGIN_SECONDS
 
 
 class Several:
@@ -86,6 +87,7 @@ def several(
 ) -> Iterator[Callable[..., Several]]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(replica_module, "BEAT_SECONDS", 3600.0)  # the tests beat
+    monkeypatch.setattr(replica_module, "DRAIN_SECONDS", 0.0)
     made: list[Several] = []
 
     def make(names: str = "ab", **settings: object) -> Several:
@@ -409,11 +411,13 @@ def test_vllm_answers_requests_while_it_has_permission() -> None:
     assert [asked(app, path) for path in (chat, "/tokenize", ready)] == [503] * 3
     assert [asked(app, path) for path in ("/health", "/v1/models", "/metrics")] == [200] * 3
     assert asked(app, chat, admin=True) == 200, "the publisher verifies before"
-    soon = {"until": time.monotonic() + 0.2, "instance": app.instance}
+    soon = {"until": time.monotonic() + READY_MARGIN_SECONDS + 1, "instance": app.instance}
     assert asked(app, ready, "POST", body=soon) == 401
     assert asked(app, ready, "POST", True, soon | {"instance": "other"}) == 409
     assert asked(app, chat) == 503
     assert asked(app, ready, "POST", True, soon) == 200
     assert [asked(app, path) for path in (chat, ready)] == [200, 200]
-    time.sleep(0.2)
+    app.until -= 1  # as time goes on
+    assert [asked(app, path) for path in (chat, ready)] == [200, 503], "the proxy knows it first"
+    app.until -= READY_MARGIN_SECONDS
     assert [asked(app, path) for path in (chat, ready)] == [503, 503]

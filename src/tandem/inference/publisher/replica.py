@@ -26,6 +26,7 @@ from tandem.spool.replicas import DEAD_SECONDS
 from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
 from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceGone, VllmClient
+from tandem.vllm_client.names import READY_MARGIN_SECONDS
 
 log = Log("publisher")
 
@@ -33,6 +34,8 @@ BEAT_SECONDS = 2.0
 """How often the record of a living replica is renewed, and the others' are read."""
 LEASE_SECONDS = DEAD_SECONDS / 2
 """How long vLLM answers requests after the last renewal."""
+DRAIN_SECONDS = READY_MARGIN_SECONDS
+"""How long vLLM answers requests after the proxy was told to send no more."""
 
 
 class Member:
@@ -63,7 +66,7 @@ class Member:
         self._trouble = ""
         with self._replicas.lock():
             self._write()
-            self._tell_vllm(0.0)
+            self._drop("it starts")
         self._ended = threading.Event()
         threading.Thread(target=self._beat_forever, name="replica", daemon=True).start()
 
@@ -103,7 +106,7 @@ class Member:
     def withdraw(self, listed: Collection[str]) -> None:
         with self._replicas.lock():
             if not listed:
-                self._leave("its vLLM has nothing loaded")
+                self._drop("its vLLM has nothing loaded")
             for run in self._spool.runs.names():
                 own = self._replicas.serves(run, self._id)
                 left = tuple(served for served in own.steps if served.model in listed)
@@ -119,7 +122,7 @@ class Member:
         self._asked = self._client.ready_instance()
         if self._record.ready and self._asked != self._joined:
             with self._replicas.lock():
-                self._leave("its vLLM has started again")
+                self._drop("its vLLM has started again")
 
     def turn_done(self, runs: Collection[str]) -> None:
         """Become ready, if this replica has what is announced."""
@@ -131,7 +134,7 @@ class Member:
                 self._record = self._record.model_copy(update={"ready": True})
                 self._joined = self._asked
                 self._write()
-                if not self._tell_vllm(LEASE_SECONDS):
+                if not self._renew():
                     why = "its vLLM does not answer"
             self._set(ready=not why, why=why)
             for run in runs:
@@ -172,7 +175,7 @@ class Member:
             if self._record.ready and lag:
                 self._leave(lag)
             self._write()
-            if self._record.ready and not lag and not self._tell_vllm(LEASE_SECONDS):
+            if self._record.ready and not lag and not self._renew():
                 self._set(ready=False, why="its vLLM does not answer")
             for run in self._spool.runs.names():
                 self._announce(run)
@@ -211,9 +214,16 @@ class Member:
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Be ready no more, as soon as vLLM surely answers no request."""
-        if self._tell_vllm(0.0) or time.monotonic() > self._lease:
+        """Be ready no more: the proxy learns it first, then vLLM answers no request, and then the
+        others need not wait."""
+        self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
+        if time.monotonic() >= self._lease:
             self._set(ready=False, why=why)
+
+    def _drop(self, why: str) -> None:
+        """Be ready no more at once, because vLLM has nothing loaded."""
+        self._tell_vllm(0.0)
+        self._set(ready=False, why=why)
 
     def _set(self, *, ready: bool, why: str) -> None:
         if (self._record.ready, self._record.why) == (ready, why):
@@ -227,20 +237,21 @@ class Member:
         self._record = self._record.model_copy(update={"beat": time.time()})
         self._replicas.put(self._record)
 
-    def _tell_vllm(self, seconds: float) -> bool:
-        """Let vLLM answer requests until so long after the record was written. Whether it knows, or
-        is gone and answers none."""
-        until = self._beaten + seconds if seconds else 0.0
+    def _renew(self) -> bool:
+        """Let vLLM answer requests until a while after the record was written. False where it is
+        another process, or gone."""
+        return self._tell_vllm(self._beaten + LEASE_SECONDS, self._joined)
+
+    def _tell_vllm(self, until: float, instance: str | None = None) -> bool:
         try:
-            known = self._client.set_ready(until, self._joined if seconds else None)
+            known = self._client.set_ready(until, instance)
         except InferenceGone:
-            return not seconds
+            self._lease = 0.0
+            return False
         except TandemError as error:
-            log.warning("vLLM was not told whether it is ready", error=error)
-            # Of a permission that it has, some is left.
-            return bool(seconds) and time.monotonic() < self._lease
-        if known:
-            self._lease = max(self._lease, until) if seconds else 0.0
+            log.warning("vLLM was not told until when it is ready", error=error)
+            return time.monotonic() < self._lease
+        self._lease = until if known else 0.0
         return known
 
     def _announce(self, run: str) -> None:

@@ -19,40 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.inference.server.asgi import error, route_path, with_bearer
 from tandem.inference.server.sessions import NAME
 from tandem.system.loopback import foreign_header
-from tandem.vllm_client.names import ADMIN_HEADER, READY_ROUTE
-
-PUBLIC_PATHS = frozenset(
-    {
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/metrics/",
-        "/v1/models",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/inference/v1/generate",
-    }
-)
-"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
-itself."""
-
-PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/", READY_ROUTE})
-"""Paths that are open to other hosts too."""
-
-ROLLOUT_PATHS = frozenset(
-    {
-        "/rollout/v1/models",
-        "/rollout/v1/chat/completions",
-        "/rollout/v1/completions",
-        "/rollout/v1/responses",
-        "/rollout/v1/messages",
-        "/rollout/v1/messages/count_tokens",
-        "/rollout/inference/v1/generate",
-    }
-)
-"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
-vLLM does."""
+from tandem.vllm_client.names import ADMIN_HEADER, PROBE_PATHS, PUBLIC_PATHS, ROLLOUT_PATHS
 
 FINISH = re.compile(rf"/rollout/sessions/({NAME.pattern})/finish")
 """The path at which a session of the rollout door becomes a trajectory."""

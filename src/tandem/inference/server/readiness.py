@@ -2,8 +2,9 @@
 the guard.
 
 Its publisher gives it permission for a few seconds at a time (`inference.publisher.replica`).
-Without permission requests get 503, and the proxy asks another replica. Permission ends by itself
-where the publisher is silent, and a vLLM that starts has none. `GET /tandem/ready` tells the proxy.
+Without permission requests get 503. Permission ends by itself where the publisher is silent, and a
+vLLM that starts has none. `GET /tandem/ready` tells the proxy, which sends no more requests, a
+little before.
 """
 
 import json
@@ -14,8 +15,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.inference.server.asgi import error, read_body, route_path
-from tandem.inference.server.guard import ADMIN, PROBE_PATHS
-from tandem.vllm_client.names import READY_ROUTE
+from tandem.inference.server.guard import ADMIN
+from tandem.vllm_client.names import PROBE_PATHS, READY_MARGIN_SECONDS, READY_ROUTE
 
 OPEN = PROBE_PATHS | {"/v1/models"}
 """Paths that answer all the same: probes and metrics, and the list of models."""
@@ -28,16 +29,15 @@ class Readiness:
         self.instance = secrets.token_hex(8)
         self.until = 0.0  # by the monotonic clock, which the publisher on this machine has too
 
-    @property
-    def ready(self) -> bool:
-        return time.monotonic() < self.until
+    def answers(self, margin: float = 0.0) -> bool:
+        return time.monotonic() < self.until - margin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif route_path(scope) == READY_ROUTE:
             await (await self._answer(scope, receive))(scope, receive, send)
-        elif self.ready or scope.get(ADMIN) or route_path(scope) in OPEN:
+        elif self.answers() or scope.get(ADMIN) or route_path(scope) in OPEN:
             await self.app(scope, receive, send)
         else:
             await self._refusal()(scope, receive, send)
@@ -50,9 +50,10 @@ class Readiness:
             self.until = float(order["until"])
         elif scope["method"] not in ("GET", "HEAD"):
             return error(401, "unauthorized", "the admin token says whether vLLM is ready")
-        elif not self.ready and not scope.get(ADMIN):
+        ready = self.answers(READY_MARGIN_SECONDS)
+        if not ready and not scope.get(ADMIN):
             return self._refusal()
-        return JSONResponse({"ready": self.ready, "instance": self.instance})
+        return JSONResponse({"ready": ready, "instance": self.instance})
 
     def _refusal(self) -> JSONResponse:
         problem = "this inference server does not have every announced step; another one has"
