@@ -6,15 +6,17 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from unittest import mock
 
 import httpx
 import pytest
+import tiny_model
 import yes_no_maybe
 
 from free_ports import free_ports
 from local_stack import LocalStack
-from tandem.errors import Conflict
+from tandem.errors import Conflict, NotFound
 from tandem.supervise import proxy
 from tandem.system import ports
 from waiting import until
@@ -59,6 +61,7 @@ def stack(
         "OMP_NUM_THREADS": "2",
     }
     root = tmp_path_factory.mktemp(request.param) / "spool"
+    tiny_model.write_tiny_qwen3(root / "models" / "tiny")  # the demo's
     with LocalStack(root, **variables) as running:
         yield running
 
@@ -76,12 +79,21 @@ class Stranger(threading.Thread):
         self.unanswered = 0
 
     def run(self) -> None:
+        try:
+            self.ask()
+        except Exception as error:
+            self.wrong.append(repr(error))
+
+    def ask(self) -> None:
         merged = self.stack.environment["TANDEM_WEIGHTS"] == "merged"
         headers = {"Authorization": f"Bearer {self.stack.api_key}"}
         url = f"{self.stack.inference_url}/v1/completions"
         while not self.stopped:
             time.sleep(0.05)
-            if (record := self.stack.spool.served.get(RUN)) is None:
+            record = None
+            with suppress(NotFound):  # it is not made yet
+                record = self.stack.spool.served.get(RUN)
+            if record is None:
                 continue
             model = RUN if merged else record.model
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 2}
