@@ -31,6 +31,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import httpx
@@ -62,7 +63,8 @@ class Exact(Sampler):
     model end them. The rollout door refuses such answers, so requests go past it."""
 
     def __init__(self, vllm: Vllm, model: str, options: dict[str, Any]) -> None:
-        super().__init__(vllm, model, lambda: 0, None, options)
+        # Of several servers behind one address, one answers all turns.
+        super().__init__(vllm, model, lambda: 0, None, options, uuid4().hex)
         self._session = None
 
     @property

@@ -115,8 +115,8 @@ class Vllm:
         if session is not None:
             url = f"{self.url.removesuffix('/v1')}/rollout/v1/{path}"
             arguments["headers"][SESSION_HEADER] = session
-            if group is not None:
-                arguments["headers"][GROUP_HEADER] = group
+        if group is not None:
+            arguments["headers"][GROUP_HEADER] = group
         try:
             async with (
                 asyncio.timeout(seconds),
