@@ -168,6 +168,10 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
     if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu; else sync-locked inference; fi
 
 FROM inference-packages AS inference
+# For several inference servers behind one address.
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends haproxy \
+ && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \

@@ -424,6 +424,33 @@ def _serving_what_is_trained() -> list[Json]:
 
 def _how_weights_arrive() -> list[Json]:
     return [
+        row("Several inference servers"),
+        timeline(
+            "Ready servers",
+            "Whether a server has every served step and answers requests: `tandem_replica_ready`."
+            " TandemReplicaNotReady after 15 minutes.",
+            "none",
+            query("max by (replica) (tandem_replica_ready{@pod})", "{{replica}}"),
+            texts={"0": ("no", RED), "1": ("yes", "green")},
+            none="one server",
+        ),
+        timeseries(
+            "Steps behind",
+            "Steps from a run's newest checkpoint to the newest that a server has verified:"
+            " `tandem_replica_steps_behind`.",
+            "none",
+            query("max by (replica) (tandem_replica_steps_behind{@pod})", "{{replica}}"),
+            none="one server",
+            defaults={"min": 0},
+        ),
+        timeseries(
+            "Commit to verification",
+            "Of the last step of each server: `tandem_replica_publish_seconds`.",
+            "s",
+            query("max by (replica) (tandem_replica_publish_seconds{@pod})", "{{replica}}"),
+            none="one server",
+            defaults={"min": 0},
+        ),
         row("How weights arrive"),
         timeseries(
             "Parts of a publication",

@@ -17,6 +17,8 @@ from tandem.errors import SpoolUnusable
 Role = Literal["all", "trainer", "inference"]
 """Whose programs run under one supervisord: one container's, or everything on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
+# The id of an inference server becomes a file's name and a label; the name of a pod is one.
+REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
 # The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name,

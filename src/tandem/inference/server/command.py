@@ -165,6 +165,11 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # comes first, as before.
         *("--scheduling-policy", "priority"),
         # A later one is around the earlier ones.
+        *(
+            ["--middleware", "tandem.inference.server.readiness.Readiness"]
+            if settings.replica is not None
+            else []
+        ),
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(

@@ -33,7 +33,7 @@ from tandem.inference.server.dialects import (
     refused,
     unforced,
 )
-from tandem.inference.server.guard import FINISH, ROLLOUT_PATHS
+from tandem.inference.server.guard import FINISH
 from tandem.inference.server.sessions import (
     BREAKS,
     HEADER,
@@ -42,6 +42,7 @@ from tandem.inference.server.sessions import (
     malformed,
     reasoning_of,
 )
+from tandem.vllm_client.names import ROLLOUT_PATHS
 
 _BREAKS = Counter(
     "tandem_rollout_prefix_breaks",

@@ -79,6 +79,9 @@ def _withdraw_records(settings: Settings) -> None:
     does this too, but it may have died with the vLLM before."""
     try:
         spool = Spool(settings.root)  # a full volume can still lose files
+        if settings.replica is not None:
+            spool.replicas.withdraw(settings.replica)
+            return
         for run in spool.runs.names():
             spool.served.withdraw(run)
     except (TandemError, OSError) as error:

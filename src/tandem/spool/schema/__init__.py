@@ -33,6 +33,7 @@ from tandem.spool.schema.jobs import (
     RunnerInfo,
     SFTJob,
 )
+from tandem.spool.schema.replicas import Replica, ReplicaServed
 from tandem.spool.schema.runs import (
     DELTA_NET_TARGETS,
     LORA_TARGETS,
@@ -95,6 +96,8 @@ __all__ = [
     "RankMemory",
     "Record",
     "Refused",
+    "Replica",
+    "ReplicaServed",
     "RunName",
     "RunSpec",
     "RunnerInfo",
