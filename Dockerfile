@@ -131,7 +131,7 @@ FROM torch AS trainer-packages
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    sync-locked trainer
+    sync-locked trainer --extra delta-nets
 
 FROM trainer-packages AS trainer
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
@@ -168,6 +168,10 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
     if [ "${DEVICE}" = cpu ]; then sync-locked inference-cpu; else sync-locked inference; fi
 
 FROM inference-packages AS inference
+# For several inference servers behind one address.
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends haproxy \
+ && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*.log /var/log/apt
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     /uv/bin/uv pip install -q --compile-bytecode --cache-dir /root/.cache/uv --python /opt/tandem --no-deps /wheel/*.whl \

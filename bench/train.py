@@ -31,6 +31,7 @@ import torch
 
 from bench.report import report
 from bench.restart import SHAPES
+from tandem.families.adapter import all_targets
 from tandem.families.arch import Arch
 from tandem.families.registry import arch_from_config
 from tandem.spool.schema import LoraShape
@@ -49,6 +50,20 @@ MODELS: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": True,
         }
     ),
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1e7,
+    },
     "llama-1b": {
         "model_type": "llama",
         "num_hidden_layers": 16,
@@ -64,7 +79,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def shape_of(row: str) -> tuple[list[int], int]:
@@ -85,11 +99,18 @@ def model_flops(arch: Arch, lengths: list[int], trainable: str) -> float:
             3 * hidden * arch.moe.ffn_hidden_size * arch.moe.experts_per_token
             + hidden * arch.moe.num_experts
         )
+    delta_nets = sum(arch.gdn.layers) if arch.gdn else 0
+    with_attention = arch.num_layers - delta_nets
+    queries = (3 if arch.output_gate else 2) * arch.query_size  # q and o, and gates
     weights = (
-        arch.num_layers * (hidden * (2 * arch.query_size + 2 * arch.kv_size) + mlp)
+        with_attention * hidden * (queries + 2 * arch.kv_size)
+        + arch.num_layers * mlp
         + hidden * arch.vocab_size
     )
-    attention = sum(2 * length**2 * arch.query_size for length in lengths) * arch.num_layers
+    if arch.gdn:  # without the delta rule itself
+        features = sum(arch.gdn.sections) + 2 * arch.gdn.value_size + 2 * arch.gdn.value_heads
+        weights += delta_nets * hidden * features
+    attention = sum(2 * length**2 * arch.query_size for length in lengths) * with_attention
     return (6.0 if trainable == "full" else 4.0) * weights * tokens + 3.5 * attention
 
 
@@ -212,7 +233,8 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.limit:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.limit * 2**30 / total)
-    targets = ATTENTION if arguments.targets == "attention" else DENSE
+    arch = arch_from_config(config)
+    targets = ATTENTION if arguments.targets == "attention" else all_targets(arch)
     if way.startswith("peft"):
         step = peft_step(config, row, way, targets)
     else:
@@ -253,9 +275,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
         "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # with that of CUDA graphs
-        "TFLOP/s per GPU": (
-            model_flops(arch_from_config(config), lengths, arguments.trainable) / median / 1e12
-        ),
+        "TFLOP/s per GPU": (model_flops(arch, lengths, arguments.trainable) / median / 1e12),
     }
 
 

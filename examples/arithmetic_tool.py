@@ -1,70 +1,145 @@
 """The task of `arithmetic_tool.toml`: sums, with a calculator that the model may call.
 
-The call is plain text (`calc 3+4`), so it works with every chat template; with a model whose
-template has tools, pass `tools=[...]` to `sampler.chat` and read `answer["tool_calls"]`. A model
-that has never seen the task first learns both ways, by the tool and by a guess:
+The calculator adds two numbers, so a sum of three takes two calls and three turns. The call is
+plain text (`calc 3+4`), which works with every chat template. With `tools = true` it is a call as
+the template and vLLM's parser of calls have it. A model that has never seen the task first learns
+both ways, by the calculator and by a guess. The tiny model:
 
     python examples/arithmetic_tool.py > sums.jsonl
     tandem train sft arithmetic sums.jsonl --learning-rate 5e-3 --epochs 40 --lora-rank 16
     tandem rl examples/arithmetic_tool.toml
+
+A real one, with the stack as for sums.toml:
+
+    python examples/arithmetic_tool.py --terms 3 --largest 99 --count 48 --guess-every 4 > sft.jsonl
+    tandem train sft agent sft.jsonl --lr 1e-3 --epochs 3 --batch-size 8 --lora-rank 8
+    tandem rl examples/arithmetic_tool_smollm2.toml
 """
 
+import argparse
 import json
+import random
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
-Task = dict[str, int]
+Task = list[int]
+Message = dict[str, Any]
+NUMBER = {"type": "integer"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "parameters": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}},
+    },
+}
 
 
 class Sums:
-    """Sums of two numbers up to `largest`."""
+    """Sums of `terms` numbers up to `largest`: all, or `count` that `seed` chooses. `tools`: calls
+    are the chat template's."""
 
-    def __init__(self, largest: int = 4) -> None:
-        self.largest = largest
+    def __init__(
+        self,
+        largest: int = 4,
+        terms: int = 2,
+        count: int | None = None,
+        seed: int = 0,
+        tools: bool = False,
+    ) -> None:
+        self.largest, self.terms, self.count, self.seed = largest, terms, count, seed
+        self.options = {"tools": [TOOL]} if tools else {}
 
     def tasks(self) -> list[Task]:
         numbers = range(1, self.largest + 1)
-        return [{"a": a, "b": b} for a in numbers for b in numbers]
+        if self.count is None:
+            return [list(task) for task in product(numbers, repeat=self.terms)]
+        chosen = random.Random(self.seed)
+        return [chosen.choices(numbers, k=self.terms) for _ in range(self.count)]
 
     async def rollout(self, task: Task, sampler: Any) -> Any:
-        """A question, perhaps a call of the calculator, and the answer: 1 if it is right."""
-        messages = [{"role": "user", "content": f"{task['a']}+{task['b']}"}]
-        messages.append(await sampler.chat(messages))
-        called = messages[-1]["content"].startswith("calc ")
-        if called:
-            messages.append({"role": "tool", "content": calculate(messages[-1]["content"])})
-            messages.append(await sampler.chat(messages))
-        right = messages[-1]["content"].strip() == str(task["a"] + task["b"])
-        return sampler.finish(right, metrics={"called": called})
+        """A question, calls of the calculator, and the answer: 1 if it is right."""
+        messages = [question(task)]
+        calls = 0
+        while True:
+            answer = await sampler.chat(messages, **self.options)
+            messages.append(answer)
+            results = self.results(answer)
+            if not results or calls == self.terms:
+                break
+            messages += results
+            calls += 1
+        right = (answer["content"] or "").strip() == str(sum(task))
+        return sampler.finish(right, metrics={"called": calls > 0, "calls": calls})
 
-    def sft_examples(self) -> list[dict[str, Any]]:
-        """Each sum by the calculator, and by a guess that is seldom right."""
-        examples = []
+    def sft_examples(self, guess_every: int = 1) -> list[dict[str, Any]]:
+        """Each sum by the calculator, and of each `guess_every`-th a guess that is seldom right."""
+        dialogues = []
         for i, task in enumerate(self.tasks()):
-            terms = f"{task['a']}+{task['b']}"
-            call, guess = (
-                {"role": "assistant", "content": f"calc {terms}"},
-                str(i % (2 * self.largest) + 1),
-            )
-            result = calculate(call["content"])
-            question = {"role": "user", "content": terms}
-            tool = [
-                call,
-                {"role": "tool", "content": result},
-                {"role": "assistant", "content": result},
-            ]
-            examples += [
-                {"messages": [question, *tool]},
-                {"messages": [question, {"role": "assistant", "content": guess}]},
-            ]
-        return examples
+            dialogue, total = [question(task)], task[0]
+            for other in task[1:]:
+                call = self.call(total, other)
+                dialogue += [call, *self.results(call)]
+                total += other
+            dialogues.append([*dialogue, self.answer(total)])
+            if i % guess_every == 0:
+                guess = i % (self.terms * self.largest) + 1
+                dialogues.append([question(task), self.answer(guess)])
+        return [{"messages": dialogue, **self.options} for dialogue in dialogues]
+
+    def call(self, a: int, b: int) -> Message:
+        if not self.options:
+            return {"role": "assistant", "content": f"calc {a}+{b}"}
+        function = {"name": "calc", "arguments": json.dumps({"a": a, "b": b})}
+        calls = [{"id": "call-1", "type": "function", "function": function}]
+        return {**self.answer(""), "tool_calls": calls}
+
+    def answer(self, content: object) -> Message:
+        """With the template's tools, with a thought, as of a model that thinks."""
+        thought = {"reasoning": "hm"} if self.options else {}
+        return {"role": "assistant", "content": str(content), **thought}
+
+    def results(self, answer: Message) -> list[Message]:
+        """The calculator's answers to the calls in an answer."""
+        if not self.options:
+            text = answer["content"] or ""
+            numbers = text.removeprefix("calc ").split("+")
+            return [{"role": "tool", "content": total(numbers)}] if text.startswith("calc ") else []
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": total(arguments(call))}
+            for call in answer.get("tool_calls") or ()
+        ]
 
 
-def calculate(call: str) -> str:
-    """The calculator's answer to `calc <number>+<number>`."""
-    numbers = call.removeprefix("calc ").split("+")
-    return str(sum(map(int, numbers))) if all(number.isdecimal() for number in numbers) else "error"
+def question(task: Task) -> Message:
+    return {"role": "user", "content": "+".join(map(str, task))}
+
+
+def arguments(call: Mapping[str, Any]) -> list[object]:
+    """The numbers of a call; none where it is malformed."""
+    try:
+        return [*json.loads(call["function"]["arguments"]).values()]
+    except (ValueError, AttributeError):
+        return []
+
+
+def total(numbers: list[Any]) -> str:
+    if len(numbers) != 2 or not all(str(number).isdecimal() for number in numbers):
+        return "error"
+    return str(sum(map(int, numbers)))
 
 
 if __name__ == "__main__":
-    for example in Sums().sft_examples():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--terms", type=int, default=2)
+    parser.add_argument("--largest", type=int, default=4)
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--guess-every", type=int, default=1)
+    parser.add_argument("--tools", action="store_true", help="as the config's tools = true")
+    options = parser.parse_args()
+    # Another seed than that of the tasks of RL.
+    sums = Sums(options.largest, options.terms, options.count, seed=1, tools=options.tools)
+    for example in sums.sft_examples(options.guess_every):
         print(json.dumps(example))

@@ -80,7 +80,7 @@ def described(line: dict[str, Any]) -> str:
     if "evaluated" in line:
         return (
             f"evaluated @{line['evaluated']}: reward {line['reward']:.3f} on"
-            f" {line['samples']} sums, {line['metrics']['right']:.0%} right"
+            f" {line['samples']} sums, {line['metrics']['alone']:.0%} answers are a number alone"
         )
     spent = line["seconds"]
     parts = ", ".join(f"{name} {spent[name]:.0f} s" for name in ("sampling", "training", "serving"))
@@ -97,8 +97,8 @@ def samples(step: int) -> list[dict[str, Any]]:
         answer = httpx.post(url, json=asked, headers=headers, timeout=120, trust_env=False)
         answer.raise_for_status()
         said = answer.json()["choices"][0]["message"]["content"]
-        right, alone = sums.judge(said, a + b)
-        shown.append({"sum": f"{a} + {b}", "said": said, "reward": right + 0.2 * alone})
+        right, _ = sums.judge(said, a + b)
+        shown.append({"sum": f"{a} + {b}", "said": said, "reward": float(right)})
     return shown
 
 
@@ -117,7 +117,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"mean reward of {last['samples']} sums: [bold]{first['reward']:.3f}[/bold] before,"
         f" [bold]{last['reward']:.3f}[/bold] after {last['evaluated']} steps"
-        " (1 for the right number, 0.2 for a number alone)"
+        " (1 for the right number)"
     )
 
 
@@ -145,12 +145,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
         zorder=3,
         label=f"evaluation on {evaluations[0]['samples']} sums",
     )
-    axes.axhline(1.2, color="grey", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="policy (step)",
         ylabel="reward",
-        ylim=(0, 1.23),
-        title=f"{report['model']}: sums, right 1, a number alone 0.2",
+        ylim=(0, 1.03),
+        title=f"{report['model']}: sums, 1 for the right number",
     )
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""The task of `sums.toml`: sums of two numbers. The right last number earns 1, a number alone 0.2.
+"""The task of `sums.toml`: sums of two numbers. The right last number earns 1.
 
 A real model needs no SFT before it:
 
@@ -34,7 +34,7 @@ class Sums:
         a, b = task
         answer = await sampler.chat(question(a, b))
         right, alone = judge(answer["content"] or "", a + b)
-        return sampler.finish(right + 0.2 * alone, metrics={"right": right, "alone": alone})
+        return sampler.finish(float(right), metrics={"alone": alone})
 
 
 def question(a: int, b: int) -> list[dict[str, str]]:

@@ -28,7 +28,12 @@ from tandem.model.pipeline import _Lane, _Receive
 from tandem.model.policy import Policy, _AllTokens
 from tandem.model.rows import RowTensors
 from tandem.model.transfer.parts import buffers
-from tandem.spool.schema import LoraShape, OptimizerSettings
+from tandem.spool.schema import (
+    DELTA_NET_TARGETS,
+    LORA_TARGETS,
+    LoraShape,
+    OptimizerSettings,
+)
 from tandem.topology.sizes import Sizes
 from tandem.trainer.rank.publication import TrainedWeights
 from tandem.training.optimizer import AdapterOptimizer
@@ -37,6 +42,8 @@ from tandem.training.optimizer import AdapterOptimizer
 def lora(family: str) -> LoraShape:
     if family == "gpt_oss":
         return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    if family == "qwen3_5_text":
+        return LoraShape(rank=4, alpha=2.0, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     return LoraShape(rank=4, alpha=2.0 if family == "glm4_moe" else 10.0)
 
 

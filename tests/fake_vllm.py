@@ -8,6 +8,7 @@ behaviour.
 import hashlib
 import json
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ _LORA_INFO = (
 )
 SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
 MERGED = "/tandem/merged"
+READY = "/tandem/ready"
 
 
 def effect(adapter: Path) -> float:
@@ -58,6 +60,8 @@ class FakeVllm:
         # Called before it sleeps; an exception is answered by 500.
         self.on_sleep: Callable[[], None] = lambda: None
         self.on_wake: Callable[[], None] = lambda: None
+        self.ready_until = 0.0  # monotonic
+        self.instance = ""
         self._engine = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self._port = 0
@@ -71,6 +75,7 @@ class FakeVllm:
         # The kernel gives one of its own to others after `stop`.
         self._port = port or self._port or free_ports(1)[0]
         self.adapters.clear()
+        self.ready_until, self.instance = 0.0, secrets.token_hex(4)
         self.asleep = self.dead = False
         fake = self
 
@@ -95,6 +100,11 @@ class FakeVllm:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it would answer requests, as one of several behind one address."""
+        return self._server is not None and time.monotonic() < self.ready_until
 
     def loads(self) -> list[str]:
         return [body["lora_name"] for path, body in self.calls if path == "/v1/load_lora_adapter"]
@@ -126,7 +136,7 @@ class FakeVllm:
             "/reset_prefix_cache",
             MERGED,
             *SLEEP,
-        )
+        ) or (path == READY and request.command == "POST")
         if admin and request.headers.get("X-Tandem-Admin-Token") != ADMIN_TOKEN:
             return 401, {"error": {"message": "admin token"}}
         if self.statuses.get(path):
@@ -165,6 +175,11 @@ class FakeVllm:
                 return 200, {"success": True} if self.version >= "0.32" else ""
             case "/v1/completions":
                 return self._complete(body)
+            case "/tandem/ready":
+                if body.get("instance") not in (None, self.instance):
+                    return 409, {"error": {"message": "another process"}}
+                self.ready_until = body.get("until", self.ready_until)
+                return 200, {"ready": self.ready, "instance": self.instance}
             case "/tandem/merged" if self.merged_phase:
                 return 200, {
                     "phase": self.merged_phase,

@@ -44,6 +44,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN_WINDOW},
     "gpt_oss": {"family": "gpt_oss"},
+    # Small reads of a state are normalised, which enlarges the rounding of large models.
+    "qwen3_5": {"family": "qwen3_5_text", "spread": 0.7},
+    "qwen3_5, tied": {
+        "family": "qwen3_5_text",
+        "spread": 0.5,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
     "gpt_oss, truncated": {
         "family": "gpt_oss",
         "rope_parameters": {

@@ -75,6 +75,12 @@ PATCHES = [
     ("vllm", "object engine.generate", VLLM, f"{NO_HOOK} that has the tokens of all routes"),
     (
         "vllm",
+        "vllm.v1.engine.logprobs.LogprobsProcessor.from_new_request",
+        VLLM,
+        "open: log-probs without the tokens' texts",
+    ),
+    (
+        "vllm",
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         VLLM,
         "open: an option for plain weights on the CPU",

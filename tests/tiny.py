@@ -36,6 +36,24 @@ GLM4_MOE: dict[str, Any] = {
 
 GPT_OSS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
 
+QWEN3_5: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
@@ -64,20 +82,35 @@ def write_random_model(
         values = {**GLM4_MOE, **values}
     if family == "gpt_oss":
         values = {**GPT_OSS, **values}
+    delta_nets = family in ("qwen3_5", "qwen3_5_text")
+    if delta_nets:
+        values = {**QWEN3_5, **values}
+        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    if family == "qwen3_5":
+        tied = values["tie_word_embeddings"]
+        values = {
+            "text_config": values,
+            "vision_config": VISION | {"out_hidden_size": values["hidden_size"]},
+            "tie_word_embeddings": tied,
+        }
     if family == "mistral":
         values.setdefault("sliding_window", None)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         hf_config = transformers.CONFIG_MAPPING[family](**values)
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
-        model = transformers.AutoModelForCausalLM.from_config(hf_config)
+        kind = "ImageTextToText" if family == "qwen3_5" else "CausalLM"
+        model = getattr(transformers, f"AutoModelFor{kind}").from_config(hf_config)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.1)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2)
+                    offset = family == "gemma3_text" or (delta_nets and "linear_attn" not in name)
+                    parameter.normal_(0.0 if offset else 1.0, 0.2)
+                elif name.endswith("A_log"):
+                    parameter.normal_(0.0, 1.0)
                 elif name.endswith("gate_up_proj_bias"):
                     parameter.normal_(0.0, 2.5)  # GPT-OSS clamps gate and up at 7
                 elif name.endswith("bias"):

@@ -96,6 +96,8 @@ SPECIAL: dict[str, Schema] = {
     "inference.settings.vllmStallSeconds": optional(_POSITIVE),
     "inference.settings.verifyTolerance": optional(_POSITIVE),
     "inference.settings.keepServed": optional(COUNT),
+    "inference.settings.inferenceReplicas": optional(COUNT),
+    "inference.settings.publishSeconds": optional(_POSITIVE),
     "inference.startupMinutes": COUNT,
     "podSecurity.runAsUser": {"type": "integer", "minimum": 1},
     "cache.type": enum("claim", "ephemeral"),

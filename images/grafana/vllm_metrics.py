@@ -1,7 +1,8 @@
-"""The metrics of vLLM itself (Prometheus' job tandem-vllm) that dashboards and rules use."""
+"""The metrics of vLLM's server (Prometheus' job tandem-vllm) that dashboards and rules use."""
 
 from functools import partial
 
+from tandem.inference.server.sessions import BREAKS
 from tandem.metrics.metric import OPEN, Kind, Metric
 
 _vllm = partial(Metric, source="vLLM 0.32", exporters=())
@@ -83,5 +84,13 @@ VLLM_METRICS: tuple[Metric, ...] = (
             "method": ("GET", "POST"),
             "status": ("1xx", "2xx", "3xx", "4xx", "5xx"),
         },
+    ),
+    Metric(
+        "tandem_rollout_prefix_breaks_total",
+        "Turns of the rollout door's sessions that do not continue the tokens sampled before.",
+        kind="counter",
+        labels={"reason": BREAKS},
+        source="Tandem's plugin in vLLM",
+        exporters=(),
     ),
 )

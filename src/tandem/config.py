@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tandem.errors import InvalidInput
 from tandem.system.api_keys import split_name
+from tandem.system.environment import REPLICA_PATTERN
 from tandem.system.loopback import is_loopback as is_loopback
 
 
@@ -93,6 +94,10 @@ class Settings(BaseSettings):
     """None: http://inference_host:inference_port."""
     inference_tensor_parallel: int = Field(default=1, ge=1)
     inference_devices: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    inference_replicas: int = Field(default=1, ge=1, le=64)
+    replica: str | None = Field(default=None, pattern=REPLICA_PATTERN)
+    """None: this vLLM is the only one of its spool."""
+    publish_seconds: float = Field(default=60.0, gt=0)
     weights: Literal["adapter", "merged"] = "adapter"
     transport: Literal["auto", "merge", "nccl", "volume"] = "auto"
     second_copy: Literal["auto", "device", "host"] = "auto"
@@ -159,6 +164,7 @@ class Settings(BaseSettings):
             )
         self._check_ranks()
         self._check_transport()
+        self._check_replicas()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
         both = "TANDEM_TRAINER_DEVICES and TANDEM_INFERENCE_DEVICES"
         if self.gpu_mode == "dedicated":
@@ -218,6 +224,23 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{way}: vLLM sleeps while a job trains (TANDEM_GPU_MODE=shared); use merge or"
                 " volume"
+            )
+
+    def _check_replicas(self) -> None:
+        if self.inference_replicas == 1 and self.replica is None:
+            return
+        several = f"TANDEM_INFERENCE_REPLICAS={self.inference_replicas}"
+        if self.replica is not None:
+            several = f"TANDEM_REPLICA={self.replica}"
+        if self.gpu_mode == "shared":
+            raise ValueError(
+                f"{several} needs GPUs of its own for each vLLM; set TANDEM_GPU_MODE=dedicated, or"
+                " one replica"
+            )
+        if self.transport == "nccl":
+            raise ValueError(
+                f"{several}: TANDEM_TRANSPORT=nccl sends whole weights to one vLLM; use volume, or"
+                " one replica"
             )
 
     @property

@@ -15,8 +15,10 @@ import pytest
 from api_server import KEY, Server, claim, fail, run_one, serve
 from tandem.client import Tandem
 from tandem.client.chain import Chain, SFTTraining
+from tandem.config import Settings
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict
+from tandem.spool.removal import prune
 from tandem.spool.schema import Job
 from waiting import until
 
@@ -243,6 +245,29 @@ def test_data_that_changed_in_mid_training_is_refused_with_both_ways_out(
         with trainer(server, run, 1, failing=(0,)) as anew:
             assert tandem("train", "sft", run, *ARGUMENTS, *arguments)[0] == 3
         assert anew[0][0].spec.base_step == base
+
+
+def test_without_the_jobs_records_the_same_data_goes_on_and_other_data_begins_anew(
+    tandem, server, run
+) -> None:
+    """TANDEM_KEEP_DAYS has removed them. The checkpoints name the jobs that made them, and nothing
+    says any more whether a training with other data was complete."""
+    whole = Path("data.jsonl").read_text()
+    with trainer(server, run, 3, failing=(2,)) as first:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    prune(server.spool, Settings(keep_days=1e-9))
+    assert server.spool.jobs.list(run) == []
+    with trainer(server, run, 1, failing=(0,)) as second:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    assert second[0][1:] == first[2][1:]
+    assert second[0][0].spec.labels == first[2][0].spec.labels
+    assert second[0][0].spec.base_step == 2
+
+    Path("data.jsonl").write_text(whole + CHANGED)
+    with trainer(server, run, 1, failing=(0,)) as anew:
+        assert tandem("train", "sft", run, *ARGUMENTS)[0] == 3
+    assert anew[0][0].spec.labels["part"] == f"1/{JOBS}"
+    assert anew[0][0].spec.base_step == 2
 
 
 def test_data_that_changed_beside_a_queued_job_is_refused(tandem, server, run) -> None:

@@ -35,7 +35,7 @@ from tandem.client import Tandem
 from tandem.controller import app
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NotServed
-from tandem.spool.schema import JobError, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, JobError, LoraShape
 from waiting import until
 
 
@@ -401,6 +401,18 @@ def test_of_runs_with_merged_weights_that_are_created_at_the_same_time_one_is_ma
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(create, "abcd"), key=str) == [None, "weights", "weights", "weights"]
     assert len(server.spool.runs.list()) == 1
+
+
+def test_a_delta_net_has_targets_of_its_own(deploy):
+    nets = {**MIXTURE, "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    nets |= {"full_attention_interval": 100}
+    _, client = deploy(nets)
+    targets = client.create_run("default").spec.lora.targets
+    assert set(DELTA_NET_TARGETS) < set(targets)
+    with refused(InvalidInput, "lora.targets", "in_proj_z without one on in_proj_qkv"):
+        client.create_run("z", lora={"targets": ["in_proj_z"]})
+    with refused(InvalidInput, "lora.targets", "its targets are q_proj"):
+        deploy(MIXTURE)[1].create_run("none", lora={"targets": ["out_proj"]})
 
 
 def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):

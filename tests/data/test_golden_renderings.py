@@ -1,9 +1,11 @@
 """The chat templates in TRL's package: our tokens are transformers', our masks those of `{%
 generation %}`."""
 
+import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +253,27 @@ def test_a_tool_without_its_wrapper_is_rendered_as_vllm_gets_it(bare: dict[str, 
     assert SFTExample.model_validate(conversation | {"tools": [bare]}) == SFTExample.model_validate(
         conversation
     )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    "function",
+    [
+        TOOL["function"],
+        {"name": "f"},
+        {"parameters": PARAMETERS, "name": "f"},
+        {"name": "f", "strict": True, "description": "", "return": {"type": "string"}},
+    ],
+)
+def test_a_tools_text_is_that_of_vllm(function: dict[str, Any]) -> None:
+    """SFT's prompts are those of RL: the same keys in the same order, and nulls."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+
+    sent = {"function": function, "type": "function", "of_the_client": 1}
+    left = {key: one for key, one in function.items() if key != "strict"}  # as the door does
+    theirs = ChatCompletionToolsParam.model_validate({**sent, "function": left}).model_dump()
+    ours = SFTExample.model_validate(CONVERSATIONS["tools"] | {"tools": [sent]}).tools
+    assert json.dumps(ours) == json.dumps([theirs])
 
 
 def test_texts() -> None:

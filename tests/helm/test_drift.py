@@ -83,6 +83,8 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         "INFERENCE_HOST",
         # Services and policies name the containers' ports.
         "METRICS_PORT",
+        # `tandem up` sets it for each of several inference servers.
+        "REPLICA",
         "CONTROLLER_PORT",
         "INFERENCE_PORT",
         # Files, not variables.

@@ -7,7 +7,7 @@ import pytest
 from helm.charts import Object
 from helm.matrix import CASES, HOSTS
 from helm.renders import case, value
-from tandem.inference.server.guard import PUBLIC_PATHS, ROLLOUT_PATHS
+from tandem.vllm_client.names import PUBLIC_PATHS, ROLLOUT_PATHS
 
 KINDS = {"Ingress": "ingress", "HTTPRoute": "gateway"}
 ROLE_OF = {HOSTS[f"{role}Host"]: role for role in ("controller", "inference")}

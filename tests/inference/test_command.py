@@ -15,6 +15,7 @@ from tandem.errors import InvalidInput
 from tandem.inference.server.command import ServerCommand, server_command, serving_device
 from tandem.system.api_keys import name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
+from tiny import SHAPE
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
@@ -82,6 +83,41 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 ) -> None:
     monkeypatch.setattr("tandem.inference.server.command.installed_version", lambda _: version)
     assert ("--enable-scale-out" in command().argv) == given
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the vision tower, in bfloat16, and with torchvision, which vLLM's module imports."""
+    monkeypatch.setattr(
+        "tandem.inference.server.command.find_spec", lambda _: True if installed else None
+    )
+    text = {"model_type": "qwen3_5_text", **SHAPE}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    model = {"base_model": str(tmp_path)}
+    if not installed:
+        with pytest.raises(InvalidInput, match="needs torchvision"):
+            command(device="cuda", **model)
+        return
+    assert "--language-model-only" in command(device="cuda", **model).argv
+    with pytest.raises(InvalidInput, match="bfloat16 only"):
+        command(**model)
+    on_the_cpu = command(dtype="bfloat16", **model).argv
+    assert option(on_the_cpu, "--dtype") == "bfloat16"
+    assert "--no-enable-prefix-caching" in on_the_cpu
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert "--language-model-only" not in command(device="cuda", **model).argv
+
+
+@pytest.mark.parametrize(("key", "names"), [("one", False), ("ann:one", True)])
+def test_vllm_writes_an_access_log_where_keys_have_names(
+    key: str, names: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(f"{key}\n")
+    argv = command(api_key_file=tmp_path / "keys").argv
+    assert ("--disable-uvicorn-access-log" not in argv) is names
+    assert ("--disable-access-log-for-endpoints" in argv) is names
 
 
 def test_cuda() -> None:

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from tandem.inference.server.asgi import route_path
-from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS, AdminGuard
-from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.inference.server.guard import API_KEY_PATHS, AdminGuard
+from tandem.vllm_client.names import ADMIN_HEADER, PUBLIC_PATHS
 
 ADMIN = {ADMIN_HEADER: "s3cret-token"}
 API = {"Authorization": "Bearer the-key"}

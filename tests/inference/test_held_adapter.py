@@ -169,3 +169,32 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
     assert [each.wrong() for each in held if each.wrong()] == [
         "mlp.up_proj.lora_B is not in the file"
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("only", ["", "in_proj_qkv"])
+def test_three_slices_of_a_delta_nets_layer_are_of_one_module(rank: int, only: str) -> None:
+    whole, parts = [16, 16, 32, 32], ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]
+    kind = MergedColumnParallelLinearWithLoRA
+    fused = layer(kind, rank, [size // 2 for size in whole], INPUTS, output_sizes=whole)
+    generator = torch.Generator().manual_seed(rank)
+    modules = {
+        part: tuple(torch.randn(s, generator=generator) for s in ((4, INPUTS), (rows, 4)))
+        for part, rows in zip(parts, (64, 32), strict=True)
+        if part.endswith(only)
+    }
+    pairs = [modules.get(part, (None, None)) for part in parts]
+    fused.set_lora(1, [a for a, _ in pairs], [b for _, b in pairs])
+
+    def wrong() -> list[str]:
+        held = held_adapter._linear(fused, 1, parts, modules, 1.0)
+        return [each.wrong() for each in held if each.wrong()]
+
+    assert wrong() == []
+    value = fused.lora_b_stacked[2][1, 0, 5, 1].item()
+    fused.lora_b_stacked[2][1, 0, 5, 1] += 1.0
+    assert wrong() == ["linear_attn.in_proj_qkv.lora_B has other values"]
+    fused.lora_b_stacked[2][1, 0, 5, 1] = value
+    fused.lora_a_stacked[3][1, 0, 2, 2] += 1.0
+    says = "is not in the file" if only else "has other values"
+    assert wrong() == [f"linear_attn.in_proj_z.lora_A {says}"]

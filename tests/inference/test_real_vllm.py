@@ -28,12 +28,12 @@ from tandem.config import Settings
 from tandem.errors import Unauthorized
 from tandem.inference.publisher.publisher import Publisher
 from tandem.inference.publisher.usage import Retention
-from tandem.inference.server.guard import API_KEY_PATHS, PUBLIC_PATHS
+from tandem.inference.server.guard import API_KEY_PATHS
 from tandem.spool import Spool
 from tandem.spool.schema import LoraShape, Probe, Served
 from tandem.supervise.watchdog import parse
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
-from tandem.vllm_client.names import ADMIN_HEADER
+from tandem.vllm_client.names import ADMIN_HEADER, PUBLIC_PATHS
 from tiny import write_random_model
 from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from waiting import until

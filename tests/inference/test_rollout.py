@@ -10,8 +10,9 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.testclient import TestClient
 
 from tandem.data.inputs import turn_from_openai
-from tandem.inference.server.guard import ROLLOUT_PATHS, AdminGuard
+from tandem.inference.server.guard import AdminGuard
 from tandem.inference.server.rollout import RolloutDoor
+from tandem.vllm_client.names import ROLLOUT_PATHS
 
 API = {"Authorization": "Bearer the-key"}
 CHAT, COMPLETIONS = "/rollout/v1/chat/completions", "/rollout/v1/completions"

@@ -18,8 +18,14 @@ from inference.scripted_vllm import FAMILIES, Scripted, serve
 from integrations.clients import python_of
 from tandem.client.rl.sampler import Sampler
 from tandem.client.vllm import Vllm
-from tandem.data.inputs import Trajectory
-from tandem.inference.server.sessions import SampledTurn, Sessions, plain
+from tandem.data.inputs import Trajectory, turn_from_openai
+from tandem.inference.server.sessions import (
+    RolloutSession,
+    SampledTurn,
+    SentMessages,
+    Sessions,
+    plain,
+)
 
 PROGRAMS = Path(__file__).parents[1] / "integrations" / "programs"
 names = (f"session-{i}" for i in itertools.count())
@@ -328,6 +334,25 @@ def test_reasoning_in_other_names_reaches_the_template(vllm: Scripted) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_a_sessions_answers_have_the_tokens_that_vllm_writes_without_one(vllm: Scripted) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answers = dict[str | None, list[dict[str, Any]]]()
+    for session in (None, next(names)):
+        vllm.engine.texts = ["yes, two<|im_end|>"]
+        answers[session] = ask(vllm, session, **body).json()["choices"]
+    for theirs, ours in zip(*answers.values(), strict=True):
+        for entry in (*theirs["logprobs"]["content"], *ours["logprobs"]["content"]):
+            entry["bytes"], entry["top_logprobs"] = None, []
+        assert {**ours, "message": None} == {**theirs, "message": None}
+        assert ours["message"] == theirs["message"]
+        assert len(ours["token_ids"]) == len(ours["logprobs"]["content"]) > 1
+        turn_from_openai({"choices": [ours]})
+    vllm.engine.texts = ["yes<|im_end|>"]
+    [choice] = ask(vllm, next(names), **body, top_logprobs=1).json()["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"]  # what vLLM alone knows
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_a_session_becomes_a_trajectory(vllm: Scripted) -> None:
     session = next(names)
     url = f"{vllm.url}/rollout/sessions/{session}/finish"
@@ -349,6 +374,52 @@ def test_a_session_becomes_a_trajectory(vllm: Scripted) -> None:
     assert trajectory.messages[-1]["reasoning"] == "ok"
     response = ask(vllm, "a b", messages=messages)
     assert (response.status_code, response.json()["error"]["field"]) == (400, "x-session-id")
+
+
+def test_after_a_restart_turns_are_rendered_in_full_and_finish_has_only_the_later_ones(
+    tmp_path: Path,
+) -> None:
+    session = next(names)
+    for started in range(2):
+        with serve(tmp_path / "model", "qwen3") as vllm:
+            url = f"{vllm.url}/rollout/sessions/{session}/finish"
+            before = breaks(vllm)
+            if not started:
+                messages = begin(vllm, session, "<think>\nhm\n</think>\n\nyes<|im_end|>")
+                sampled = vllm.engine.prompts[-1] + vllm.engine.sampled[-1]
+                assert len(httpx.post(url, json={"reward": 1}).json()["turns"]) == 1
+                continue
+            gone = httpx.post(url, json={"reward": 1})
+            assert (gone.status_code, gone.json()["error"]["type"]) == (410, "gone")
+            del messages[-2]["reasoning"]  # the next turn is what the client's text says
+            vllm.engine.texts = ["again<|im_end|>"]
+            assert ask(vllm, session, messages=messages).status_code == 200
+            prompt = vllm.engine.prompts[-1]
+            assert prompt[: len(sampled)] != sampled
+            [turn] = httpx.post(url, json={"reward": 1}).json()["turns"]
+            assert (turn["prompt_token_ids"], breaks(vllm)) == (prompt, before)
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_what_harmony_renders_is_recorded_and_its_breaks_are_counted(
+    vllm: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM renders GPT-OSS past its renderer, without which a session can't continue a turn. The
+    CPU has no GPT-OSS: here vLLM's own rendering of a Qwen3 passes the session by."""
+    monkeypatch.setattr(SentMessages, "of", lambda *_: None)
+    monkeypatch.setattr(RolloutSession, "find", lambda *_: None)
+    session, before = next(names), breaks(vllm)
+    messages = begin(vllm, session, "<think>\nhm\n</think>\n\nyes<|im_end|>")
+    other = [{"role": "user", "content": "of a sub-agent"}]
+    vllm.engine.texts = ["ok<|im_end|>", "no<|im_end|>"]
+    assert ask(vllm, session, messages=other).status_code == 200
+    assert breaks(vllm) == before
+    messages[-2] |= {"content": "edited"}
+    assert ask(vllm, session, messages=messages).status_code == 200
+    assert breaks(vllm) == before | {"template": before["template"] + 1}
+    url = f"{vllm.url}/rollout/sessions/{session}/finish"
+    kept = Trajectory.model_validate(httpx.post(url, json={"reward": 1}).json())
+    assert [turn.prompt_token_ids for turn in kept.turns] == vllm.engine.prompts[-3:]
 
 
 @pytest.mark.parametrize("family", ["qwen3"], indirect=True)

@@ -47,6 +47,26 @@ def start(ends: object = "became vLLM") -> None:
     assert caught.value.code == ends
 
 
+def test_vllm_keeps_what_it_compiled_in_a_directory_of_this_user(
+    environments: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM unpickles what is there. Its TMPDIR is emptied at each start."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    start()
+    names = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    caches = [Path(environments[0][name]) for name in names]
+    for cache in caches:
+        assert cache.is_relative_to(tmp_path / "vllm")
+        assert cache.stat().st_mode & 0o777 == 0o700
+    (caches[0] / "compiled").touch()
+    start()
+    assert (Path(environments[1]["VLLM_CACHE_ROOT"]) / "compiled").exists()
+    caches[0].chmod(0o770)
+    start(1)  # supervisord tries again
+
+
 def test_what_the_vllm_before_served_and_left_in_its_tmpdir_is_removed(
     stage: Stage, environments: list[dict[str, str]]
 ) -> None:

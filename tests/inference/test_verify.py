@@ -107,7 +107,7 @@ def test_right_weights_pass_where_trainer_and_vllm_differ_by_more_than_the_step(
         new = BASE + noise(step * size)
         served = new + between + noise(size / 4)
         if step == 0.5:
-            coefficient, error = movement(*flat(served, new, BASE + between))
+            coefficient, error = movement(*flat(served, new, BASE + between), contexts=range(256))
             assert coefficient + MARGIN * error < 0.5
         assert not refusal(served, probe(new, BASE, BASE), 0.05)
 
@@ -132,6 +132,32 @@ def test_the_previous_weights_fail_where_noise_lets_them_be_told_apart(
     step: float, error: float
 ) -> None:
     assert refusal(PREVIOUS + noise(error), probe(PREVIOUS + noise(step)))
+
+
+def test_right_weights_pass_where_rounding_moves_all_copies_of_a_prompt_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sequences of a task that asks "What is 47 + 38?" have most words in common. On an H100
+    right merged weights lay at 0.19 of the way, with a standard error of 0.06 if each token counts
+    for itself.
+    """
+    monkeypatch.setitem(globals(), "TOKENS", [[200 + i, *TOKENS[0][1:]] for i in range(4)])
+
+    random = np.random.default_rng(0)
+
+    def alike(size: float) -> np.ndarray:
+        return np.tile(random.normal(0.0, size, 64), (4, 1))
+
+    refused = 0
+    for _ in range(100):
+        true = PREVIOUS + alike(5e-3)
+        served, new, before = true + alike(2e-2), true + alike(2e-2), PREVIOUS + alike(2e-2)
+        a, error = movement(*flat(served, new, before), contexts=range(256)) or (0.5, 0.0)
+        refused += a + MARGIN * error < 0.5
+        assert not refusal(served, probe(new, before, before), 0.1)
+    assert refused > 0
+    old, new = PREVIOUS + alike(2e-2), PREVIOUS + alike(0.3)
+    assert "the checkpoint before it" in refusal(PREVIOUS + alike(2e-2), probe(new, old, BASE), 0.5)
 
 
 @pytest.mark.parametrize(("share", "passes"), [(0.09, True), (0.2, False)])
@@ -186,9 +212,11 @@ def test_malformed_probes_fail() -> None:
 def test_movement_is_the_share_of_the_way() -> None:
     new = PREVIOUS + noise(1.0)
     for share in (0.0, 0.3, 1.0, 1.4):
-        moved = movement(*flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS))
+        moved = movement(
+            *flat(PREVIOUS + share * (new - PREVIOUS), new, PREVIOUS), contexts=range(256)
+        )
         assert moved == pytest.approx((share, 0.0), abs=1e-9)
-    assert movement([1.0], [2.0], [2.0]) is None
+    assert movement([1.0], [2.0], [2.0], [0]) is None
 
 
 @pytest.mark.parametrize(

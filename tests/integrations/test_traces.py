@@ -273,20 +273,22 @@ def test_an_sft_job_of_arts_backend_has_no_options_of_rl(backend_module: ModuleT
         max_off_policy_steps=2,
         labels={},
     )
-    sent = dict[str, Any]()
+    sent, examples = dict[str, Any](), list[Any]()
 
-    async def train_sft(_run: str, _examples: object, **options: Any) -> None:
+    async def train_sft(_run: str, given: list[Any], **options: Any) -> None:
         sent.update(options)
+        examples.extend(given)
         raise NotFound("no run", field="run")
 
     backend._tandem.train_sft = train_sft
     trajectory = SimpleNamespace(messages=list, tools=None)
     config = SimpleNamespace(batch_size="auto", learning_rate=1e-4)
     model = SimpleNamespace(name="run", _internal_config=None)
-    with pytest.raises(NotFound):
-        asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
+    variables = {"enable_thinking": False}
+    for internal in (None, {"chat_template_kwargs": variables}):
+        model._internal_config = internal
+        with pytest.raises(NotFound):
+            asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
     assert sent.keys() == {"labels", "optimizer", "packing"}
-    model._internal_config = {"chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(InvalidInput) as refused:
-        asyncio.run(anext(backend._train_sft(model, [trajectory], config, None)))
-    assert refused.value.field == "chat_template_kwargs"
+    # SFT's prompts are those of the rollouts.
+    assert examples == [{"messages": []}, {"messages": [], "chat_template_kwargs": variables}]

@@ -16,10 +16,10 @@ from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.config import Settings
 from tandem.metrics import policy
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import PHASES, MergedCollector, PublishCollector
+from tandem.metrics.publish import PHASES, MergedCollector, PublishCollector, ReplicasCollector
 from tandem.spool import Spool
 from tandem.spool.checkpoints import Checkpoints
-from tandem.spool.schema import Job, Served
+from tandem.spool.schema import Job, Replica, ReplicaServed, Served
 from tandem.vllm_client.names import MergedPhase as Phase
 
 SECONDS = {"copy": 0.1, "load": 0.2, "swap": 0.15, "verify": 0.3, "since_checkpoint": 2.0}
@@ -187,3 +187,28 @@ def test_records_and_events_that_no_publisher_writes(volume: Spool, monkeypatch)
     serve(volume, 5000)  # not each step up to it is looked for
     exported.collect()
     assert len(asked) <= 2
+
+
+def test_each_of_several_inference_servers_is_exported(volume: Spool) -> None:
+    for _ in range(2):
+        train_one(volume)
+    exported = Exported(ReplicasCollector(opener(volume), Settings(inference_replicas=3)))
+    assert exported.collect().get("tandem_replicas_wanted") == 3
+    serve(volume, 1)
+    record = volume.served.get("r")
+    assert record is not None
+    volume.paths.replicas.mkdir()
+    for name, steps, ready, beat in (
+        ("a", (record.model_copy(update={"step": 2}), record), True, time.time()),
+        ("b", (record,), False, time.time()),
+        ("gone", (record,), True, time.time() - 60),
+    ):
+        volume.replicas.put_serves("r", name, ReplicaServed(steps=steps))
+        volume.replicas.put(
+            Replica(replica=name, url="u", host="h", pid=1, started=1, beat=beat, ready=ready)
+        )
+    seen = exported.collect()
+    assert seen.by("replica", "tandem_replica_ready") == {"a": 1, "b": 0}
+    assert seen.by("replica", "tandem_replica_steps_behind") == {"a": 0, "b": 1}
+    seconds = seen.by("replica", "tandem_replica_publish_seconds")
+    assert seconds == dict.fromkeys("ab", SECONDS["since_checkpoint"])

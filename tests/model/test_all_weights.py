@@ -82,7 +82,7 @@ def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
     """Loss and gradients at each level, and three steps, which update a weight in several parts."""
     monkeypatch.setattr(sharded_adam, "CHUNK", 1000)
     model = write_random_model(
-        tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **SUPPORTED[case]
+        tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **SUPPORTED[case]}
     )
     expected, full = reference(model, tmp_path), make_full(model, SETTINGS)
     for keep in SaveLevel:

@@ -113,6 +113,9 @@ OF_SOME = {  # models with windows, or of mixtures
     "topk_group",
     "routed_scaling_factor",
     "use_qk_norm",
+    "full_attention_interval",
+    "attn_output_gate",  # which transformers and vLLM do not read
+    "output_gate_type",
 }
 
 
@@ -165,6 +168,16 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
+    if gdn := arch.gdn:
+        found["layer_types"] = (
+            list(gdn.layers),
+            [kind == "linear_attention" for kind in hf.layer_types],
+        )
+        found["linear_num_key_heads"] = (gdn.key_heads, hf.linear_num_key_heads)
+        found["linear_num_value_heads"] = (gdn.value_heads, hf.linear_num_value_heads)
+        found["linear_key_head_dim"] = (gdn.key_head_dim, hf.linear_key_head_dim)
+        found["linear_value_head_dim"] = (gdn.value_head_dim, hf.linear_value_head_dim)
+        found["linear_conv_kernel_dim"] = (gdn.conv_tokens, hf.linear_conv_kernel_dim)
     if window := arch.window:
         layers = ("sliding_window_pattern", "layer_types", "max_window_layers")
         found |= dict.fromkeys(layers, (list(window.layers), windowed(hf, arch)))
@@ -215,10 +228,13 @@ class Recorded(dict[str, Any]):
 
 def differing(config: dict[str, Any], hf: Any) -> list[str]:
     """Keys in which Tandem's architecture and the config `hf` differ."""
-    values = Recorded(config)
+    values, text = Recorded(config), Recorded(config.get("text_config", {}))
+    if text:
+        values["text_config"], hf = text, hf.get_text_config()
     arch: Arch = FAMILIES[config["model_type"]].arch(ModelConfig(values, "config.json"))
     found = meaning(arch, hf)
-    unknown = values.read - found.keys() - OF_SOME - REQUIRED.keys() - {"model_type"}
+    read = text.read if text else values.read
+    unknown = read - found.keys() - OF_SOME - REQUIRED.keys() - {"model_type"}
     assert not unknown, f"{unknown} are read without a line in `meaning`"
     return [key for key, (ours, theirs) in found.items() if ours != theirs]
 
@@ -227,7 +243,13 @@ def differing(config: dict[str, Any], hf: Any) -> list[str]:
 def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path, family):
     from vllm.transformers_utils.config import get_config
 
-    config = {"model_type": family, **REQUIRED}
+    def of(values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model_type": family,
+            **({"text_config": values} if family == "qwen3_5" else values),
+        }
+
+    config = of(REQUIRED)
     assert differing(config, theirs(config)) == []
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
@@ -236,7 +258,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     own = [moe[family], "num_experts_per_tok", size] if family in moe else []
     for key in [*list(REQUIRED)[:5], *own]:
         with pytest.raises(InvalidInput):
-            arch_from_config({k: value for k, value in config.items() if k != key})
+            arch_from_config(of({k: value for k, value in REQUIRED.items() if k != key}))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])

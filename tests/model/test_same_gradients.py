@@ -16,8 +16,9 @@ from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tiny import write_random_model
+from wide import computed_in
 
 LORA = LoraShape(rank=3, alpha=1.5)
 ATTENTION = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
@@ -35,6 +36,8 @@ SHAPES = {
 
 
 def lora_of(case: str) -> LoraShape:
+    if CASES[case]["family"] == "qwen3_5_text":
+        return LORA.model_copy(update={"targets": LORA_TARGETS + DELTA_NET_TARGETS})
     return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
 
 
@@ -70,7 +73,9 @@ def reference(
         theirs.to(dtype)
     loss = torch.zeros((), dtype=dtype)
     for sequence, weights_of_items in zip(SEQUENCES, WEIGHTS, strict=True):
-        logprobs = torch.log_softmax(run(sequence)[:-1], -1).gather(-1, sequence[1:, None])[:, 0]
+        with computed_in(dtype):
+            logits = run(sequence)[:-1]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, sequence[1:, None])[:, 0]
         loss = loss + (logprobs * weights_of_items).sum()
     loss.backward()
     return loss.detach(), {key: tensor.grad for key, tensor in trained.items()}
@@ -82,7 +87,7 @@ def reference(
 )
 def test_loss_and_gradients(alone, tmp_path, case, lora):
     model = write_random_model(
-        tmp_path / "model", seed=4, spread=1.0, num_hidden_layers=3, **CASES[case]
+        tmp_path / "model", seed=4, num_hidden_layers=3, **{"spread": 1.0, **CASES[case]}
     )
     directory = write_random_adapter(tmp_path / "adapter", model, lora)
     exact_loss, exact = reference(model, directory, lora, torch.float64)
@@ -101,20 +106,22 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss", "qwen3_5"])
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
     """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
     at all."""
-    model = write_random_model(tmp_path, seed=4, spread=0.5, num_hidden_layers=3, **CASES[case])
+    model = write_random_model(
+        tmp_path, seed=4, num_hidden_layers=3, **{**CASES[case], "spread": 0.5}
+    )
     lora = lora_of(case)
     whole, half = make_policy(model, lora), make_policy(model, lora, dtype=torch.bfloat16)
     with torch.no_grad():
         difference = whole(packed_row()).logprobs - half(packed_row()).logprobs
     assert difference.abs().mean() < 0.05
     for name, parameter in half.base().items():
-        is_bias = name.endswith("correction_bias")
-        assert parameter.dtype is (torch.float32 if is_bias else torch.bfloat16), name
-        assert not is_bias or torch.equal(parameter, whole.base()[name])
+        wide = name.endswith(("correction_bias", "A_log", "dt_bias"))
+        assert parameter.dtype is (torch.float32 if wide else torch.bfloat16), name
+        assert not wide or torch.equal(parameter, whole.base()[name])
     (half(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
     assert all(torch.isfinite(gradient).all() for gradient in gradients(half).values())
 

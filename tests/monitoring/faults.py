@@ -17,6 +17,7 @@ from monitoring.stacks import (
     merged,
     only_verifying,
     phase_of_merged,
+    replicas,
     resident_idle,
     sharing,
     training,
@@ -520,6 +521,18 @@ fault(
         seconds=50.0,
         stage="copy",
     ),
+)
+fault(
+    "an inference server refuses what the others serve",
+    replicas,
+    {34: NONE, 36: {"TandemReplicaNotReady"}},
+    setting("inference", "tandem_replica_ready", lambda m: float(m < 20), replica="1"),
+)
+fault(
+    "an inference server is gone for good",
+    replicas,
+    {28: NONE, 40: {"TandemReplicaGone"}},
+    setting("inference", "tandem_replica_ready", lambda m: 1.0 if m < 20 else None, replica="1"),
 )
 fault(
     "vLLM starts again and is given no weights",

@@ -14,6 +14,17 @@ TOTAL = 140.0 * GIB
 _ENGINE = {"model_name": "tiny", "engine": "0"}
 
 
+def replicas() -> Stack:
+    """Two inference servers behind one address."""
+    stack = training()
+    put(stack, "inference", "tandem_replicas_wanted", 2)
+    for replica in "01":
+        # The second starts later; a slow publication takes a server out for minutes.
+        late = (lambda m: float(m > 10 and not 60 <= m < 66)) if replica == "1" else 1
+        put(stack, "inference", "tandem_replica_ready", late, replica=replica)
+    return stack
+
+
 def idle(*, gpus: bool = True) -> Stack:
     """Everything runs and has nothing to do; the last job was long ago."""
     stack: Stack = {}

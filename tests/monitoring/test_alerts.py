@@ -21,6 +21,7 @@ from monitoring.stacks import (
     merged_and_sharing,
     on_cpu,
     only_verifying,
+    replicas,
     resident,
     resident_idle,
     sharing,
@@ -59,6 +60,7 @@ HEALTHY = [
     quiet(sharing_in_one_pod, 30, 45, 70, 95, 105),
     quiet(only_verifying, 60, 120),
     quiet(on_cpu, 5, 60, 120),
+    quiet(replicas, 11, 30, 65, 66, 80),
     quiet(merged, 30, 59, *range(60, 100), 200),
     quiet(merged_and_sharing, 39, 52, 80, 99, 105, 120),
 ]

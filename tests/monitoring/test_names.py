@@ -110,8 +110,8 @@ def test_vllms_names_and_labels_are_in_its_source():
     root = Path(find_spec("vllm").submodule_search_locations[0])
     source = (root / "v1/metrics/loggers.py").read_text()
     for metric in VLLM_METRICS:
-        if metric.name == "http_requests_total":
-            continue  # its server's, by prometheus_fastapi_instrumentator
+        if not metric.name.startswith("vllm:"):
+            continue  # of prometheus_fastapi_instrumentator, and of our plugin
         # prometheus_client adds a counter's _total itself
         name = metric.name.removesuffix("_total") if metric.kind == "counter" else metric.name
         made = re.search(rf"(_\w+_cls)\(\s*name=\"{name}\"|name = \"{name}\"", source)

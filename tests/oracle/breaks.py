@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import cut_rank
 from oracle.cases import MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
-from tandem.model import logprobs
+from tandem.model import delta_rule, logprobs
 from tandem.model import policy as policy_module
-from tandem.model.layer import kernels, sublayers
+from tandem.model.layer import gated_delta_net, kernels, sublayers
 from tandem.model.layer.moe_sublayer import MoeSublayer
+from tandem.training import sharded_adam
 from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.sharded_adam import ShardedAdam
 
@@ -92,6 +94,8 @@ STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     kernels.head_norm_gradients,
 )
 REDUCE, STEP = AdapterOptimizer.reduce_gradients, AdapterOptimizer.step
+IN_CHUNKS, ANCESTORS = delta_rule._in_chunks, delta_rule._ancestors
+NORM = gated_delta_net._norm_and_gate
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 
@@ -111,6 +115,41 @@ def full(*families: str) -> Callable[[Case], object]:
 
 def cut(case: Case, dimension: str) -> bool:
     return case.sizes.get(dimension, 1) > 1
+
+
+def orphaned(query, key, value, g, beta, row):
+    segments = [replace(segment, parent=-1) for segment in row.segments]
+    return IN_CHUNKS(query, key, value, g, beta, replace(row, segments=segments))
+
+
+def from_the_first(states, parents):
+    return states[parents * 0]
+
+
+def over_borders(_segments, length, distance):
+    before = np.arange(length) - distance
+    return np.where(before < 0, length, before)
+
+
+def anew(segments, length, distance):
+    return ANCESTORS([replace(s, parent=-1) for s in segments], length, distance)
+
+
+def gate_first(read, z, norm, eps):
+    gated = read * torch.nn.functional.silu(z.float()).view(read.shape)
+    return NORM(gated, z * 0 + 1, norm, eps) / torch.nn.functional.silu(torch.ones(()))
+
+
+def over_heads(read, z, norm, eps):
+    scale = read.square().mean(-1, keepdim=True) / read.square().mean((-1, -2), keepdim=True)
+    return NORM(read, z, norm, eps) * scale.clamp(min=1e-6).sqrt().flatten(1).repeat_interleave(
+        read.shape[-1], 1
+    )
+
+
+def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
+    """Cases with layers of a kind."""
+    return lambda case: case.family == "qwen3_5_text" and kind in case.config["layer_types"]
 
 
 BREAKS = {
@@ -171,6 +210,42 @@ BREAKS = {
     "pp: the gradients of a tied table are not summed": Break(
         (ShardedAdam, "_sum_over_stages", nothing),
         lambda c: c.lora is None and cut(c, "pipeline") and c.config["tie_word_embeddings"],
+    ),
+    # Qwen3.5.
+    "delta net: children start without a state": Break(
+        (delta_rule, "_in_chunks", orphaned), of_delta_nets()
+    ),
+    "delta net: children start from the first of the parents": Break(
+        (delta_rule, "_of_parents", from_the_first), of_delta_nets()
+    ),
+    "delta net: children give their parent's state no gradient": Break(
+        (delta_rule, "_of_parents", lambda states, parents: states.detach()[parents]),
+        of_delta_nets(),
+    ),
+    "delta net: the convolution reaches over borders": Break(
+        (delta_rule, "_ancestors", over_borders), of_delta_nets()
+    ),
+    "delta net: the convolution begins anew at branches": Break(
+        (delta_rule, "_ancestors", anew), of_delta_nets()
+    ),
+    "delta net: no gate": Break(
+        (gated_delta_net, "_norm_and_gate", lambda read, z, *norm: NORM(read, z * 0 + 1, *norm)),
+        of_delta_nets(),
+    ),
+    "delta net: the gate comes before the norm": Break(
+        (gated_delta_net, "_norm_and_gate", gate_first), of_delta_nets()
+    ),
+    "delta net: the norm is over all heads": Break(
+        (gated_delta_net, "_norm_and_gate", over_heads), of_delta_nets()
+    ),
+    "delta net: the attention has no output gate": Break(
+        (sublayers, "gated", lambda output, _gates: output), of_delta_nets("full_attention")
+    ),
+    "delta net, tp: heads' vectors' gradients are not summed": Break(
+        (sharded_adam, "_OF_HEADS", ()),
+        lambda c: (
+            of_delta_nets()(c) and c.lora is None and cut(c, "tensor") and not c.sizes["sequence"]
+        ),
     ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.model.rows import RowTensors, pad_row
-from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tiny import SHAPE
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -16,6 +16,8 @@ MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
 SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GPT-OSS
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
+DELTA_NETS = 2000
+"""From this seed on the cases are of Qwen3.5."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -92,12 +94,15 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     mixture = rng.random() < 0.45
     family = rng.choice(MIXTURES if mixture else DENSE)
-    if seed >= SERVED:
+    if SERVED <= seed < DELTA_NETS:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
+    if seed >= DELTA_NETS:
+        family, mixture = "qwen3_5_text", False
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
+    context = 1 if seed >= DELTA_NETS else context
     sizes = {"tensor": tensor, "context": context, "data": world // tensor // context}
     sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
     if mixture:
@@ -108,6 +113,8 @@ def draw(seed: int) -> Case:
     lora = None
     if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
         targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
+        if seed >= DELTA_NETS:
+            targets = LORA_TARGETS + DELTA_NET_TARGETS
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
         rank = rng.randint(1, 6)
         lora = LoraShape(
@@ -115,7 +122,7 @@ def draw(seed: int) -> Case:
         )
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
     config = _config(rng, family)
-    if seed >= SERVED:
+    if SERVED <= seed < DELTA_NETS:
         config |= {"head_dim": 32, "hidden_size": 64}
         if family == "qwen2":
             config.pop("use_sliding_window", None)  # vLLM refuses windows in some layers only
@@ -186,6 +193,22 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                 "use_qk_norm": rng.random() < 0.5,
                 "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
             }
+    if family == "qwen3_5_text":
+        # transformers asks a layer with attention how long the sequence is.
+        kinds = ["linear_attention", "full_attention"]
+        kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]
+        rng.shuffle(kinds)
+        config |= {
+            "num_hidden_layers": len(kinds),
+            # A head may read next to nothing, and its norm would enlarge the rounding.
+            "rms_norm_eps": rng.choice((1e-4, 1e-3)),
+            "layer_types": kinds,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": rng.choice((4, 8)),
+            "linear_key_head_dim": rng.choice((4, 8)),
+            "linear_value_head_dim": rng.choice((6, 8)),
+            "linear_conv_kernel_dim": rng.randint(2, 4),
+        }
     if family == "qwen3_moe":
         config["norm_topk_prob"] = rng.random() < 0.7
     if family == "gpt_oss":

@@ -15,6 +15,7 @@ from oracle.cases import Case
 from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
 from policies import merged
 from tandem.families.adapter import WEIGHTS_FILE
+from wide import computed_in
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Model:
                 items = [item for item in row.items if item.sequence == number]
                 if not items:
                     continue
-                logits = self.logits(torch.tensor(tokens)) / self._case.temperature
+                with computed_in(next(self.base.parameters()).dtype):
+                    logits = self.logits(torch.tensor(tokens)) / self._case.temperature
                 at = torch.tensor([item.position - 1 for item in items])
                 log_p = torch.log_softmax(logits[at], -1)
                 own = log_p.gather(-1, torch.tensor([[item.token] for item in items]))[:, 0]

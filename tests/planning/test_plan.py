@@ -28,7 +28,7 @@ from tandem.planning.memory import (
     rank_memory,
 )
 from tandem.planning.plan import _share, _step_seconds, describe, plan
-from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
@@ -275,6 +275,48 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
     saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
     # Here elements have four bytes instead of two, and the attention's kernel is another.
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (saved.all - saved.attention)
+
+
+def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(alone, tmp_path):
+    """And what it keeps for the other levels is about that, where torch computes the rule."""
+    lora = LoraShape(rank=4, targets=LORA_TARGETS + DELTA_NET_TARGETS)
+    nets = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
+    model = write_random_model(tmp_path / "model", family="qwen3_5_text", **nets)
+    policy, held = make_policy(model, lora=lora), {}
+    for level in SaveLevel:
+        for layer in policy.gpt.decoder.layers:
+            layer.save_level = level
+        gc.collect()
+        with counted(torch.device("cpu")) as live:
+            outputs = policy(linear_row(range(50)))
+            held[level] = live()
+            outputs.logprobs.sum().backward()
+            gradients(policy)
+    saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
+    # Here elements have four bytes instead of two.
+    kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
+    assert kept == 3 * 2 * (saved.attention - saved.input)
+    assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] > 3 * (saved.all - saved.attention)
+
+
+def test_layers_of_two_kinds_count_with_their_shares():
+    text = QWEN3 | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "hidden_size": 4096,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+    }
+
+    def needs(kinds: str) -> Memory:
+        names = {"l": "linear_attention", "f": "full_attention"}
+        arch = arch_from_config(text | {"layer_types": [names[kind] for kind in kinds]})
+        return rank_memory(Workload(arch, None, 8192), Sizes())
+
+    nets, attention, both = needs("llll").saved, needs("ffff").saved, needs("llfl").saved
+    for of_nets, of_attention, mixed in zip(nets, attention, both, strict=True):
+        assert mixed == pytest.approx(0.75 * of_nets + 0.25 * of_attention, rel=1e-6)
+    assert needs("llfl").layer_recomputing == needs("llll").layer_recomputing
 
 
 def test_what_activations_in_fp32_need_is_what_the_formula_says():

@@ -26,9 +26,11 @@ class MockVllm(Vllm):
         body: Mapping[str, Any] | None = None,
         seconds: float = 60.0,
         session: str | None = None,
+        group: str | None = None,
     ) -> HttpAnswer:
         content = None if body is None else json.dumps(body)
-        headers = {} if session is None else {"X-Session-ID": session}
+        named = {"X-Session-ID": session, "X-Tandem-Group": group}
+        headers = {name: value for name, value in named.items() if value is not None}
         request = httpx.Request(method, f"{self.url}/{path}", content=content, headers=headers)
         response = self._answer(request)
         if inspect.isawaitable(response):

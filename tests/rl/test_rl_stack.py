@@ -11,12 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_model
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from local_stack import LocalStack
 from waiting import until
@@ -34,14 +38,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-def teach(stack: LocalStack, run: str, examples: list[dict[str, Any]], epochs: int = 40) -> None:
+def teach(
+    stack: LocalStack,
+    run: str,
+    examples: list[dict[str, Any]],
+    epochs: int = 40,
+    sequence_length: int = 256,
+) -> None:
     """Create the run and teach it the form of the task by SFT, as `tandem train sft` would."""
     stack.client.create_run(run, lora={"rank": 16, "alpha": 32})
     schedule = {"shape": "cosine", "total": epochs * ceil(len(examples) / 32)}
     optimizer = {"learning_rate": 5e-3, "epochs": epochs, "batch_size": 32, "schedule": schedule}
-    stack.client.train_sft(
-        run, examples, optimizer=optimizer, packing={"sequence_length": 256}, wait="served"
-    )
+    packing = {"sequence_length": sequence_length}
+    stack.client.train_sft(run, examples, optimizer=optimizer, packing=packing, wait="served")
 
 
 class Rl:
@@ -229,3 +238,53 @@ def test_a_step_of_another_run_teaches_a_run_by_its_log_probs(
     assert len(kl) == 6
     assert kl[0] > 0.02  # nats per token
     assert kl[-1] < 0.7 * kl[0], kl
+
+
+@pytest.fixture
+def with_tools(tmp_path: Path) -> Iterator[LocalStack]:
+    """A tiny model with Qwen3's own template and its tokens for calls, which vLLM parses."""
+    model = tiny_model.write_tiny_qwen3(tmp_path / "spool" / "models" / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = ("think", "tool_call", "tool_response")
+    added = [text for word in words for text in (f"<{word}>", f"</{word}>")]
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
+    package = Path(str(find_spec("trl").origin)).parent  # type: ignore[union-attr]
+    tokenizer.chat_template = (package / "chat_templates" / "qwen3.jinja").read_text()
+    tokenizer.save_pretrained(model)
+    variables = {
+        "TANDEM_MAX_MODEL_LEN": "1024",
+        "TANDEM_VLLM_ARGS": "--enable-auto-tool-choice --tool-call-parser hermes"
+        " --reasoning-parser qwen3",
+    }
+    with LocalStack(tmp_path / "spool", **variables) as running:
+        yield running
+
+
+@pytest.mark.sample(0, of="the template's own tools")  # a stack of its own
+def test_a_tool_of_the_template_is_called(with_tools: LocalStack, tmp_path: Path) -> None:
+    stack = with_tools
+    sums = importlib.import_module("arithmetic_tool").Sums(largest=2, tools=True)
+    teach(stack, "arithmetic", sums.sft_examples(), epochs=80, sequence_length=1024)
+    rl = Rl(
+        stack,
+        tmp_path,
+        "arithmetic_tool",
+        steps="2",
+        every="2",
+        groups="4",
+        groups_per_step="4\ndynamic_sampling = false",
+        batch_size="4",
+        max_tokens="100",
+        arguments="{ largest = 2, tools = true }",
+        sequence_length="1024",
+    )
+    rl.finish()
+    check(stack, "arithmetic", SFT_STEPS, steps=2, bound=0)
+    for line in rl.lines("step"):
+        assert min(line["metrics"]["called"], line["reward"]) > 0.1, line
+        assert abs(line["trained"]["kl_sampler"]) < 1e-3, line
+    headers = {"Authorization": f"Bearer {stack.api_key}"}
+    text = httpx.get(f"{stack.inference_url}/metrics", headers=headers).text
+    breaks = re.findall(r"^tandem_rollout_prefix_breaks_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert breaks
+    assert not any(map(float, breaks)), text

@@ -1,11 +1,16 @@
 """Where clients look for vLLM, and what they say where it is not there."""
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 import pytest
 
 from rl.mock_vllm import MockVllm
+from tandem.client.rl.config import EnvironmentSection, RLSection
+from tandem.client.rl.groups import Rollouts
+from tandem.client.rl.sampler import DiscardedError, Sampler
+from tandem.client.rl.watch import Watch
 from tandem.client.vllm import open_vllm, raise_unless_serving, vllm_url
 from tandem.errors import InvalidInput, TandemError, Unreachable
 
@@ -83,3 +88,39 @@ def test_a_vllm_that_has_just_started_is_asked_again() -> None:
 
     asyncio.run(ask())
     assert not answers
+
+
+async def sampled(count: int) -> list[tuple[str, str]]:
+    """(session, group) of each request of a group's rollouts."""
+    seen = list[tuple[str, str]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((request.headers["x-session-id"], request.headers["x-tandem-group"]))
+        return httpx.Response(400, json={"error": {"message": "enough"}})
+
+    class Environment:
+        async def play(self, _task: object, sampler: Callable[[], Sampler], *_: object) -> None:
+            own = sampler()
+            for _turn in range(2):
+                with pytest.raises(InvalidInput):
+                    await own.chat([{"role": "user", "content": "?"}])
+            raise DiscardedError("enough")
+
+    parts = (lambda: 0, lambda _: None, lambda _: None, (0.0, 0.0), Watch())
+    rollouts = Rollouts(
+        RLSection(steps=1, environment=[EnvironmentSection(use="a:b")]),
+        "r",
+        MockVllm(answer),
+        *parts,
+    )
+    with pytest.raises(TandemError, match="discarded"):
+        await rollouts.group(Environment(), "task", count)  # type: ignore[arg-type]
+    return seen
+
+
+def test_rollouts_of_a_task_share_a_group_and_turns_a_session() -> None:
+    one, other = (asyncio.run(sampled(3)) for _ in range(2))
+    assert len(one) == 6
+    assert len({session for session, _ in one}) == 3
+    assert len({group for _, group in one}) == 1
+    assert {group for _, group in one} != {group for _, group in other}

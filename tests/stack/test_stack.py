@@ -240,6 +240,16 @@ def test_an_engine_that_stops_is_noticed_while_the_trainers_programs_die(stack: 
 
 
 def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
+    """Sessions of the rollout door end with it."""
+    headers = {"Authorization": f"Bearer {stack.api_key}", "X-Session-ID": "before"}
+    door, reward = f"{stack.inference_url}/rollout", {"reward": 1.0}
+    asked = {"model": "base", "messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 2}
+    httpx.post(
+        f"{door}/v1/chat/completions", json=asked, headers=headers, timeout=60
+    ).raise_for_status()
+    finish = f"{door}/sessions/before/finish"
+    kept = httpx.post(finish, json=reward, headers=headers)
+    assert len(kept.raise_for_status().json()["turns"]) == 1
     engine = engine_of(stack.pids("vllm")[0])
     job = submit(stack)
     seen(stack.client, job, "checkpoint")
@@ -247,6 +257,8 @@ def test_vllm_dies_while_it_loads_a_checkpoint(stack: LocalStack) -> None:
     until("the engine ends with its server", lambda: processes.read_process(engine) is None)
     succeeds(stack, job)
     stack.wait_ready()
+    gone = httpx.post(finish, json=reward, headers=headers)
+    assert (gone.status_code, "vLLM has started again" in gone.text) == (410, True)
     serves_all_steps(stack)
 
 

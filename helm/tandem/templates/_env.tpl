@@ -53,7 +53,7 @@
 - name: TANDEM_INFERENCE_URL
   value: http://127.0.0.1:8000
 - name: TANDEM_INFERENCE_TENSOR_PARALLEL
-  value: {{ ternary $v.inference.gpus 1 (eq $v.device "cuda") | int | quote }}
+  value: {{ ternary (max 1 (div $v.inference.gpus (default 1 $v.inference.settings.inferenceReplicas))) 1 (eq $v.device "cuda") | int | quote }}
 - name: TANDEM_ADMIN_TOKEN_FILE
   value: /etc/tandem/secrets/admin_token
 {{- end }}

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from images.grafana.vllm_metrics import VLLM_METRICS
 
+from tandem.inference.server.sessions import BREAKS
 from tandem.metrics.metric import Samples
 
 _LATENCY = (
@@ -121,6 +122,9 @@ def count_second(samples: Samples, draw: random.Random, *, busy: bool) -> None:
     samples.inc(
         "http_requests_total", requests, handler="/v1/chat/completions", method="POST", status="2xx"
     )
+    for reason in BREAKS:
+        edited = reason == "edited" and busy and draw.random() < 0.02
+        samples.inc("tandem_rollout_prefix_breaks_total", float(edited), reason=reason)
     for _ in range(requests):
         reason = draw.choices(("stop", "length", "abort"), (88, 11, 1))[0]
         samples.inc("vllm:request_success_total", **_ENGINE, finished_reason=reason)

@@ -287,7 +287,6 @@ def _samples() -> list[Json]:
             "short",
             query(mean("request_prompt_tokens"), "{{pod}} prompt"),
             query(mean("request_generation_tokens"), "{{pod}} answer"),
-            width=12,
             none="no requests",
             defaults={"min": 0},
         ),
@@ -300,8 +299,21 @@ def _samples() -> list[Json]:
                 ' (rate(http_requests_total{job="tandem-vllm",@pod}[$__rate_interval]))',
                 "{{pod}} {{status}}",
             ),
-            width=12,
             none="no requests",
+            defaults={"min": 0},
+        ),
+        timeseries(
+            "Broken sessions",
+            "Turns of the rollout door's sessions that do not continue the tokens sampled before,"
+            " per second: `tandem_rollout_prefix_breaks_total`. Their trajectory has more than one"
+            " sequence, which costs the trainer the prefix again.",
+            "cps",
+            query(
+                "sum by (reason)"
+                " (rate(tandem_rollout_prefix_breaks_total{@pod}[$__rate_interval]))",
+                "{{reason}}",
+            ),
+            none="not exported",
             defaults={"min": 0},
         ),
     ]
@@ -412,6 +424,33 @@ def _serving_what_is_trained() -> list[Json]:
 
 def _how_weights_arrive() -> list[Json]:
     return [
+        row("Several inference servers"),
+        timeline(
+            "Ready servers",
+            "Whether a server has every served step and answers requests: `tandem_replica_ready`."
+            " TandemReplicaNotReady after 15 minutes.",
+            "none",
+            query("max by (replica) (tandem_replica_ready{@pod})", "{{replica}}"),
+            texts={"0": ("no", RED), "1": ("yes", "green")},
+            none="one server",
+        ),
+        timeseries(
+            "Steps behind",
+            "Steps from a run's newest checkpoint to the newest that a server has verified:"
+            " `tandem_replica_steps_behind`.",
+            "none",
+            query("max by (replica) (tandem_replica_steps_behind{@pod})", "{{replica}}"),
+            none="one server",
+            defaults={"min": 0},
+        ),
+        timeseries(
+            "Commit to verification",
+            "Of the last step of each server: `tandem_replica_publish_seconds`.",
+            "s",
+            query("max by (replica) (tandem_replica_publish_seconds{@pod})", "{{replica}}"),
+            none="one server",
+            defaults={"min": 0},
+        ),
         row("How weights arrive"),
         timeseries(
             "Parts of a publication",

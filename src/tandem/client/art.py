@@ -67,7 +67,7 @@ _DEPLOYMENTS = (
     "tinker_args",
     "tinker_native_args",
 )
-_ROLLOUTS = "chat_template_kwargs"  # ART's own client sends it
+_TEMPLATE = "chat_template_kwargs"  # ART's own client sends it too
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
@@ -206,12 +206,10 @@ class TandemBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """One job for consecutive batches of one learning rate; yields the metrics of each
         optimizer step."""
-        if (model._internal_config or {}).get(_ROLLOUTS):
-            raise InvalidInput(
-                "Tandem renders conversations without it; leave it out", field=_ROLLOUTS
-            )
+        # The variables with which ART's client renders the rollouts' prompts.
+        template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
-        batches = list(batched(map(_example, trajectories), size))
+        batches = list(batched((_example(one, template) for one in trajectories), size))
         rate = config.learning_rate
         rates = rate if isinstance(rate, list) else [rate] * len(batches)
         if len(rates) < len(batches):
@@ -258,7 +256,7 @@ class TandemBackend:
 def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a model's `_internal_config` asks for of the LoRA's shape."""
     for name, value in config.items():
-        if value and name not in (*_DEPLOYMENTS, _ROLLOUTS):
+        if value and name not in (*_DEPLOYMENTS, _TEMPLATE):
             raise InvalidInput(
                 f"Tandem does not have this option ({value!r}); leave it out", field=name
             )
@@ -303,10 +301,9 @@ def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
     return {"turns": turns, "reward": float(trajectory.reward), "metrics": metrics}
 
 
-def _example(trajectory: Any) -> dict[str, Any]:
-    return {"messages": trajectory.messages()} | (
-        {"tools": trajectory.tools} if trajectory.tools else {}
-    )
+def _example(trajectory: Any, template: Mapping[str, Any]) -> dict[str, Any]:
+    more = {"tools": trajectory.tools, _TEMPLATE: dict(template)}
+    return {"messages": trajectory.messages()} | {k: v for k, v in more.items() if v}
 
 
 def _metrics(step: Mapping[str, Any]) -> dict[str, float]:

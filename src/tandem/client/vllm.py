@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from tandem.client.http import Backoff, connection
 from tandem.errors import InvalidInput, Unauthorized, Unreachable
+from tandem.vllm_client.names import GROUP_HEADER, SESSION_HEADER
 
 if TYPE_CHECKING:
     import aiohttp
@@ -98,9 +99,12 @@ class Vllm:
         body: Mapping[str, Any] | None = None,
         seconds: float = _ANSWER_SECONDS,
         session: str | None = None,
+        group: str | None = None,
     ) -> HttpAnswer:
         """Send a request once. With a `session` it goes through the rollout door, which continues
-        the session's tokens. Unreachable where vLLM does not answer within `seconds`."""
+        the session's tokens. Of several inference servers the session stays on one, and the
+        sessions of a `group` start on one. Unreachable where vLLM does not answer within
+        `seconds`."""
         import aiohttp
 
         arguments: dict[str, Any] = {"allow_redirects": False, "headers": {}}
@@ -110,7 +114,9 @@ class Vllm:
         url = f"{self.url}/{path}"
         if session is not None:
             url = f"{self.url.removesuffix('/v1')}/rollout/v1/{path}"
-            arguments["headers"]["X-Session-ID"] = session
+            arguments["headers"][SESSION_HEADER] = session
+        if group is not None:
+            arguments["headers"][GROUP_HEADER] = group
         try:
             async with (
                 asyncio.timeout(seconds),

@@ -109,6 +109,11 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
         problem = f"vLLM serves ranks up to {settings.max_lora_rank} here"
         remedy = "choose a lower one, or raise TANDEM_MAX_LORA_RANK"
         raise InvalidInput(f"{problem}; {remedy}", field="lora.rank")
+    if "in_proj_z" in lora.targets and "in_proj_qkv" not in lora.targets:
+        raise InvalidInput(
+            "vLLM serves no LoRA on in_proj_z without one on in_proj_qkv; name both, or neither",
+            field="lora.targets",
+        )
     on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
     if deployment.arch.moe and on_experts and not settings.expert_lora:
         problem = (

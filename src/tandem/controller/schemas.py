@@ -66,7 +66,7 @@ class CreateRun(Record):
     )
     lora: schema.LoraShape = Field(
         default=schema.LoraShape(),
-        description="default targets: all seven; for a mixture of experts those of attention",
+        description="default targets: all linear layers; of a mixture those of attention",
     )
     weights: schema.Serving | None = Field(
         default=None, description="how vLLM serves it; default: the deployment's"

@@ -86,14 +86,22 @@ def call(value: Any) -> Any:
 
 
 def tool(value: Any) -> Any:
-    """A tool as OpenAI writes it; `{name, parameters}` alone, and Anthropic's, are taken too."""
+    """A tool as vLLM renders it: these keys in this order, null where one is absent, without
+    `strict`, which the rollout door leaves out. `{name, parameters}` alone, and Anthropic's, are
+    taken too."""
     value = decoded(value)
-    if not isinstance(value, dict) or "function" in value or "name" not in value:
+    if not isinstance(value, dict):
         return value
-    function = {key: one for key, one in value.items() if key != "type"}
-    if "input_schema" in function:
-        function["parameters"] = function.pop("input_schema")
-    return {"type": "function", "function": function}
+    function = decoded(value.get("function", value))
+    if not isinstance(function, dict) or "name" not in function:
+        return value
+    parameters = function.get("parameters", function.get("input_schema"))
+    rendered = {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": rendered}
 
 
 def tools(value: Any) -> Any:

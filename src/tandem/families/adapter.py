@@ -13,7 +13,7 @@ from pathlib import Path
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape, LoraTarget
 from tandem.topology.sizes import Sizes
 
 CONFIG_FILE = "adapter_config.json"
@@ -26,8 +26,13 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
     """What a run without named targets adapts: every linear layer, and of a mixture of experts
     attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
     return tuple(
-        target for target in LORA_TARGETS if arch.moe is None or target not in EXPERT_TARGETS
+        target for target in all_targets(arch) if arch.moe is None or target not in EXPERT_TARGETS
     )
+
+
+def all_targets(arch: Arch) -> tuple[LoraTarget, ...]:
+    """The names of the model's linear layers."""
+    return LORA_TARGETS if arch.gdn is None else LORA_TARGETS + DELTA_NET_TARGETS
 
 
 def lora_modules(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
@@ -54,7 +59,13 @@ def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
-    """InvalidInput for targets in experts whose adapters PEFT and vLLM would name otherwise."""
+    """InvalidInput for targets that the model does not have, and for those in experts whose
+    adapters PEFT and vLLM would name otherwise."""
+    if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
+        problem = f"{arch.model_type} has no {', '.join(wrong)}"
+        raise InvalidInput(
+            f"{problem}; its targets are {', '.join(all_targets(arch))}", field="lora.targets"
+        )
     fused = arch.moe is not None and arch.moe.biases
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
         problem = (

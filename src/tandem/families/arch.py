@@ -70,6 +70,33 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class GatedDeltaNet:
+    """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464): each value
+    head has a state, which its tokens decay, correct and read."""
+
+    layers: tuple[bool, ...]  # whether each layer's attention is one
+    key_heads: int
+    value_heads: int  # equally many have the same key head
+    key_head_dim: int
+    value_head_dim: int
+    conv_tokens: int  # that the convolution before it sees, the token itself included
+
+    @property
+    def key_size(self) -> int:
+        """Features of all queries, and of all keys."""
+        return self.key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Of in_proj_qkv's output features: queries, keys and values."""
+        return self.key_size, self.key_size, self.value_size
+
+
+@dataclass(frozen=True)
 class Arch:
     """Sizes are numbers of elements unless noted."""
 
@@ -100,6 +127,11 @@ class Arch:
     output_bias: bool = False  # o_proj has a bias
     # Each head has a logit of its own in the attention's softmax, without a value.
     sinks: bool = False
+    gdn: GatedDeltaNet | None = None
+    # q_proj has a gate for each query feature, whose sigmoid the attention's output is multiplied
+    # by.
+    output_gate: bool = False
+    weight_prefix: str = "model."  # of all tensors but the output layer's
 
     @property
     def rope_factor(self) -> float:

@@ -112,20 +112,22 @@ class Decoder:
 
     def weight_rules(self, arch: Arch) -> list[WeightRule]:
         """A rule for every parameter of the model, embedding first."""
-        embedding = (arch.vocab_size, arch.hidden_size)
+        embedding, prefix = (arch.vocab_size, arch.hidden_size), arch.weight_prefix
         rules = [
             WeightRule(
-                "embedding.word_embeddings.weight", {"model.embed_tokens.weight": embedding}, "rows"
+                "embedding.word_embeddings.weight",
+                {f"{prefix}embed_tokens.weight": embedding},
+                "rows",
             ),
             WeightRule(
-                "decoder.final_layernorm.weight", {"model.norm.weight": (arch.hidden_size,)}
+                "decoder.final_layernorm.weight", {f"{prefix}norm.weight": (arch.hidden_size,)}
             ),
         ]
         if not arch.tie_embeddings:
             rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
         for layer in range(arch.num_layers):
             rules += self.layer_rules(
-                arch, layer, f"decoder.layers.{layer}.", f"model.layers.{layer}."
+                arch, layer, f"decoder.layers.{layer}.", f"{prefix}layers.{layer}."
             )
         return rules
 
@@ -134,7 +136,7 @@ class Decoder:
         Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key
         head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
-        qkv = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+        qkv = attention_features(arch)
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
         o_proj = {attention + "o_proj.weight": (hidden, arch.query_size)}
         rules = [
@@ -249,6 +251,12 @@ class Decoder:
             config.get("rope_scaling") or config.get("rope_parameters") or default
         )
         return {"rope_theta": config.given("rope_theta", 10000.0)} | given
+
+
+def attention_features(arch: Arch) -> dict[str, int]:
+    """Output features of q_proj, k_proj and v_proj."""
+    query = arch.query_size * (2 if arch.output_gate else 1)
+    return {"q_proj": query, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
 
 
 def _rope_scaling(

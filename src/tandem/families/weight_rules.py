@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.families.arch import Arch
@@ -30,6 +30,9 @@ class WeightRule:
     interleaved: int | None = None
     # The parameter is fp32, whatever the dtype of the others; only where it is not cut.
     fp32: bool = False
+    # Sources whose rows fall into consecutive sections of these sizes, each of which the ranks cut
+    # for itself.
+    sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The parameter's shape on each rank: [rows], [rows, columns], or such of [experts,

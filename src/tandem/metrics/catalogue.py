@@ -9,7 +9,7 @@ from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.metric import ALL, Kind, Metric
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import MergedCollector, PublishCollector
+from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 
 # prometheus_client makes these, of the exporter's or the controller's own process.
@@ -36,6 +36,7 @@ CATALOGUE: tuple[Metric, ...] = (
     *PolicyCollector.metrics,
     *PublishCollector.metrics,
     *MergedCollector.metrics,
+    *ReplicasCollector.metrics,
     *SupervisorCollector.metrics,
     *VolumesCollector.metrics,
     *QueueCollector.metrics,

@@ -29,6 +29,7 @@ COLLECTORS = (
     "policy",
     "publish",
     "merged",
+    "replicas",
     "checkpoints",
     "supervisor",
     "volumes",

@@ -33,7 +33,7 @@ from tandem.metrics.gpus import NvmlCollector
 from tandem.metrics.jobs import JobsCollector
 from tandem.metrics.metric import BOTH, Exporter
 from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
-from tandem.metrics.publish import MergedCollector, PublishCollector
+from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool
 from tandem.system.environment import current_role
@@ -68,6 +68,8 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
         collectors.append(CheckpointsCollector(open_spool))
     if "inference" in sides:
         collectors.append(PublishCollector(open_spool))
+        if settings.inference_replicas > 1 or settings.replica is not None:
+            collectors.append(ReplicasCollector(open_spool, settings))
         if settings.weights == "merged":
             collectors.append(MergedCollector(open_spool, settings))
     return collectors

@@ -7,7 +7,7 @@ from typing import get_args
 from tandem.config import Settings
 from tandem.errors import NotFound
 from tandem.metrics.collector import OpenSpool, SpoolCollector
-from tandem.metrics.metric import Metric, Samples, number
+from tandem.metrics.metric import OPEN, Metric, Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import Served
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
@@ -123,8 +123,8 @@ class MergedCollector(SpoolCollector):
             "tandem_merged_phase",
             "1 for the phase of vLLM's merged weights, else 0. Requests are answered in phase"
             " served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing"
-            " was served yet) and torn (a swap failed). Absent while vLLM does not answer, and with"
-            " TANDEM_WEIGHTS=adapter.",
+            " was served yet) and torn (a swap failed). Absent while vLLM does not answer, of"
+            " several inference servers on one machine, and with TANDEM_WEIGHTS=adapter.",
             "GET /tandem/merged",
             exporters=("inference",),
             labels={"phase": PHASES},
@@ -145,14 +145,86 @@ class MergedCollector(SpoolCollector):
         self._client: VllmClient | None = None
 
     def collect(self, gauges: Samples) -> None:
-        self._client = self._client or VllmClient(self._settings, timeout=5.0)
-        # It starts, or is gone: Prometheus' `up` of vLLM says so.
-        with suppress(InferenceUnavailable):
-            current = self._client.merged()["phase"]
-            for phase in PHASES:
-                gauges.set("tandem_merged_phase", phase == current, phase=phase)
+        if self._settings.inference_replicas == 1:
+            self._client = self._client or VllmClient(self._settings, timeout=5.0)
+            # It starts, or is gone: Prometheus' `up` of vLLM says so.
+            with suppress(InferenceUnavailable):
+                current = self._client.merged()["phase"]
+                for phase in PHASES:
+                    gauges.set("tandem_merged_phase", phase == current, phase=phase)
         with self.part("runs"):  # what vLLM says does not depend on the volume
             gauges.set(
                 "tandem_merged_runs",
                 sum(run.weights == "merged" for run in self.spool().runs.list()),
             )
+
+
+class ReplicasCollector(SpoolCollector):
+    """Several inference servers: who is ready, and how far each is behind."""
+
+    name = "replicas"
+    metrics = (
+        Metric(
+            "tandem_replica_ready",
+            "1 for an inference server that serves every announced step and answers requests, 0 for"
+            " one that does not. Absent of one that is gone, and of a single server.",
+            "replicas/*.json",
+            exporters=("inference",),
+            labels={"replica": OPEN},
+            perishable=True,
+        ),
+        Metric(
+            "tandem_replica_steps_behind",
+            "Steps between a run's newest checkpoint and the newest that this inference server"
+            " serves, of the run where they are most.",
+            "served/*.json",
+            exporters=("inference",),
+            labels={"replica": OPEN},
+            perishable=True,
+        ),
+        Metric(
+            "tandem_replica_publish_seconds",
+            "From the commit of the last step that this inference server verified to its"
+            " verification.",
+            "served/*.json",
+            exporters=("inference",),
+            labels={"replica": OPEN},
+            perishable=True,
+        ),
+        Metric(
+            "tandem_replicas_wanted",
+            "Inference servers that this deployment should have (TANDEM_INFERENCE_REPLICAS).",
+            "settings",
+            exporters=("inference",),
+        ),
+    )
+    interval = 5.0
+
+    def __init__(self, open_spool: OpenSpool, settings: Settings) -> None:
+        super().__init__(open_spool)
+        self._settings = settings
+
+    def collect(self, gauges: Samples) -> None:
+        gauges.set("tandem_replicas_wanted", self._settings.inference_replicas)
+        spool = self.spool()
+        runs = [run.name for run in spool.runs.list() if run.weights == self._settings.weights]
+        for replica, record in spool.replicas.living().items():
+            gauges.set("tandem_replica_ready", record.ready, replica=replica)
+            behind = [0]
+            newest: Served | None = None
+            for run in runs:
+                with suppress(NotFound):
+                    steps = spool.replicas.serves(run, replica).steps
+                    first = steps[0].step if steps else -1
+                    behind.append(spool.checkpoints.newest(run) - first)
+                    newest = max(
+                        [one for one in (*steps[:1], newest) if one],
+                        key=lambda one: one.verified,
+                        default=None,
+                    )
+            gauges.set("tandem_replica_steps_behind", max(behind), replica=replica)
+            if (
+                newest is not None
+                and (seconds := number(newest.seconds, "since_checkpoint")) is not None
+            ):
+                gauges.set("tandem_replica_publish_seconds", seconds, replica=replica)

@@ -16,6 +16,14 @@ from tandem.model.weights.checkpoint_tensors import read_tensors
 from tandem.model.weights.safetensors_reader import Piece, StoredTensor
 from tandem.spool.schema import LoraShape
 
+_BLOCKS = {
+    "self_attention.": "self_attn",
+    "linear_attention.": "linear_attn",
+    "mlp.shared_experts.": "mlp.shared_experts",
+    "mlp.": "mlp",
+}
+"""Megatron's names of a layer's modules, and Hugging Face's."""
+
 
 class AdapterParts:
     """This rank's parts of the adapter in `gpt`; none without `lora`."""
@@ -30,7 +38,7 @@ class AdapterParts:
         for key in self._shapes:
             if layer_of(key) in layers:
                 self._keys.setdefault(stacked_name(key), []).append(key)
-        whole_tensors = _tensors(gpt, layers)
+        whole_tensors = _tensors(gpt, arch, layers)
         self.tensors = {name: whole_tensors[name] for name in self._keys}
         """Name (`stacked_name`) -> this rank's part and how it is cut; in the same order on all
         ranks of a stage."""
@@ -71,7 +79,7 @@ class AdapterParts:
             dist.all_gather(parts, local, group=group)
             each = sizes.expert_tensor if tensor.stacked else group.size()  # parts of the same rows
             several = [parts[start : start + each] for start in range(0, len(parts), each)]
-            whole = torch.cat([_join(row_parts, tensor.cut) for row_parts in several]).cpu()
+            whole = torch.cat([_join(row_parts, tensor) for row_parts in several]).cpu()
         keys = self._keys[name]
         return {name: whole} if keys == [name] else dict(zip(keys, whole.unbind(), strict=True))
 
@@ -110,36 +118,51 @@ class AdapterParts:
             rank_keys = keys[place.expert * count : (place.expert + 1) * count]
             for key, matrix in zip(rank_keys, local, strict=True):
                 yield _piece(stored[key + suffix], cut, place.expert_tensor, matrix)
+        elif sections := self.tensors[name].sections:
+            parts = local.split([size // sizes.tensor for size in sections])
+            begin = 0
+            for size, part in zip(sections, parts, strict=True):
+                yield _piece(stored[name + suffix], cut, place.tensor, part, begin)
+                begin += size
         else:
             yield _piece(stored[name + suffix], cut, place.tensor, local)
 
 
-def _tensors(gpt: GPTModel, layers: range) -> dict[str, LoraTensor]:
+def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
     """Name (`stacked_name`) -> tensor, of all adapted modules of this rank's `layers`."""
     tensors: dict[str, LoraTensor] = {}
     for index, layer in zip(layers, gpt.decoder.layers, strict=True):
         for name, module in layer.named_modules():
             if not isinstance(module, Adapters):
                 continue
-            block = "self_attn" if name.startswith("self_attention.") else "mlp"
-            if name.startswith("mlp.shared_experts."):
-                block = "mlp.shared_experts"
-            path = f"model.layers.{index}.{block}" + (".experts.*" if module.stacked else "")
+            block = next(path for start, path in _BLOCKS.items() if name.startswith(start))
+            path = f"{arch.weight_prefix}layers.{index}.{block}"
+            path += ".experts.*" if module.stacked else ""
             for target, a_and_b in module.lora_tensors().items():
                 tensors.update(zip(peft_keys(f"{path}.{target}"), a_and_b, strict=True))
     return tensors
 
 
-def _join(parts: list[torch.Tensor], cut: Cut) -> torch.Tensor:
+def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
     """The whole tensor of its parts, or of equal copies."""
-    return parts[0] if cut == "whole" else torch.cat(parts, dim=-2 if cut == "rows" else -1)
+    if tensor.cut == "whole":
+        return parts[0]
+    if tensor.sections:
+        sizes = [size // len(parts) for size in tensor.sections]
+        sections = zip(*(part.split(sizes, -2) for part in parts), strict=True)
+        parts = [piece for section in sections for piece in section]
+    return torch.cat(parts, dim=-2 if tensor.cut == "rows" else -1)
 
 
-def _piece(stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor) -> Piece:
-    """How the part `part` of a whole tensor gets into `target`, which has its shape."""
+def _piece(
+    stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor, begin: int = 0
+) -> Piece:
+    """How the part `part` of a whole tensor, or of its section from row `begin` on, gets into
+    `target`, which has its shape."""
     rows, columns = target.shape
     if cut == "columns":
         return Piece(
             stored, 0, stored.shape[1], target, slice(part * columns, (part + 1) * columns)
         )
-    return Piece(stored, part * rows * columns if cut == "rows" else 0, columns, target)
+    first = begin + part * rows if cut == "rows" else begin
+    return Piece(stored, first * columns, columns, target)

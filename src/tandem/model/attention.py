@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from tandem.model.delta_rule import Recurrence
 from tandem.model.flex_attention import FlexMask, block_mask, depths, flex, padded_ends
 from tandem.model.rows import Deal
 
@@ -33,6 +34,8 @@ class TreeParams:
     # Which slots the queries are of, where context-parallel ranks share the row.
     deal: Deal | None = None
     slot_experts: torch.Tensor | None = None  # as in `RowTensors`
+    # For gated delta nets: how their states travel.
+    recurrence: Recurrence | None = None
     windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
 
 

@@ -50,6 +50,8 @@ class LoraTensor:
     parameter: nn.Parameter
     cut: Cut
     stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
+    # Of the rows of the whole tensor, where each is cut for itself; none: one.
+    sections: tuple[int, ...] = ()
 
 
 class Adapters(nn.Module):
@@ -74,15 +76,17 @@ class Adapters(nn.Module):
         *,
         groups: int = 1,
         experts: int | None = None,
+        sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """`in_features`, `out_features`: of this rank, the latter for each target, adapted or not;
         `cut`: how ranks cut the weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv`
-        has one per key head."""
+        has one per key head. `sections`: see `WeightRule`, by target."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self.rank, self.scale = (lora.rank, lora.alpha / lora.rank) if lora else (0, 0.0)
         self.targets = [target for target in out_features if lora and target in lora.targets]
         self.blocks = groups if experts is None else experts
+        self._sections = sections or {}
         self.block_features = {target: count // groups for target, count in out_features.items()}
         stack = () if experts is None else (experts,)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
@@ -99,7 +103,10 @@ class Adapters(nn.Module):
         cut_a: Cut = "whole" if self.column else "columns"
         cut_b: Cut = "rows" if self.column else "whole"
         return {
-            target: (LoraTensor(a, cut_a, self.stacked), LoraTensor(b, cut_b, self.stacked))
+            target: (
+                LoraTensor(a, cut_a, self.stacked),
+                LoraTensor(b, cut_b, self.stacked, self._sections.get(target, ())),
+            )
             for (target, a), b in zip(self.lora_a.items(), self.lora_b.values(), strict=True)
         }
 
@@ -186,6 +193,7 @@ class LoraLinear(Adapters):
         dtype: torch.dtype,
         groups: int = 1,
         bias: bool = False,
+        sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """`in_features` and `out_features` are of all ranks together, `groups` is of this rank; see
         `Adapters`."""
@@ -195,7 +203,9 @@ class LoraLinear(Adapters):
             out_features = {target: count // parts for target, count in out_features.items()}
         else:
             in_features //= parts
-        super().__init__(in_features, out_features, cut, lora, switch, groups=groups)
+        super().__init__(
+            in_features, out_features, cut, lora, switch, groups=groups, sections=sections
+        )
         self.group, self.sequence, self._alone = (
             topology.tensor,
             topology.sizes.sequence,

@@ -15,6 +15,7 @@ from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
 from tandem.model.attention import Kernel, TreeParams, rotation, tree_params
+from tandem.model.delta_rule import recurrence
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
 from tandem.model.embedding import embed
@@ -246,13 +247,15 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
-        """Load and compile the kernels that a process's first `forward` would load. Runs one layer
-        with whatever is in the weights' memory, which may be written meanwhile. A collective of the
-        ranks that share layers.
+        """Load and compile the kernels that a process's first `forward` would load. Runs a layer of
+        each kind with whatever is in the weights' memory, which may be written meanwhile. A
+        collective of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
-        hidden, _ = decoder.layers[0](hidden, **self.decoder_inputs(row))
+        first = {type(layer.sublayers[0]): layer for layer in reversed(decoder.layers)}
+        for layer in first.values():
+            hidden, _ = layer(hidden, **self.decoder_inputs(row))
         if self.stage.last:
             self._outputs(
                 row, decoder.final_layernorm(hidden)[:, 0], temperature=1.0
@@ -313,6 +316,8 @@ class Policy(nn.Module):
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
         tree.slot_experts = row.slot_experts
+        if self.arch.gdn is not None:
+            tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)
         if sizes.sequence and row.slot_experts is not None:
             tree.slot_experts = row.slot_experts.chunk(sizes.tensor)[place.tensor]
         # Megatron's decoder passes no argument of another name to its layers.

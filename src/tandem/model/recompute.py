@@ -4,6 +4,9 @@
 Levels change neither results nor their bits, only memory and time.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from tandem.families.adapter import sums_experts_apart
@@ -53,13 +56,17 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     parallel.connect_gradients(
         experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
     )
-    saved, working = _measure(policy, row)
+    kinds = [_measure(policy, row, layer) for layer in _kinds(policy)]
     most = memory.obtainable()
     head = working_bytes(len(row.item_token), policy.head) if policy.stage.last else 0
     if policy.topology.sizes.layers_shared:
-        transient = 2 * max(working.values())
+        transient = 2 * max(max(kind.working.values()) for kind in kinds)
     else:
-        transient = max(saved[level] + working[level] for level in SaveLevel) - saved[SaveLevel.ALL]
+        transient = max(
+            kind.saved[level] + kind.working[level] - kind.saved[SaveLevel.ALL]
+            for kind in kinds
+            for level in SaveLevel
+        )
     budget = (
         most
         - max(HEADROOM * most, LEAST_HEADROOM)
@@ -67,8 +74,12 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         - max(transient, head)
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
+    # On average: the kinds take turns from layer to layer.
+    saved = (
+        sum(kind.layers * kind.saved[level] for kind in kinds) // layers for level in SaveLevel
+    )
     everything, attention = choose_levels(
-        SavedBytes(*(in_flight * saved[level] for level in SaveLevel)), layers, budget
+        SavedBytes(*(in_flight * size for size in saved)), layers, budget
     )
     least = layers - everything - attention
     counts = {SaveLevel.ALL: everything, SaveLevel.ATTENTION: attention, SaveLevel.INPUT: least}
@@ -91,11 +102,28 @@ def lower(policy: Policy) -> bool:
     return False
 
 
-def _measure(policy: Policy, row: RowTensors) -> tuple[dict[SaveLevel, int], dict[SaveLevel, int]]:
-    """Bytes that one layer saves at each level, and those that its passes take beside what layers
-    save: most at `INPUT`, where the backward pass makes again what the others saved."""
-    # A mixture's first layers may be dense.
-    layer, row = policy.gpt.decoder.layers[-1], policy.lay_out(row)
+@dataclass(frozen=True)
+class _Kind:
+    """Layers with the same attention, of which one was measured."""
+
+    layers: int
+    saved: dict[SaveLevel, int]  # bytes that a layer saves
+    # Those that its passes take beside: most at `INPUT`, where the backward pass makes again what
+    # the other levels saved.
+    working: dict[SaveLevel, int]
+
+
+def _kinds(policy: Policy) -> list[Any]:
+    """The last layer of each kind of attention: a mixture's first layers may be dense."""
+    return list({_kind(layer): layer for layer in policy.gpt.decoder.layers}.values())
+
+
+def _kind(layer: Any) -> type:
+    return type(layer.sublayers[0])
+
+
+def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
+    row = policy.lay_out(row)
     # Random, because a router sends equal rows to the same experts; the same on all ranks.
     hidden = policy.no_hidden(row)
     hidden.normal_(generator=torch.Generator(hidden.device).manual_seed(0))
@@ -111,5 +139,8 @@ def _measure(policy: Policy, row: RowTensors) -> tuple[dict[SaveLevel, int], dic
 
     passes(SaveLevel.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
     sizes = {level: passes(level) for level in SaveLevel}
-    saved = {level: size for level, (size, _) in sizes.items()}
-    return saved, {level: size for level, (_, size) in sizes.items()}
+    return _Kind(
+        sum(_kind(other) is _kind(layer) for other in policy.gpt.decoder.layers),
+        {level: size for level, (size, _) in sizes.items()},
+        {level: size for level, (_, size) in sizes.items()},
+    )

@@ -29,6 +29,7 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
         ("key/value heads", arch.num_kv_heads),
         ("MLP features", arch.ffn_hidden_size if moe is None or moe.dense_layers else 0),
         ("features of the shared expert", moe.shared_size if moe else 0),
+        ("key heads of the delta nets", arch.gdn.key_heads if arch.gdn else 0),
         ("vocabulary entries", arch.vocab_size),
     ):
         if size % sizes.tensor:
@@ -37,6 +38,12 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
         return (
             "pipeline_parallel",
             f"{arch.num_layers} layers don't divide over {sizes.pipeline} pipeline stages",
+        )
+    if sizes.context > 1 and arch.gdn is not None:
+        return (
+            "context_parallel",
+            f"{arch.model_type} has gated delta nets, whose states don't travel between"
+            f" {sizes.context} context-parallel ranks",
         )
     if sizes.sequence and sizes.tensor == 1:
         return (

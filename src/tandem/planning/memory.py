@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from tandem.families.adapter import adapts_experts, check_targets, in_targets, sums_experts_apart
-from tandem.families.arch import Arch
+from tandem.families.arch import Arch, GatedDeltaNet
 from tandem.families.registry import weight_rules
 from tandem.families.weight_rules import WeightRule, on_stage
 from tandem.spool.schema import LoraShape
@@ -34,6 +34,9 @@ that is trained: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
 """Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward
 pass beside that, as they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
 
 _BF16, _INT16, _FP32 = 2, 2, 4
 
@@ -171,7 +174,7 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
         adapter = _adapter(rules, workload.lora, sizes) * _FP32
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
-    saved, working, recomputing = _layer(workload, sizes)
+    saved, working, recomputing = _layers(workload, sizes, layers)
     # One forward, one backward.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
@@ -244,6 +247,49 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
     return total
 
 
+def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
+    """As `_layer`, of layers of both kinds: what they keep on average, and the most that a pass
+    has."""
+    saved, working, recomputing = _layer(workload, sizes)
+    gdn, kinds = workload.arch.gdn, list(layers)
+    share = sum(gdn.layers[index] for index in kinds) / len(kinds) if gdn else 0.0
+    if gdn is None or share == 0:
+        return saved, working, recomputing
+    own, graph, passes = _delta_net(workload, gdn, sizes, saved)
+    mixed = (int(share * a + (1 - share) * b) for a, b in zip(own, saved, strict=True))
+    return SavedBytes(*mixed), max(working, passes), max(recomputing, graph + passes)
+
+
+def _delta_net(
+    workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
+) -> tuple[SavedBytes, int, int]:
+    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): what it
+    keeps, of it the graph between its products, and what the backward pass of that graph has
+    beside it. Computed, not measured. `others`: what an attention layer keeps, whose MLP is the
+    same."""
+    slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
+    own = -(-slots // parts) if sizes.sequence else slots  # of the residual stream
+    features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
+    heads //= parts
+    targets = () if workload.lora is None else workload.lora.targets
+    rank = 0 if workload.lora is None else workload.lora.rank
+    wide = _FP32 // _BF16
+    ranks_in = rank * sum(name.startswith("in_proj") for name in targets)
+    down = rank * ("down_proj" in targets)
+    least = own * hidden + slots * (value + rank * ("out_proj" in targets) + down)
+    attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
+    # What the convolution's activation got; queries, keys and values; the chunks' triangular
+    # systems; what heads read, its norm, the gate and what it is made of.
+    graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
+    # The states of all chunks and their gradients; gradients of the convolution's terms and of
+    # queries, keys and values.
+    states = gdn.key_head_dim * gdn.value_head_dim * heads // DELTA_CHUNK
+    passes = slots * (2 * states + (3 * wide + 2) * features + 2 * wide * value)
+    everything = attention + graph + (others.all - others.attention) // _BF16
+    saved = SavedBytes(*(level * _BF16 for level in (least, attention, everything)))
+    return saved, graph * _BF16, passes * _BF16
+
+
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
     in `model/layer/`), and what its backward pass has beside that, where it kept everything and
@@ -274,8 +320,11 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         arch.query_size // sizes.tensor,
         (arch.query_size + 2 * arch.kv_size) // sizes.tensor,
     )
+    gates = query if arch.output_gate else 0  # beside the output, or in the rows of qkv
     least = (
-        residual_slots * hidden + slots * (query + adapted("o_proj")) + rows * adapted("down_proj")
+        residual_slots * hidden
+        + slots * (query + gates + adapted("o_proj"))
+        + rows * adapted("down_proj")
     )
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query

@@ -158,6 +158,7 @@ def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate
         slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
         speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
     data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
+    data_only = data_only and workload.arch.gdn is None
     return Candidate(sizes, needs, levels, speed, measured=data_only)
 
 
@@ -190,7 +191,7 @@ def _step_seconds(
         if moe is None
         else moe.ffn_hidden_size * moe.experts_per_token + moe.shared_size
     )
-    qkv, proj = hidden * (arch.query_size + 2 * arch.kv_size), hidden * arch.query_size
+    qkv, proj = _attention_weights(arch)
     gate_up, down = 2 * hidden * mlp, hidden * mlp
     layer = qkv + proj + gate_up + down
     router = 0 if moe is None else hidden * moe.num_experts
@@ -229,8 +230,26 @@ def _step_seconds(
     return step
 
 
+def _attention_weights(arch: Arch) -> tuple[float, float]:
+    """Of the products before and after the attention or the delta net, of a layer on average. The
+    delta rule itself is not counted."""
+    queries = arch.query_size * (2 if arch.output_gate else 1)
+    before = arch.hidden_size * (queries + 2 * arch.kv_size)
+    after = arch.hidden_size * arch.query_size
+    if (gdn := arch.gdn) is None:
+        return before, after
+    share = sum(gdn.layers) / arch.num_layers
+    features = sum(gdn.sections) + gdn.value_size + 2 * gdn.value_heads
+    return (
+        share * arch.hidden_size * features + (1 - share) * before,
+        share * arch.hidden_size * gdn.value_size + (1 - share) * after,
+    )
+
+
 def _layers_that_see_all(arch: Arch, slots: int) -> float:
     """How many layers without a window have as many pairs of tokens, in a row of one sequence."""
+    if arch.gdn is not None:
+        return arch.gdn.layers.count(False)
     if arch.window is None:
         return arch.num_layers
     seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2

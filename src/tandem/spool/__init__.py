@@ -22,6 +22,7 @@ from tandem.spool.locks import (
 )
 from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
+from tandem.spool.replicas import Replicas
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
 
@@ -41,10 +42,11 @@ class Spool:
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
         self.served = ServedRecords(self.runs)
-        self.merged = MergedFiles(self.runs, self.served)
         self.events = Events(self.paths)
         self.jobs = Jobs(self.paths, self.events)
         self.checkpoints = Checkpoints(self.runs, self.jobs)
+        self.replicas = Replicas(self.paths, self.runs, self.served, self.checkpoints)
+        self.merged = MergedFiles(self.runs, self.served, self.replicas.steps)
         self.leases = Leases(self.paths)
         self.hold = HoldRecord(self.paths)
         self.queue = Queue(

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -261,8 +261,11 @@ class MergedFiles:
     """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, with these
     files."""
 
-    def __init__(self, runs: Runs, served: ServedRecords) -> None:
-        self._runs, self._served = runs, served
+    def __init__(
+        self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
+    ) -> None:
+        """`replicas(run)`: the steps that several inference servers serve."""
+        self._runs, self._served, self._replicas = runs, served, replicas
 
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "merged"
@@ -290,6 +293,7 @@ class MergedFiles:
         # that are removed.
         before = [name for name in names if name < target.name][-1:]
         keep = {target.name, *before, step_name(served.step) if served else ""}
+        keep |= set(map(step_name, self._replicas(run)))
         for name in names:
             if name not in keep:
                 fs.remove_tree(directory / name)

@@ -119,9 +119,10 @@ def hold_runner_lock(paths: Paths, runner: str) -> AbstractContextManager[None]:
     return _hold(paths, paths.runner_lock, "runner", runner)
 
 
-def hold_publisher_lock(paths: Paths) -> AbstractContextManager[None]:
-    """Holds `jobs/locks/publisher`. SpoolUnusable names another holder."""
-    return _hold(paths, paths.publisher_lock, "publisher", "publisher")
+def hold_publisher_lock(paths: Paths, path: Path | None = None) -> AbstractContextManager[None]:
+    """Holds `jobs/locks/publisher`, or the `path` of one replica's publisher. SpoolUnusable names
+    another holder."""
+    return _hold(paths, path or paths.publisher_lock, "publisher", "publisher")
 
 
 @contextmanager

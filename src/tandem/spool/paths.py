@@ -55,6 +55,7 @@ class Paths:
         self.root = root
         self.version_file = root / "spool.json"
         self.runs = root / "runs"
+        self.replicas = root / "replicas"
         self.jobs = root / "jobs"
         self.hold = self.jobs / "hold.json"
         self.damaged = self.jobs / "damaged"

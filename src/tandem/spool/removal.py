@@ -101,6 +101,7 @@ def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
         # In this order: a step has its checkpoint before its whole weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
+        keep |= spool.replicas.steps(run).keys()
         return _set_aside([path for step, path in written.items() if step not in keep])
 
 
@@ -120,6 +121,8 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
     needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
     if (served := spool.served.get(run)) is not None:
         needed.setdefault(served.step, "it is served")
+    for has, replica in spool.replicas.steps(run).items():
+        needed.setdefault(has, f"replica {replica} serves it")
     for _, job in spool.jobs.pending(run):
         for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
             if step is not None:

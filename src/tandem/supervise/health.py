@@ -26,7 +26,7 @@ from tandem.config import Settings, load_settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import is_locked
-from tandem.supervise.supervisord import PROGRAMS, statuses
+from tandem.supervise.supervisord import programs_of, statuses
 from tandem.system import liveness
 from tandem.system.environment import current_role, runtime_dir
 from tandem.system.ports import local_url
@@ -43,7 +43,7 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
     """
     found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
-        now, needed = statuses(settings), _needed(role)
+        now, needed = statuses(settings), _needed(settings, role)
         if not now:
             return [*filter(None, found), "supervisord does not answer"]
         states = [(name, now[name].state if name in now else "absent") for name in needed]
@@ -52,19 +52,15 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         if "runner" in needed and not is_locked(spool.paths.runner_lock):
             found.append("the runner does not hold the spool's lock")
         waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
-        if "vllm" in needed and not waits:
+        if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
     return [problem for problem in found if problem]
 
 
-def _needed(role: str) -> list[str]:
+def _needed(settings: Settings, role: str) -> list[str]:
     """The essential programs that `role` runs under supervisord, apart from the controller, which
     answers /readyz."""
-    return [
-        p.name
-        for p in PROGRAMS.get(role, PROGRAMS["all"])
-        if p.essential and p.name != "controller"
-    ]
+    return [p.name for p in programs_of(settings, role) if p.essential and p.name != "controller"]
 
 
 def _problem_of_vllm(settings: Settings) -> str:
@@ -87,7 +83,11 @@ def stopped_loops(settings: Settings, role: str) -> list[str]:
         problem, _ = _get(settings, "controller", "/healthz")
         return [problem] if problem else []
     directory = runtime_dir(settings.root, current_role())
-    programs = [name for name in ("up", *_needed(role)) if name in liveness.LONGEST_SECONDS]
+    programs = [
+        name
+        for name in ("up", *_needed(settings, role))
+        if name.partition("-")[0] in liveness.LONGEST_SECONDS
+    ]
     return [message for name in programs if (message := liveness.silence(name, directory))]
 
 

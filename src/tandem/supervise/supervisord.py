@@ -8,20 +8,26 @@ import sys
 import xmlrpc.client
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.system import liveness
 from tandem.system.environment import current_role, runtime_dir
+from tandem.system.gpus import Devices
 from tandem.system.logs import json_line
+from tandem.system.nvml import DriverFailed
+from tandem.system.ports import local_url
 from tandem.system.tail import Tail, last_lines
 
 _COLOURS = {
     "controller": "36",
     "vllm": "35",
     "publisher": "33",
+    "proxy": "31",
     "runner": "32",
     "exporter": "34",
     "up": "1",
@@ -36,13 +42,22 @@ class Program:
     stop_seconds: int  # between SIGTERM and SIGKILL
     essential: bool = True  # any other may fail again and again without ending `tandem up`
     costly: bool = False  # to start again: its state takes minutes to make
-    # It listens on settings.<port>_port.
+    # It listens on settings.<port>_port, or on `number`.
     port: Literal["controller", "inference", "metrics"] | None = None
+    number: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()  # beside supervisord's own
+
+    @property
+    def kind(self) -> str:
+        """`vllm` for the program `vllm-1` of one of several inference servers."""
+        return self.name.partition("-")[0]
 
 
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
 _CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
 _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
+# Several inference servers' one address.
+_PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
 # It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs. Its own bound is
 # tandem.trainer.runner.loop.STOP_SECONDS.
@@ -54,6 +69,52 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
 }
 """By role, in the order in which they start."""
 _LEFTOVER_SECONDS = 13
+
+
+def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
+    """The programs of a role. Several inference servers are as many pairs of vLLM and publisher,
+    behind a proxy. InvalidInput where there are not enough GPUs for them."""
+    programs = PROGRAMS.get(role, PROGRAMS["all"])
+    if settings.inference_replicas == 1 or _VLLM not in programs:
+        return programs
+    several = [_PROXY]
+    for number, variables in enumerate(replica_variables(settings)):
+        of = tuple(variables.items())
+        port = int(variables["TANDEM_INFERENCE_PORT"])
+        several += [
+            replace(_VLLM, name=f"vllm-{number}", number=port, environment=of),
+            replace(_PUBLISHER, name=f"publisher-{number}", environment=of),
+        ]
+    at = programs.index(_VLLM)
+    return (*programs[:at], *several, *(p for p in programs[at:] if p not in (_VLLM, _PUBLISHER)))
+
+
+def replica_variables(settings: Settings) -> list[dict[str, str]]:
+    """What each of several inference servers on this machine has for itself."""
+    count, each = settings.inference_replicas, settings.inference_tensor_parallel
+    try:
+        gpus = Devices(settings, "inference").uuids
+    except DriverFailed:
+        gpus = ()  # vLLM's own start says so
+    if gpus and len(gpus) < count * each:
+        raise InvalidInput(
+            f"{count} inference servers of {each} GPUs need {count * each}, and there are"
+            f" {len(gpus)}; set TANDEM_INFERENCE_DEVICES, or fewer replicas",
+            field="TANDEM_INFERENCE_REPLICAS",
+        )
+    variables = []
+    for number in range(count):
+        port = settings.inference_port + 1 + number
+        own = {
+            "TANDEM_REPLICA": str(number),
+            "TANDEM_INFERENCE_PORT": str(port),
+            "TANDEM_INFERENCE_URL": local_url(settings.inference_host, port),
+            liveness.NAME_VARIABLE: f"publisher-{number}",
+        }
+        if gpus:
+            own["TANDEM_INFERENCE_DEVICES"] = ",".join(gpus[number * each : (number + 1) * each])
+        variables.append(own)
+    return variables
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
@@ -116,6 +177,7 @@ redirect_stderr = true
 stdout_logfile = {log_path(logs, program.name)}
 stdout_logfile_maxbytes = 10MB
 stdout_logfile_backups = 1
+environment = {",".join(f'{name}="{value}"' for name, value in program.environment)}
 """
     path = directory / "supervisord.conf"
     path.write_text(text.replace("%", "%%"))  # supervisord expands `%(name)s`
@@ -151,7 +213,7 @@ class Console:
             text = json.dumps({"program": program} | entry)
         else:
             before, after = (
-                (f"\x1b[{_COLOURS.get(program, '1')}m", "\x1b[0m")
+                (f"\x1b[{_COLOURS.get(program.partition('-')[0], '1')}m", "\x1b[0m")
                 if sys.stdout.isatty()
                 else ("", "")
             )

@@ -38,8 +38,14 @@ from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, TandemError
 from tandem.spool import Spool
 from tandem.spool.locks import LockHeldError, file_lock
-from tandem.supervise import health, supervisord
-from tandem.supervise.supervisord import PROGRAMS, Console, Program, Status, supervisord_seconds
+from tandem.supervise import health, proxy, supervisord
+from tandem.supervise.supervisord import (
+    Console,
+    Program,
+    Status,
+    programs_of,
+    supervisord_seconds,
+)
 from tandem.supervise.watchdog import Watchdog
 from tandem.system import liveness, ports, processes
 from tandem.system.environment import ROLE_VARIABLE, Role, runtime_dir
@@ -69,8 +75,10 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
     # Containers of one group share the volume, whatever their users. On a machine of several users
     # runs, prompts and logs are nobody else's.
     os.umask(0o027 if role == "all" else 0o002)
-    programs = PROGRAMS[role] if programs is None else programs
-    names = {program.name for program in programs}
+    programs = programs_of(settings, role) if programs is None else programs
+    names = {program.kind for program in programs}
+    if "proxy" in names:
+        proxy.check_installed()
     if {"runner", "vllm"} <= names:
         check_apart(settings)
     sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
@@ -104,6 +112,7 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         _end_remains(runtime_dir(root, role), supervisord_seconds(programs), console)
         for program in (program for program in programs if program.port):
             host, port = (getattr(settings, f"{program.port}_{part}") for part in ("host", "port"))
+            port = program.number or port
             try:
                 held.enter_context(ports.reserve(port, host=host, name=f"{program.port}_port"))
             except Conflict as error:
@@ -172,8 +181,11 @@ class Stack:
         self._say(f"starting {', '.join(self._programs)}; logs are in {self._logs}")
         if self._role != "all" and (path := nccl_path(self._settings, self._role)):
             self._say(path)
-        if "vllm" in self._programs:
-            Watchdog(self._settings, self._token, self._say).start()
+        for program in self._programs.values():
+            if program.kind == "vllm":
+                Watchdog(
+                    self._settings, self._token, self._say, program.name, program.number
+                ).start()
         try:
             return self._watch()
         finally:
@@ -286,6 +298,7 @@ class Stack:
                 f"jobs at {ports.local_url(settings.controller_host, settings.controller_port)}"
             ),
             "vllm": f"sampling at {settings.resolved_inference_url}/v1",
+            "proxy": f"sampling at {settings.resolved_inference_url}/v1",
             "exporter": (
                 "metrics at"
                 f" {ports.local_url(settings.metrics_host, settings.metrics_port)}/metrics"

@@ -107,13 +107,20 @@ class Progress:
 
 
 class Watchdog(threading.Thread):
-    """Polls vLLM from a thread, because an answer may take seconds, and kills a stalled one. `say`
-    prints a line."""
+    """Polls the vLLM `program` at `port` from a thread, because an answer may take seconds, and
+    kills a stalled one. `say` prints a line."""
 
-    def __init__(self, settings: Settings, admin_token: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        admin_token: str,
+        say: Callable[[str], None],
+        program: str = "vllm",
+        port: int | None = None,
+    ) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._settings, self._say = settings, say
-        url = local_url(settings.inference_host, settings.inference_port)
+        self._settings, self._say, self._program = settings, say, program
+        url = local_url(settings.inference_host, port or settings.inference_port)
         headers = {ADMIN_HEADER: admin_token}
         self._http = httpx.Client(
             base_url=url, headers=headers, timeout=_TIMEOUT_SECONDS, trust_env=False
@@ -124,7 +131,7 @@ class Watchdog(threading.Thread):
         progress = Progress(self._settings.vllm_stall_seconds, poll_seconds)
         while True:
             time.sleep(poll_seconds)
-            status = statuses(self._settings).get("vllm")
+            status = statuses(self._settings).get(self._program)
             vllm = processes.read_process(status.pid) if status is not None and status.pid else None
             if vllm is None:
                 continue
@@ -133,7 +140,7 @@ class Watchdog(threading.Thread):
             )
             now = processes.read_process(vllm.pid)
             if why is not None and now is not None and now.started == vllm.started:
-                self._say(f"vllm (pid {vllm.pid}) has stalled: {why}; killing it")
+                self._say(f"{self._program} (pid {vllm.pid}) has stalled: {why}; killing it")
                 with suppress(ProcessLookupError):
                     # supervisord made it the leader of a process group, to which its engine
                     # belongs.

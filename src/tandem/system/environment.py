@@ -17,7 +17,10 @@ from tandem.errors import SpoolUnusable
 Role = Literal["all", "trainer", "inference"]
 """Whose programs run under one supervisord: one container's, or everything on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
+# The id of an inference server becomes a file's name and a label; the name of a pod is one.
+REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_VLLM_VARIABLE = "VLLM_CACHE_ROOT"
 # The path of a Unix socket has at most 107 bytes. Up to 57 of them are this directory's own name,
 # the socket's name and the pid that supervisord appends until it listens.
 _LONGEST_PARENT = 50
@@ -111,6 +114,17 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
         INDUCTOR_VARIABLE: str(inductor),
         TRITON_VARIABLE: str(triton or private_directory(inductor / "triton")),
     }
+
+
+def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The same for vLLM, which unpickles what it has compiled too: a directory of this user alone
+    below the one that `environ` names, by default `vllm` in the user's cache. vLLM, torch and
+    Triton key what is there by their versions."""
+    default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
+    own = Path(environ.get(_VLLM_VARIABLE) or default) / f"tandem-{os.getuid()}-compiled"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(own)
+    return {_VLLM_VARIABLE: str(own)} | compiler_caches({INDUCTOR_VARIABLE: str(own)} | {**environ})
 
 
 def installed_version(package: str) -> str:

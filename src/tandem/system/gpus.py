@@ -112,7 +112,8 @@ def check_apart(settings: Settings) -> None:
         return
     with suppress(DriverFailed):
         trainer = Devices(settings, "trainer")
-        inference = Devices(settings, "inference", most=settings.inference_tensor_parallel)
+        most = settings.inference_replicas * settings.inference_tensor_parallel
+        inference = Devices(settings, "inference", most=most)
         if both := ", ".join(uuid for uuid in trainer.uuids if uuid in inference.uuids):
             raise InvalidInput(
                 f"dedicated, but trainer and vLLM would both use {both}; set TANDEM_TRAINER_DEVICES"

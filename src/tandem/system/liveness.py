@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
+NAME_VARIABLE = "TANDEM_ALIVE_NAME"
+"""The name of a program that runs several times beside others of its kind: `publisher-1`."""
 LONGEST_SECONDS = {
     "up": 60.0,  # it waits for nothing
     # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
@@ -29,13 +31,14 @@ def beat(program: str) -> None:
     """Records a turn of `program`'s loop in TANDEM_ALIVE_DIR; does nothing without one."""
     if directory := os.environ.get(VARIABLE):
         with suppress(OSError):  # a full tmpfs must not end a program that works
-            Path(directory, f"{program}.alive").touch()
+            name = os.environ.get(NAME_VARIABLE) or program
+            Path(directory, f"{name}.alive").touch()
 
 
 def silence(program: str, directory: Path) -> str | None:
     """A message if `program`'s loop has not turned for too long; None if it has, or has not
     begun."""
-    longest = LONGEST_SECONDS[program]
+    longest = LONGEST_SECONDS[program.partition("-")[0]]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
             return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})"

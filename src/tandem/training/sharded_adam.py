@@ -24,7 +24,13 @@ from tandem.spool.schema import OptimizerSettings
 from tandem.training.optimizer import MOMENTS, norm_over_ranks
 
 REMAINDER = "remainder"
-_HEAD_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
+_OF_HEADS = (
+    "q_layernorm.weight",
+    "k_layernorm.weight",
+    "linear_attention.norm.weight",
+    "linear_attention.A_log",
+    "linear_attention.dt_bias",
+)
 CHUNK = 2**24
 """Elements that are updated at once: an update takes five times their fp32 size for a while."""
 
@@ -64,6 +70,10 @@ class ShardedAdam:
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
+        # Those beside `memory` would have no gradient of their own.
+        assert not (
+            apart := [n for n, p in base.parameters.items() if p.dtype != base.memory.dtype]
+        ), f"{apart[0]} is fp32 beside others"
         self.settings, self.steps = settings, 0
         self._policy, self._base, self._topology = policy, base, parallel.current()
         self._two_tables = policy.arch.tie_embeddings and policy.stage.first != policy.stage.last
@@ -191,7 +201,7 @@ class ShardedAdam:
             gradient
             for name, gradient in self._views(self._gradients).items()
             if self._base.rules[name].cut == "whole"
-            and (topology.sizes.sequence or name.endswith(_HEAD_NORMS))
+            and (topology.sizes.sequence or name.endswith(_OF_HEADS))
         ]
         if partial:
             together = torch.cat([gradient.flatten() for gradient in partial])

@@ -11,7 +11,7 @@ import httpx
 
 from tandem.config import Settings
 from tandem.errors import TandemError, Unauthorized
-from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE, NOT_HELD
+from tandem.vllm_client.names import ADMIN_HEADER, MERGED_ROUTE, NOT_HELD, READY_ROUTE
 
 _LORA_INFO = re.compile(
     r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.MULTILINE
@@ -19,6 +19,9 @@ _LORA_INFO = re.compile(
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 SCORING_PRIORITY = -1
 """vLLM's `priority` of the requests that verify a checkpoint. Lower comes first; others have 0."""
+
+_READY_SECONDS = 3.0
+"""For what a process answers at once, and what is asked again two seconds later."""
 
 _IN_FLIGHT = re.compile(
     r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE
@@ -228,6 +231,22 @@ class VllmClient:
             "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
         )
         return list(answer["rows"])
+
+    def ready_instance(self) -> str:
+        """The name of vLLM's present process, one of several servers behind one address."""
+        return str(self._ask("GET", READY_ROUTE)["instance"])
+
+    def set_ready(self, until: float, instance: str | None) -> bool:
+        """Let that process (None: whichever it is) answer requests until so many seconds of the
+        monotonic clock. False where another process has taken its place."""
+        order = {"until": until, "instance": instance}
+        try:
+            self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
+        except InferenceRefused as error:
+            if " answered 409" in error.message:
+                return False
+            raise
+        return True
 
     def is_sleeping(self) -> bool:
         """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls

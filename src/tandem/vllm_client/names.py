@@ -7,6 +7,13 @@ ADMIN_HEADER = "x-tandem-admin-token"
 """The request header with the admin token. `Authorization` carries the API key, which vLLM checks
 itself."""
 
+SESSION_HEADER = "x-session-id"
+"""The request header with a rollout's name: its turns go to one inference server, and the rollout
+door continues their tokens."""
+GROUP_HEADER = "x-tandem-group"
+"""The request header with the name of the rollouts that share a prompt: they start on one inference
+server, whose cache has the prompt."""
+
 BASE_MODEL_NAME = "base"
 """vLLM serves the base model without an adapter under this name. No run can have it: checkpoints
 are `<run>@<step>`."""
@@ -21,9 +28,50 @@ MERGED_VARIABLE = "TANDEM_VLLM_MERGED"
 MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""
 
+READY_ROUTE = "/tandem/ready"
+"""Whether one of several inference servers answers requests: 200 or 503. With the admin token its
+publisher decides it."""
+
+READY_MARGIN_SECONDS = 2.0
+"""So long before a server stops to answer requests its ready route says no, and the proxy sends no
+more."""
+
 NOT_HELD = "vLLM does not hold the adapter"
 """How a worker's refusal begins that holds other tensors than an adapter's file. vLLM answers 500
 with it, and the same load gives the same answer again."""
 
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
 """What state the server says that its merged weights are in."""
+
+PUBLIC_PATHS = frozenset(
+    {
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/metrics/",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/inference/v1/generate",
+    }
+)
+"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
+itself."""
+
+PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/", READY_ROUTE})
+"""Paths that are open to other hosts too."""
+
+ROLLOUT_PATHS = frozenset(
+    {
+        "/rollout/v1/models",
+        "/rollout/v1/chat/completions",
+        "/rollout/v1/completions",
+        "/rollout/v1/responses",
+        "/rollout/v1/messages",
+        "/rollout/v1/messages/count_tokens",
+        "/rollout/inference/v1/generate",
+    }
+)
+"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
+vLLM does."""

@@ -140,15 +140,19 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
     if same and settings.gpu_mode == "dedicated":
         found = f"trainer's {same[0][0]} and inference's {same[0][1]} may be one device"
         return found, "write the UUIDs in full"
-    for role, variable, processes, devices in (
-        ("TRAINER", "TRAINER_RANKS", settings.trainer_ranks, trainer),
-        ("INFERENCE", "INFERENCE_TENSOR_PARALLEL", settings.inference_tensor_parallel, inference),
+    each, replicas = settings.inference_tensor_parallel, settings.inference_replicas
+    serving = f"INFERENCE_TENSOR_PARALLEL={each}"
+    if replicas > 1:
+        serving += f" times TANDEM_INFERENCE_REPLICAS={replicas}"
+    for role, count, processes, devices in (
+        ("TRAINER", f"TRAINER_RANKS={settings.trainer_ranks}", settings.trainer_ranks, trainer),
+        ("INFERENCE", serving, each * replicas, inference),
     ):
         setting = f"TANDEM_{role}_DEVICES={','.join(devices)}"
         if len(set(devices)) < len(devices):
             return f"{setting} names one twice", "name each once"
         if processes != len(devices):
-            found = f"TANDEM_{variable}={processes}, but {setting} names {len(devices)}"
+            found = f"TANDEM_{count}, but {setting} names {len(devices)}"
             return found, "each process has one GPU: make the numbers equal"
     return None
 

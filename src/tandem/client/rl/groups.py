@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import uuid4
 
 from tandem.client import Trajectory
 from tandem.client.rl.config import RLSection
@@ -50,6 +51,7 @@ class Rollouts:
         discarded; from the newest steps or all from `step`. Raises the last error where none is
         left."""
         sampling = self._rl.sampling if options is None else options
+        name = uuid4().hex  # of the group, for the proxy of several inference servers
 
         async def play(number: int) -> Trajectory:
             own = dict(sampling)
@@ -58,7 +60,7 @@ class Rollouts:
 
             def sampler() -> Sampler:
                 pin = self._served() if step is None and self._rl.pin else step
-                return Sampler(self._vllm, self._run, self._served, pin, own)
+                return Sampler(self._vllm, self._run, self._served, pin, own, name)
 
             made = await of.play(task, sampler, self._rl, self._failed, self._pauses, self._watch)
             return await self._teacher.scored(made) if self._teacher and step is None else made

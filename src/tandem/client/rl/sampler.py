@@ -25,6 +25,7 @@ class Sampler:
     was sampled. A turn whose messages begin with those of an earlier one, and its answer, continues
     the tokens of that turn.
 
+    `group` names the rollouts of one task, which share their prompt.
     `newest()` is the newest served step, and `pin` the step to sample from in its place. `response`
     is vLLM's last answer. `discarded` is the reason of `discard`.
     """
@@ -36,7 +37,9 @@ class Sampler:
         newest: Callable[[], int],
         pin: int | None,
         options: Mapping[str, Any],
+        group: str | None = None,
     ) -> None:
+        self._group = group
         self._vllm, self._run, self._newest, self._pin, self.options = (
             vllm,
             run,
@@ -109,7 +112,11 @@ class Sampler:
             error: TandemError
             try:
                 answer = await self._vllm.request(
-                    "POST", "chat/completions", body | {"model": model}, session=self._session
+                    "POST",
+                    "chat/completions",
+                    body | {"model": model},
+                    session=self._session,
+                    group=self._group,
                 )
             except Unreachable as unreachable:
                 error = unreachable

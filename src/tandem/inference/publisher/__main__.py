@@ -5,14 +5,15 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 from pydantic import ValidationError
 
 from tandem.config import load_settings
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool import Spool
+from tandem.spool.locks import is_locked
 from tandem.system import liveness
 from tandem.system.logs import Log, configure
 from tandem.vllm_client.client import VllmClient
@@ -42,7 +43,7 @@ def main() -> None:
             if publisher is None:
                 # Two would unload each other's adapters, and overwrite served.json.
                 held.close()
-                held.enter_context(Spool(settings.root).publisher_lock())
+                held.enter_context(_publisher_lock(Spool(settings.root), settings.replica))
                 publisher = Publisher(settings, client)
             publisher.once()
             trouble = ""
@@ -51,6 +52,24 @@ def main() -> None:
                 log.error(f"trying again: {error}")
             trouble = str(error)
         time.sleep(POLL_SECONDS)
+
+
+def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
+    """The lock of the only publisher, or of a replica's. SpoolUnusable where the spool has both
+    kinds of publishers: each would write over what the others announce."""
+    if replica is None:
+        if others := ", ".join(spool.replicas.living()):
+            raise SpoolUnusable(
+                f"{spool.root} has inference servers with names: {others}; give this one a"
+                " TANDEM_REPLICA, or stop those and wait 30 s"
+            )
+        return spool.publisher_lock()
+    if is_locked(spool.paths.publisher_lock):
+        raise SpoolUnusable(
+            f"{spool.root} has a publisher without TANDEM_REPLICA, beside replica {replica}; stop"
+            " that one, or give it a TANDEM_REPLICA"
+        )
+    return spool.replicas.publisher_lock(replica)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.config import resolve_model
 from tandem.errors import CheckpointDamaged
 from tandem.inference.publisher.transports import LoraTransport, MergedTransport
+from tandem.inference.publisher.usage import run_of
 from tandem.inference.publisher.verify import Tolerance, WrongWeights, verify
 from tandem.spool import Spool
 from tandem.spool.runs import CheckpointIncomplete
@@ -91,6 +92,15 @@ class CheckpointLoader:
         """When this object verified what vLLM serves as `name`, Unix seconds; None if it did
         not."""
         return self._served[name].record.verified if name in self._served else None
+
+    def serving(self, run: str) -> list[Served]:
+        """The steps of a run that this object verified and that vLLM lists, the newest first."""
+        records = [
+            served.record
+            for name, served in self._served.items()
+            if run_of(name) == run and self._lists(name, served.path)
+        ]
+        return sorted(records, key=lambda record: -record.step)
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
         """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.

@@ -17,8 +17,9 @@ from tandem.inference.publisher.checkpoint_loader import (
     CheckpointLoader,
     CheckpointNotVisible,
     CheckpointRefused,
-    ServedCheckpoint,
 )
+from tandem.inference.publisher.records import OnlyServer, Records
+from tandem.inference.publisher.replica import Member
 from tandem.inference.publisher.transports import (
     AdapterCopies,
     LoraTransport,
@@ -62,6 +63,11 @@ class Publisher:
         self._loader = CheckpointLoader(
             self._spool, client, self._transport, Tolerance.of(settings), base_model
         )
+        self._records: Records = (
+            OnlyServer(self._spool)
+            if settings.replica is None
+            else Member(self._spool, client, settings)
+        )
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
@@ -104,6 +110,7 @@ class Publisher:
                 yield ensure_awake(self._spool, self._client, self._devices) or ""
 
     def _publish_runs(self) -> None:
+        self._records.turn_begins()
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
             # vLLM has started, or this publisher: no run's older steps keep another run waiting.
@@ -117,6 +124,7 @@ class Publisher:
             self._client.adapters_in_use,
             older_than=10 * self._retention.grace,
         )
+        self._records.turn_done(wanted.keys())
 
     def _publish_all(self, keep: int) -> dict[str, set[str]]:
         """Have the newest `keep` steps of each run served. Returns by run the names that must stay
@@ -186,7 +194,8 @@ class Publisher:
         for name in self._retention.expired(
             self._transport.listed, runs=wanted, wanted=names, existing=existing
         ):
-            self._loader.unload(name)
+            if self._records.unload(run_of(name), name):
+                self._loader.unload(name)
 
     def _is_of_deleted_run(self, name: str, path: str) -> bool:
         """Whether a publisher loaded this for a run that is gone. One that can't be read is not
@@ -215,17 +224,11 @@ class Publisher:
             return True
 
     def _withdraw_records(self) -> bool:
-        """Remove `served.json` where vLLM does not list its step, as after a start of vLLM. False
-        if that failed."""
+        """Remove the records of steps that vLLM does not list, as after a start of vLLM. False if
+        that failed."""
         try:
             self._spool.check()
-            for run in self._spool.runs.names():
-                record = self._spool.served.get(run)
-                if record is not None and record.model not in self._transport.listed:
-                    log.warning(
-                        "vLLM does not have the step any more that it served", model=record.model
-                    )
-                    self._spool.served.withdraw(run)
+            self._records.withdraw(self._transport.listed)
         except (TandemError, OSError) as error:
             self._log_change("records", f"can't remove the records of what vLLM served: {error}")
             return False
@@ -235,19 +238,19 @@ class Publisher:
     def _publish_run(self, run: RunSpec, keep: int) -> set[str]:
         """Have the newest `keep` good steps of a run served. Returns their names, which must stay
         loaded."""
-        wanted: set[str] = set()
-        newest: Served | None = None
-        # The newest step that is above `newest` and refused, and why.
-        refused: tuple[int, str] | None = None
+        wanted = self._records.keep(run.name)
+        kept: list[Served] = []  # the newest first
+        # The newest step that is above those and refused.
+        refused: Refused | None = None
         # Behind refused steps it looks for older ones: at no more than two extra steps. Where none
         # is served it goes on from turn to turn, because it remembers which are refused.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
             enough = looked >= most_steps and (
-                newest or self._served(run.name) or self._loader.loads >= most_loads
+                kept or self._served(run.name) or self._loader.loads >= most_loads
             )
-            if len(wanted) == keep or enough:
+            if len(kept) == keep or enough:
                 break
             name = f"{run.name}@{step}"
             try:
@@ -256,27 +259,28 @@ class Publisher:
                 invisible = str(error)
                 continue
             except CheckpointRefused as error:
-                refused = refused if newest or refused else (step, str(error))
+                if not kept and refused is None:
+                    refused = Refused(step=step, reason=str(error))
                 continue
             wanted.add(name)
-            if newest is None:
-                newest = served.record
-                # Clients wait for this record, so it is written before older steps are loaded.
-                self._put_record(run.name, newest, refused)
-            self._tell_job(served)
-        if newest is None and refused is not None:
-            if (before := self._served(run.name)) is not None:
-                self._put_record(run.name, before, refused)
-                wanted.add(before.model)
-            else:
-                step, reason = refused
-                self._spool.served.put_refused(run.name, Refused(step=step, reason=reason))
+            kept.append(served.record)
+            # Clients wait for this record, so it is written before older steps are loaded.
+            self._records.put(run.name, self._serves(run.name, kept), refused)
+            self._records.tell(run.name, served)
+        if not kept and refused is not None:
+            before = [record] if (record := self._served(run.name)) is not None else []
+            wanted |= {record.model for record in before}
+            self._records.put(run.name, before, refused)
         self._log_change(f"{run.name} is not visible", invisible)
         return wanted
 
+    def _serves(self, run: str, kept: list[Served]) -> list[Served]:
+        """`kept`, and behind them older steps that vLLM has still."""
+        return kept + [old for old in self._loader.serving(run) if old.step < kept[-1].step]
+
     def _served(self, run: str) -> Served | None:
         """The record of the step that is served, unless a rollback discarded that step."""
-        record = self._spool.served.get(run)
+        record = self._records.served(run)
         if record is not None:
             try:
                 if (
@@ -289,35 +293,6 @@ class Publisher:
             except CheckpointDamaged:
                 pass
         return record
-
-    def _put_record(self, run: str, record: Served, refused: tuple[int, str] | None) -> None:
-        step, reason = refused or (None, None)
-        record = record.model_copy(update={"refused_step": step, "refused_reason": reason})
-        if self._spool.served.get(run) != record:
-            self._spool.served.put(run, record)
-
-    def _tell_job(self, served: ServedCheckpoint) -> None:
-        """Append `served` to the events of the checkpoint's job. Only once, however often the
-        checkpoint is loaded."""
-        if served.job is None or served.told:
-            return
-        with self._spool.job_lock(served.job):
-            events = self._spool.events.read(served.job)
-            # Without any event the job's records were removed.
-            if events and not any(event.type == "served" for event in events):
-                told = {
-                    "step",
-                    "model",
-                    "transport",
-                    "mean_abs_logprob_error",
-                    "allowed_logprob_error",
-                    "tokens_checked",
-                    "seconds",
-                }
-                self._spool.events.append(
-                    served.job, "served", **served.record.model_dump(include=told)
-                )
-        served.told = True
 
     def _log_change(
         self, topic: str, trouble: str, write: Callable[[str], None] = log.warning

@@ -8,9 +8,10 @@ tensors, from the same base model. No checkpoint is served without both.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Self
 
 from tandem.config import Settings
@@ -80,11 +81,17 @@ class Tolerance:
 
 
 def movement(
-    served: Sequence[float], checkpoint: Sequence[float], reference: Sequence[float]
+    served: Sequence[float],
+    checkpoint: Sequence[float],
+    reference: Sequence[float],
+    contexts: Sequence[Hashable],
 ) -> tuple[float, float] | None:
     """Where the served log-probs are on the line from a reference (0) to the checkpoint's own
-    log-probs (1), and the standard error of that under independent residuals. None where checkpoint
-    and reference are equal.
+    log-probs (1), and the standard error of that. None where checkpoint and reference are equal.
+
+    Tokens of one entry of `contexts` err together: rounding moves a prompt's words by the same
+    amount in each sequence that has them. The standard error takes the residuals of different
+    contexts as independent (Liang and Zeger 1986).
 
     It is the least-squares coefficient a of `served - reference = a (checkpoint - reference)`.
     Rounding sends a few tokens of a mixture to other experts, in vLLM or in the trainer, before the
@@ -103,8 +110,12 @@ def movement(
         ys.append(x / 2 + min(max((s - r) / scale - x / 2, -1.0), 1.0))
     length = sum(x * x for x in xs)
     a = sum(x * y for x, y in zip(xs, ys, strict=True)) / length
-    residual = sum((y - a * x) ** 2 for x, y in zip(xs, ys, strict=True))
-    return a, math.sqrt(residual / max(len(xs) - 1, 1) / length)
+    residuals = defaultdict[Hashable, float](float)
+    for x, y, context in zip(xs, ys, contexts, strict=True):
+        residuals[context] += x * (y - a * x)
+    count = len(residuals)
+    variance = sum(r * r for r in residuals.values()) * count / max(count - 1, 1)
+    return a, math.sqrt(variance) / length
 
 
 def verify(
@@ -159,11 +170,12 @@ def verify(
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))
     error = _error(served, expected, "the trainer", allowed)
     short = Verification(error, allowed, len(served))
+    contexts = [pair for tokens in prompts for pair in pairwise(tokens)]
     for name, rows in (
         ("the checkpoint before it", _of_prompts(prompts, probe.previous)),
         ("the base model", base),
     ):
-        _refuse_reference(served, expected, rows, name)
+        _refuse_reference(served, expected, rows, contexts, name)
     return short if probe.long is None else _with_long(short, client, model, probe.long, longest)
 
 
@@ -230,13 +242,17 @@ def _closest_mean(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _refuse_reference(
-    served: Sequence[float], expected: Sequence[float], reference: Sequence[float], name: str
+    served: Sequence[float],
+    expected: Sequence[float],
+    reference: Sequence[float],
+    contexts: Sequence[Hashable],
+    name: str,
 ) -> None:
     """WrongWeights if vLLM rather serves the weights of a reference."""
     if len(reference) != len(served):
         problem = f"{len(reference)} log-probs of {name} for {len(served)} predictions"
         raise WrongWeights(f"the probe is malformed: {problem}")
-    moved = movement(served, expected, reference)
+    moved = movement(served, expected, reference, contexts)
     if moved is not None and moved[0] + MARGIN * moved[1] < 0.5:
         share = f"{moved[0]:.2f} of the way, give or take {moved[1]:.2f}"
         raise WrongWeights(

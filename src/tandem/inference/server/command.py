@@ -9,15 +9,18 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, TandemError
+from tandem.families.adapter import all_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
-from tandem.spool.schema import LORA_TARGETS, LoraTarget
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.system.gpus import Devices
@@ -152,6 +155,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
+        *_delta_net_arguments(settings, device, model),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -161,6 +165,11 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # comes first, as before.
         *("--scheduling-policy", "priority"),
         # A later one is around the earlier ones.
+        *(
+            ["--middleware", "tandem.inference.server.readiness.Readiness"]
+            if settings.replica is not None
+            else []
+        ),
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(
@@ -170,8 +179,14 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         ),
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
-        # The publisher, the watchdog and probes ask for these all the time.
-        *("--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"),
+        # A line per request takes a fifth of the API server's time for a short answer. Without
+        # names of keys it says little that the metrics don't. The publisher, the watchdog and
+        # probes ask for the paths here all the time.
+        *(
+            ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
+            if any(settings.named_keys.values())
+            else ["--disable-uvicorn-access-log"]
+        ),
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
@@ -203,6 +218,28 @@ def _has_keys(settings: Settings) -> bool:
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
+def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list[str]:
+    """Of Qwen3.5. InvalidInput where vLLM can't serve it here."""
+    try:
+        arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
+    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
+        return []
+    if arch.gdn is None:
+        return []
+    if find_spec("torchvision") is None:
+        raise InvalidInput(
+            f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
+            " the release that goes with your torch (0.28 with torch 2.13)"
+        )
+    if device == "cpu" and serving_dtype(settings) != "bfloat16":
+        problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
+        raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
+    # Rows are text. The tower would take memory, and images would not be trained.
+    argv = ["--language-model-only"] if arch.weight_prefix != "model." else []
+    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
+    return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
+
+
 def _scale_out_is_optional() -> bool:
     """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions
     refuse."""
@@ -231,6 +268,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers and
         # experts have names of vLLM's own.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
+        *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(["experts"] if settings.expert_lora else []),
     ]
 
@@ -242,7 +280,7 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
         return None
     return tuple(
         name
-        for name in LORA_TARGETS
+        for name in all_targets(arch)
         if not arch.moe or settings.expert_lora or name not in EXPERT_TARGETS
     )
 

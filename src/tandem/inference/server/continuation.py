@@ -52,8 +52,9 @@ class SampledSequence:
 
 @dataclass(eq=False)
 class Recording:
-    """A sampling request of a session. `head`: the turn that it continues; `samples`: by their
-    index in the answer; `broken`: is told why it does not continue a turn."""
+    """A sampling request of a session. `messages`: as sent, then as vLLM has them; `head`: the turn
+    that it continues; `samples`: by their index in the answer; `broken`: is told why it does not
+    continue a turn."""
 
     session: RolloutSession
     broken: Callable[[str], None]
@@ -62,12 +63,14 @@ class Recording:
     head: SampledTurn | None = None
     prompt: list[int] | None = None
     samples: dict[int, SampledSequence] = field(default_factory=dict)
+    only_ids: bool = False
+    """Whether the log-probs are read here alone, so that no token's text is."""
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
         """The sampled turns, each with its answer as the client has it."""
         if self.prompt is None:
             return []
-        # GPT-OSS is rendered elsewhere: its turns are kept, and not found again.
+        # The turns of GPT-OSS are kept, and not found again.
         asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
@@ -112,7 +115,10 @@ class Recording:
     def _sampled_from(self, prompt: list[int]) -> None:
         """Note the prompt, and count where it does not continue what it should."""
         self.prompt, self.samples = prompt, {}
-        if self.conversation is None:
+        if self.conversation is None:  # GPT-OSS: vLLM renders it by Harmony
+            answered = any(_sampled(message) for message in self.messages)
+            if answered and self.session.turns and self.session.deepest(prompt) is None:
+                self.broken("template")
             return
         known = self.session.find(self.conversation)
         turn = known[0] if known else self.session.expected(self.conversation)
@@ -159,10 +165,16 @@ def follow(engine: Any) -> None:
             return original
         if params.logprobs is None:
             params.logprobs = 0  # of the sampled tokens
+            request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
 
+    def unneeded() -> bool:
+        request = recording.get()
+        return request is not None and request.only_ids
+
     patches.continue_sampled_tokens(engine, render, record)
+    patches.leave_texts_of_tokens_out(unneeded)
 
 
 def malformed_call(name: str) -> str:
@@ -192,6 +204,13 @@ def _stop_tokens(engine: Any, tokenizer: Any) -> dict[int, str]:
     given = config.get("eos_token_id")
     found = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id} - {None}
     return {token: tokenizer.decode([token]) for token in found}
+
+
+def _sampled(message: Any) -> bool:
+    """Whether a message, or an item of the Responses API, is the model's."""
+    return isinstance(message, dict) and (
+        message.get("role") == "assistant" or message.get("type") == "function_call"
+    )
 
 
 def _listed(message: Any) -> Any:

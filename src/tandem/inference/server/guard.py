@@ -19,40 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tandem.inference.server.asgi import error, route_path, with_bearer
 from tandem.inference.server.sessions import NAME
 from tandem.system.loopback import foreign_header
-from tandem.vllm_client.names import ADMIN_HEADER
-
-PUBLIC_PATHS = frozenset(
-    {
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/metrics/",
-        "/v1/models",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/inference/v1/generate",
-    }
-)
-"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
-itself."""
-
-PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
-"""Paths that are open to other hosts too."""
-
-ROLLOUT_PATHS = frozenset(
-    {
-        "/rollout/v1/models",
-        "/rollout/v1/chat/completions",
-        "/rollout/v1/completions",
-        "/rollout/v1/responses",
-        "/rollout/v1/messages",
-        "/rollout/v1/messages/count_tokens",
-        "/rollout/inference/v1/generate",
-    }
-)
-"""Paths of the rollout door (`rollout.py`), which is inside the guard and reads requests before
-vLLM does."""
+from tandem.vllm_client.names import ADMIN_HEADER, PROBE_PATHS, PUBLIC_PATHS, ROLLOUT_PATHS
 
 FINISH = re.compile(rf"/rollout/sessions/({NAME.pattern})/finish")
 """The path at which a session of the rollout door becomes a trajectory."""
@@ -112,7 +79,9 @@ class AdminGuard:
         if scope[ADMIN] or scope["type"] != "http":
             return bool(scope[ADMIN])
         path = route_path(scope)
-        return path in PUBLIC_PATHS or (_asks_for_the_key(path) and self._has_api_key(scope))
+        return path in PUBLIC_PATHS | PROBE_PATHS or (
+            _asks_for_the_key(path) and self._has_api_key(scope)
+        )
 
     def _foreign_header(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or self._api_key or scope[ADMIN]:

@@ -126,6 +126,20 @@ def continue_sampled_tokens(
     engine.generate = sample_and_record
 
 
+def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
+    """Log-probs of a request come without each token's text where `unneeded` says so when the
+    engine gets it, in its context. To decode tokens one by one takes a third of the API server's
+    time for an answer."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    original = LogprobsProcessor.from_new_request
+
+    def without_texts(tokenizer: Any, request: Any) -> Any:
+        return original(None if unneeded() else tokenizer, request)
+
+    LogprobsProcessor.from_new_request = without_texts
+
+
 def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:

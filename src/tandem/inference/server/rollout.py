@@ -7,7 +7,9 @@ first chunk), so that a choice alone holds what `turn_from_openai` needs.
 
 With the header X-Session-ID each turn continues the sampled tokens of the one before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
-trajectory of them. The dialects whose clients can't hand tokens back are served so only.
+trajectory of them. The dialects whose clients can't hand tokens back are served so only. A whole
+answer of a chat gets its tokens and log-probs from what the session has recorded: vLLM makes
+several objects for each token, which is most of what a longer answer costs its API server.
 """
 
 import json
@@ -15,6 +17,7 @@ import math
 from typing import Any
 
 from prometheus_client import Counter
+from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,7 +33,7 @@ from tandem.inference.server.dialects import (
     refused,
     unforced,
 )
-from tandem.inference.server.guard import FINISH, ROLLOUT_PATHS
+from tandem.inference.server.guard import FINISH
 from tandem.inference.server.sessions import (
     BREAKS,
     HEADER,
@@ -39,6 +42,7 @@ from tandem.inference.server.sessions import (
     malformed,
     reasoning_of,
 )
+from tandem.vllm_client.names import ROLLOUT_PATHS
 
 _BREAKS = Counter(
     "tandem_rollout_prefix_breaks",
@@ -71,7 +75,7 @@ class RolloutDoor:
         if found := FINISH.fullmatch(path):
             await self._finish(found[1], _object(body))(scope, receive, send)
             return
-        options, session = _object(body), Headers(scope=scope).get(HEADER)
+        options, session, adds = _object(body), Headers(scope=scope).get(HEADER), False
         if options is not None:
             if inner == MESSAGES and options.get("thread") is not None:
                 await JSONResponse(THREADS_ELSEWHERE, 400)(scope, receive, send)
@@ -79,7 +83,10 @@ class RolloutDoor:
             if problem := _problem(inner, options, session):
                 await error(400, "invalid_input", problem[1], problem[0])(scope, receive, send)
                 return
-            body = json.dumps(_asking(inner, options)).encode()
+            asked = _asking(inner, options)
+            if adds := session is not None and _may_add_tokens(inner, options):
+                asked = {key: value for key, value in asked.items() if key not in _OF_TOKENS}
+            body = json.dumps(asked).encode()
         scope = _at(scope, path, inner)
         MutableHeaders(scope=scope)["content-length"] = str(len(body))
         message: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -92,19 +99,25 @@ class RolloutDoor:
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
             await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
             return
-        request = self._record(scope["app"].state.engine_client, session)
-        answer = _RecordedAnswer(send, inner, lambda found: self._keep(session, request, found))
+        history = (options or {}).get("input" if inner == RESPONSES else "messages")
+        request = self._record(scope["app"].state.engine_client, session, history)
+        made = request if adds else None
+        answer = _RecordedAnswer(
+            send, inner, lambda found: self._keep(session, request, found), made
+        )
         token = recording.set(request)
         try:
             await self.app(scope, receive_changed, answer.send)
         finally:
             recording.reset(token)
 
-    def _record(self, engine: Any, session: str) -> Recording:
+    def _record(self, engine: Any, session: str, history: Any) -> Recording:
         if self._followed is not engine:
             follow(engine)
             self._followed = engine
-        return Recording(self.sessions.use(session), lambda reason: _BREAKS.labels(reason).inc())
+        request = Recording(self.sessions.use(session), lambda reason: _BREAKS.labels(reason).inc())
+        request.messages = history if isinstance(history, list) else ()
+        return request
 
     def _keep(self, session: str, request: Recording, answers: Answers) -> None:
         turns = request.turns(answers.messages, answers.model)
@@ -152,17 +165,22 @@ class _CompleteAnswer(ChangedAnswer):
 
 class _RecordedAnswer(_CompleteAnswer):
     """Tells `keep` when it has the answer, before the client has all of it: the client's next
-    request may follow at once."""
+    request may follow at once. `request`: the recording whose tokens the answer gets, where vLLM
+    was not asked for them."""
 
-    def __init__(self, send: Send, path: str, keep: Any) -> None:
+    def __init__(self, send: Send, path: str, keep: Any, request: Recording | None) -> None:
         super().__init__(send, path)
-        self._answers, self._keep = Answers(path), keep
+        self._answers, self._keep, self._request = Answers(path), keep, request
 
     def whole(self, body: bytes) -> bytes:
-        if not self._stream:
-            self._answers.whole(json.loads(body))
-            self._keep(self._answers)
-        return super().whole(body)
+        if self._stream:
+            return super().whole(body)
+        answer = json.loads(body)
+        self._answers.whole(answer)
+        self._keep(self._answers)
+        if self._request is not None:
+            return to_json(_with_tokens(answer, self._request))
+        return to_json(_complete(answer)) if self._has_choices else body
 
     def event(self, body: bytes) -> bytes:
         if not self._answers.ended and self._answers.event(body):
@@ -189,6 +207,38 @@ def _asking(path: str, options: Options) -> Options:
         **ids,
         "logprobs": True if path == CHAT else options.get("logprobs") or 0,
     }
+
+
+_OF_TOKENS = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_ids"})
+
+
+def _may_add_tokens(path: str, options: Options) -> bool:
+    """Whether the door can write the tokens of an answer: a whole one, without other tokens'
+    log-probs beside those of the sampled ones."""
+    more = ("stream", "top_logprobs", "logprob_token_ids")
+    return path == CHAT and not any(options.get(name) for name in more)
+
+
+def _with_tokens(answer: Options, request: Recording) -> Options:
+    """The answer with what vLLM would have put there, had it been asked for tokens."""
+    for choice in answer["choices"]:
+        sample = request.samples[choice["index"]]
+        content: list[Options] = [
+            {
+                "token": f"token_id:{token}",
+                "logprob": max(logprob, _LEAST_LOGPROB),
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(sample.tokens, sample.logprobs, strict=True)
+        ]
+        choice["prompt_token_ids"], choice["token_ids"] = request.prompt, sample.tokens.tolist()
+        choice["logprobs"], choice["model"] = {"content": content}, answer.get("model")
+    return answer
+
+
+_LEAST_LOGPROB = -9999.0
+"""The least that vLLM writes: JSON has no infinity."""
 
 
 def _in_vllms_names(message: Any) -> Any:

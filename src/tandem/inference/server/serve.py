@@ -17,7 +17,7 @@ from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.inference.server.command import server_command, serving_device
 from tandem.spool import Spool
 from tandem.system import processes
-from tandem.system.environment import current_role, runtime_dir, scratch_directory
+from tandem.system.environment import current_role, runtime_dir, scratch_directory, vllm_caches
 from tandem.system.gpus import STAYING_BYTES, Devices
 from tandem.system.logs import Log, configure
 
@@ -47,6 +47,7 @@ def main() -> None:
         command = server_command(settings)
         check_plugin()
         has_token = bool(settings.secret("admin_token"))
+        caches = vllm_caches(command.env)
         marker = wait_for_gpu(settings)
     except (TandemError, OSError) as error:
         log.error(f"vLLM can't be started: {error}")
@@ -57,10 +58,10 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files there.
+    # A killed vLLM leaves sockets and files there. What it compiles outlives it elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
-    os.execve(command.argv[0], command.argv, command.env | marker | scratch)
+    os.execve(command.argv[0], command.argv, command.env | marker | scratch | caches)
 
 
 def check_plugin() -> None:
@@ -78,6 +79,9 @@ def _withdraw_records(settings: Settings) -> None:
     does this too, but it may have died with the vLLM before."""
     try:
         spool = Spool(settings.root)  # a full volume can still lose files
+        if settings.replica is not None:
+            spool.replicas.withdraw(settings.replica)
+            return
         for run in spool.runs.names():
             spool.served.withdraw(run)
     except (TandemError, OSError) as error:

@@ -14,7 +14,9 @@ from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
-HEADER = "x-session-id"
+from tandem.vllm_client.names import SESSION_HEADER
+
+HEADER = SESSION_HEADER
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """The names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25

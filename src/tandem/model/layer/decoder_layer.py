@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from tandem.families.arch import Arch
+from tandem.families.decoder import attention_features
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
+from tandem.model.layer.gated_delta_net import DeltaNetSublayer, DeltaNetWeights
 from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
@@ -45,8 +47,9 @@ class DecoderLayer(MegatronModule):
         self.post_mlp_layernorm = norm() if arch.post_norms else None
         self.self_attention, self.mlp = nn.Module(), nn.Module()
         mixture = arch.moe is not None and index >= arch.moe.dense_layers
+        delta_net = arch.gdn is not None and arch.gdn.layers[index]
         self.sublayers: list[Any] = [
-            self._attention_sublayer(),
+            self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
         ]
 
@@ -87,10 +90,9 @@ class DecoderLayer(MegatronModule):
 
     def _attention_sublayer(self) -> AttentionSublayer:
         arch, attention, tp = self._arch, self.self_attention, current().sizes.tensor
-        out_features = {"q_proj": arch.query_size, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
         qkv = LoraLinear(
             arch.hidden_size,
-            out_features,
+            attention_features(arch),
             "rows",
             groups=arch.num_kv_heads // tp,
             bias=arch.qkv_bias,
@@ -120,6 +122,7 @@ class DecoderLayer(MegatronModule):
             None if k_norm is None else k_norm.weight,
             partial_rope=arch.rotary_size not in (None, arch.head_dim),
             offset_norms=arch.offset_norms,
+            output_gate=arch.output_gate,
         )
         windowed = arch.window is not None and arch.window.layers[self._index]
         return AttentionSublayer(
@@ -131,6 +134,46 @@ class DecoderLayer(MegatronModule):
             scale=arch.attention_scale,
             post_norm=self.post_self_attn_layernorm,
             sinks=sinks,
+        )
+
+    def _delta_net_sublayer(self) -> DeltaNetSublayer:
+        arch, gdn, net, topology = self._arch, self._arch.gdn, nn.Module(), current()
+        assert gdn is not None
+        self.linear_attention, parts = net, topology.sizes.tensor
+        out_features = {
+            "in_proj_qkv": sum(gdn.sections),
+            "in_proj_z": gdn.value_size,
+            "in_proj_b": gdn.value_heads,
+            "in_proj_a": gdn.value_heads,
+        }
+        net.in_proj = LoraLinear(
+            arch.hidden_size,
+            out_features,
+            "rows",
+            sections={"in_proj_qkv": gdn.sections},
+            **self._adapters,
+        )
+        net.out_proj = LoraLinear(
+            gdn.value_size, {"out_proj": arch.hidden_size}, "columns", **self._adapters
+        )
+        net.conv1d = nn.Module()
+        net.conv1d.weight = Parameter(
+            torch.empty(sum(gdn.sections) // parts, 1, gdn.conv_tokens, dtype=self._dtype)
+        )
+        net.A_log = Parameter(torch.empty(gdn.value_heads))
+        net.dt_bias = Parameter(torch.empty(gdn.value_heads))
+        net.norm = nn.Module()
+        net.norm.weight = self._vector(gdn.value_head_dim)
+        weights = DeltaNetWeights(net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight)
+        return DeltaNetSublayer(
+            self.input_layernorm,
+            net.in_proj,
+            net.out_proj,
+            weights,
+            gdn,
+            eps=arch.rms_norm_eps,
+            part=topology.place.tensor,
+            parts=parts,
         )
 
     def _mlp_sublayer(self) -> MlpSublayer:

@@ -21,6 +21,7 @@ from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.heads import Heads, HeadShape
 from tandem.model.layer.norm import multiplier
+from tandem.model.layer.output_gate import gated, gated_backward, join_gates, take_gates
 from tandem.model.lora import LoraLinear
 
 
@@ -124,7 +125,9 @@ class AttentionSublayer(Sublayer):
             saved.tensors = {"output": output}
             if level >= SaveLevel.ATTENTION:
                 saved.tensors |= {"qkv": qkv} | entry("qkv_inner", inner)
-        y, inner = self._add_output(self._proj, _flatten(output.detach(), self._slots(x)), x)
+            elif self._shape.output_gate:
+                saved.tensors["gates"] = take_gates(qkv, self._shape)[1]
+        y, inner = self._add_output(self._proj, self._features(output, x, saved, qkv), x)
         if level is not None:
             saved.tensors |= entry("proj_inner", inner)
         return y, saved
@@ -132,9 +135,8 @@ class AttentionSublayer(Sublayer):
     def recompute_output(self, saved: Saved) -> torch.Tensor:
         """What `forward` returned."""
         assert saved.x is not None
-        return self._add_output(
-            self._proj, _flatten(saved.tensors["output"].detach(), self._slots(saved.x)), saved.x
-        )[0]
+        features = self._features(saved.tensors["output"], saved.x, saved)
+        return self._add_output(self._proj, features, saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
@@ -147,14 +149,12 @@ class AttentionSublayer(Sublayer):
         )
         assert x is not None
         assert graph is not None
-        grad_projected = self._post_norm_backward(
-            gradient, self._proj, _flatten(output.detach(), self._slots(x))
-        )
+        features = self._features(output, x, saved)
+        grad_projected = self._post_norm_backward(gradient, self._proj, features)
         grad_output, grad_inner = self._proj.input_gradient(grad_projected)
         inner = saved.tensors.pop("proj_inner", None)
-        self._proj.add_gradients(
-            grad_projected, grad_inner, _flatten(output.detach(), self._slots(x)), inner
-        )
+        self._proj.add_gradients(grad_projected, grad_inner, features, inner)
+        del features
         normalised = self._normalise(x)
         if "qkv" in saved.tensors:
             qkv, inner = saved.tensors.pop("qkv"), saved.tensors.pop("qkv_inner", None)
@@ -163,6 +163,11 @@ class AttentionSublayer(Sublayer):
         else:
             qkv, inner, heads = self._heads(normalised, tree)
             graph.restore(heads)
+        shape, grad_gates = self._head_shape(), None
+        if shape.output_gate:
+            qkv, gates = take_gates(qkv, shape)
+            features = _flatten(output.detach(), self._slots(x))
+            grad_output, grad_gates = gated_backward(grad_output, features, gates)
         grad_output = grad_output.view(self._slots(x), *output.shape[1:])
         if missing := len(output) - len(grad_output):
             grad_output = pad(grad_output, (0, 0, 0, 0, 0, missing))
@@ -175,7 +180,9 @@ class AttentionSublayer(Sublayer):
                 (self._shape.q_norm, self._shape.k_norm), grad_norms, strict=True
             ):
                 gradients.add(weight, grad_weight)
-        grad_qkv = kernels.split_heads_backward(grad_heads, qkv, self._head_shape(), *tree.rotation)
+        grad_qkv = kernels.split_heads_backward(grad_heads, qkv, shape, *tree.rotation)
+        if grad_gates is not None:
+            grad_qkv = join_gates(grad_qkv, grad_gates, shape)
         grad_normalised, grad_inner = self._qkv.input_gradient(grad_qkv)
         self._qkv.add_gradients(grad_qkv, grad_inner, normalised, inner)
         del grad_qkv, normalised
@@ -205,7 +212,23 @@ class AttentionSublayer(Sublayer):
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
+    def _features(
+        self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What `_proj` gets of the attention's output: times its gates, which are in `qkv`, or
+        saved."""
+        features = _flatten(output.detach(), self._slots(x))
+        if not self._shape.output_gate:
+            return features
+        gates, qkv = saved.tensors.get("gates"), saved.tensors.get("qkv") if qkv is None else qkv
+        if gates is None:
+            assert qkv is not None
+            _, gates = take_gates(qkv, self._shape)
+        return gated(features, gates)
+
     def _split(self, qkv: torch.Tensor, tree: TreeParams) -> Heads:
+        if self._shape.output_gate:
+            qkv, _ = take_gates(qkv, self._shape)
         heads = kernels.split_heads(qkv, self._head_shape(), *tree.rotation, tree.length)
         return heads if tree.deal is None else tree.deal.gather(heads)
 

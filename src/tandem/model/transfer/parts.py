@@ -131,21 +131,25 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
     begin = 0
     # Of experts the first one's sources, which stand for all.
     for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
-        share = shape[0] // cut_rows
-        first = number * share if rule.cut == "rows" else 0
-        in_tensor = [slice(first, first + share), *(slice(0, size) for size in shape[1:])]
-        if rule.cut == "columns":
-            width = shape[1] // cut
-            in_tensor[1] = slice(number * width, (number + 1) * width)
-        rows = share // blocks
-        if rule.num_experts is not None:
-            expert, rows = rule.first_expert(sizes, place), share
-            in_tensor.insert(0, slice(expert, expert + blocks))
-        in_parameter = (slice(0, blocks), slice(begin, begin + rows))
-        yield Part(
-            stacked_name(name), tuple(in_tensor), rule.parameter, blocks, in_parameter, begin
-        )
-        begin += rows
+        tensor_begin, section_begin = begin, 0
+        for size in rule.sections.get(name, shape[:1]):
+            share = size // cut_rows
+            first = section_begin + (number * share if rule.cut == "rows" else 0)
+            # A convolution's [features, 1, tokens] is a matrix.
+            columns = [slice(0, math.prod(shape[1:]))] if shape[1:] else []
+            in_tensor = [slice(first, first + share), *columns]
+            if rule.cut == "columns":
+                width = shape[1] // cut
+                in_tensor[1] = slice(number * width, (number + 1) * width)
+            rows = share // blocks
+            if rule.num_experts is not None:
+                expert, rows = rule.first_expert(sizes, place), share
+                in_tensor.insert(0, slice(expert, expert + blocks))
+            in_parameter = (slice(0, blocks), slice(begin, begin + rows))
+            box = tuple(in_tensor)
+            yield Part(stacked_name(name), box, rule.parameter, blocks, in_parameter, tensor_begin)
+            begin += rows
+            section_begin += size
 
 
 def _cut(part: Part, most: int) -> Iterator[Part]:

@@ -64,8 +64,9 @@ class BaseWeights:
         )
         rules = sorted(own_rules, key=lambda rule: rule.num_experts is not None)
         self.rules = {rule.parameter: rule for rule in rules}
-        shapes = {rule.parameter: rule.shape(sizes) for rule in rules if not rule.fp32}
-        own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32}
+        wider = dtype is not torch.float32
+        own = {rule.parameter: rule.shape(sizes) for rule in rules if rule.fp32 and wider}
+        shapes = {rule.parameter: rule.shape(sizes) for rule in rules if rule.parameter not in own}
         experts = {
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }

@@ -33,7 +33,9 @@ from tandem.spool.schema.jobs import (
     RunnerInfo,
     SFTJob,
 )
+from tandem.spool.schema.replicas import Replica, ReplicaServed
 from tandem.spool.schema.runs import (
+    DELTA_NET_TARGETS,
     LORA_TARGETS,
     LongProbe,
     LoraShape,
@@ -58,6 +60,7 @@ from tandem.spool.schema.training import (
 )
 
 __all__ = [
+    "DELTA_NET_TARGETS",
     "LORA_TARGETS",
     "PENDING",
     "SCHEMA_VERSION",
@@ -93,6 +96,8 @@ __all__ = [
     "RankMemory",
     "Record",
     "Refused",
+    "Replica",
+    "ReplicaServed",
     "RunName",
     "RunSpec",
     "RunnerInfo",

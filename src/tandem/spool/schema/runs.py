@@ -15,7 +15,20 @@ vLLM's own weights."""
 Trainable = Literal["lora", "full"]
 """What a run trains: a LoRA adapter, or all weights of its base model."""
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LoraTarget = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+]
 LORA_TARGETS: tuple[LoraTarget, ...] = (
     "q_proj",
     "k_proj",
@@ -25,6 +38,14 @@ LORA_TARGETS: tuple[LoraTarget, ...] = (
     "up_proj",
     "down_proj",
 )
+DELTA_NET_TARGETS: tuple[LoraTarget, ...] = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+)
+"""The further targets of models with gated delta nets."""
 
 
 class LoraShape(Record):
@@ -36,7 +57,7 @@ class LoraShape(Record):
     # have it written out.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
-        default=LORA_TARGETS, min_length=1, max_length=len(LORA_TARGETS)
+        default=LORA_TARGETS, min_length=1, max_length=len(LORA_TARGETS + DELTA_NET_TARGETS)
     )
 
     @model_validator(mode="after")

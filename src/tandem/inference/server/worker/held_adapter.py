@@ -107,20 +107,39 @@ def _linear(
     scale: float,
 ) -> Iterator[Held]:
     """The matrices of a linear layer; `parts`: the modules that vLLM fused into the layer."""
+    slices = _slices(layer, parts, modules)
     for matrix, stacked, cut in (
         (0, layer.lora_a_stacked, layer.slice_lora_a),
         (1, layer.lora_b_stacked, layer.slice_lora_b),
     ):
+        dtype, factor = stacked[0].dtype, scale if matrix else 1.0
         whole = [
-            _served(modules[part][matrix], stacked[0].dtype, scale if matrix else 1.0)
+            _served(modules[part][matrix][rows if matrix else slice(None)], dtype, factor)
             if part in modules
             else None
-            for part in parts
+            for part, rows in slices
         ]
         if layer.tp_size > 1 and any(each is not None for each in whole):
-            whole = cut(whole) if len(parts) > 1 else [cut(whole[0])]
-        for part, buffers, tensor in zip(parts, stacked, whole, strict=True):
+            whole = cut(whole) if len(slices) > 1 else [cut(whole[0])]
+        for (part, _), buffers, tensor in zip(slices, stacked, whole, strict=True):
             yield Held(f"{part}.lora_{'AB'[matrix]}", buffers[slot, 0], tensor)
+
+
+def _slices(
+    layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> list[tuple[str, slice]]:
+    """Of each buffer of the layer: the module in it, and which rows of the module's B. A delta
+    net's `in_proj_qkv` is in three, before `in_proj_z`."""
+    buffers = layer.lora_b_stacked
+    if len(buffers) == len(parts):
+        return [(part, slice(None)) for part in parts]
+    found: list[tuple[str, slice]] = []
+    for part in parts:
+        begin, end = 0, len(modules[part][1]) if part in modules else None
+        while len(found) < len(buffers) and (end is None or begin < end):
+            rows = buffers[len(found)].shape[-2] * layer.tp_size
+            found.append((part, slice(begin, begin := begin + rows)))
+    return found
 
 
 def _experts(

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Answers per second of one and of two inference servers behind one address, on two GPUs, and their
+# prefix-cache hit rates: `bench/replicas.sh MODEL [ANSWERS]`. Needs haproxy and tandem-rl[gpu].
+# Each stack is a `tandem up --role inference` on a spool of its own; bench.rollouts asks it.
+set -eu
+model=$1 answers=${2:-2048}
+command -v haproxy >/dev/null || { echo "haproxy is not installed: apt-get install haproxy" >&2; exit 2; }
+directory=$(mktemp -d)
+python -c "import sys; from tandem.spool import Spool; [Spool.create(r) for r in sys.argv[1:]]" "$directory/1" "$directory/2"
+for servers in 1 2; do
+    devices=0
+    [ $servers = 1 ] || devices=0,1
+    TANDEM_ROOT=$directory/$servers TANDEM_BASE_MODEL=$model TANDEM_INFERENCE_DEVICES=$devices TANDEM_API_KEY=bench \
+        TANDEM_INFERENCE_REPLICAS=$servers python -m tandem up --role inference >"$directory/$servers.log" 2>&1 &
+    up=$!
+    trap 'kill $up 2>/dev/null; wait' EXIT
+    until curl -sf -o /dev/null -H 'Authorization: Bearer bench' http://127.0.0.1:8000/v1/models; do
+        kill -0 $up || { tail -50 "$directory/$servers.log" >&2; exit 1; }
+        sleep 2
+    done
+    # Both must be ready: one alone would answer everything.
+    if [ $servers = 2 ]; then
+        until grep -l '"ready":true' "$directory"/2/replicas/*.json 2>/dev/null | wc -l | grep -qx 2; do sleep 2; done
+    fi
+    echo "servers: $servers"
+    TANDEM_API_KEY=bench python -m bench.rollouts http://127.0.0.1:8000 --model base --in-flight 256 --answers "$answers"
+    ports=8000
+    [ $servers = 1 ] || ports="8001 8002"
+    for port in $ports; do
+        curl -s "http://127.0.0.1:$port/metrics" | grep -E '^vllm:prefix_cache_(hits|queries)_total' | sed "s/^/$port /"
+    done
+    kill $up
+    wait $up || true
+done

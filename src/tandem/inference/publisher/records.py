@@ -1,0 +1,104 @@
+"""What the publisher tells about what vLLM serves: the records of the only vLLM of a spool.
+(`replica.py` has those of one of several.)"""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from tandem.inference.publisher.checkpoint_loader import ServedCheckpoint
+from tandem.spool import Spool
+from tandem.spool.schema import Refused, Served
+from tandem.system.logs import Log
+
+log = Log("publisher")
+
+
+class Records(Protocol):
+    def served(self, run: str) -> Served | None:
+        """The newest step that this vLLM serves of a run, as far as records say."""
+
+    def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
+        """This vLLM serves these steps, the newest first, and refused a newer one. Without steps it
+        serves none of the run."""
+
+    def tell(self, run: str, served: ServedCheckpoint) -> None:
+        """vLLM serves this step; its job's events are to say so."""
+
+    def keep(self, run: str) -> set[str]:
+        """Names that vLLM must not lose, whatever the publisher would keep."""
+
+    def unload(self, run: str, name: str) -> bool:
+        """Take a step out of the records before vLLM loses it. False where it must stay."""
+
+    def withdraw(self, listed: Collection[str]) -> None:
+        """Remove the records of steps that are not among vLLM's names, as after a start of vLLM."""
+
+    def turn_begins(self) -> None:
+        """vLLM's list is asked for next."""
+
+    def turn_done(self, runs: Collection[str]) -> None:
+        """vLLM serves what it should of these runs, which are all."""
+
+
+class OnlyServer:
+    """The records of the one vLLM of a spool."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+
+    def served(self, run: str) -> Served | None:
+        return self._spool.served.get(run)
+
+    def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
+        if not serves:
+            if refused is not None:
+                self._spool.served.put_refused(run, refused)
+            return
+        step, reason = (refused.step, refused.reason) if refused else (None, None)
+        record = serves[0].model_copy(update={"refused_step": step, "refused_reason": reason})
+        if self._spool.served.get(run) != record:
+            self._spool.served.put(run, record)
+
+    def tell(self, run: str, served: ServedCheckpoint) -> None:  # noqa: ARG002
+        if served.job is not None and not served.told:
+            tell_job(self._spool, served.job, served.record)
+        served.told = True
+
+    def keep(self, run: str) -> set[str]:  # noqa: ARG002
+        return set()
+
+    def unload(self, run: str, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def withdraw(self, listed: Collection[str]) -> None:
+        for run in self._spool.runs.names():
+            record = self._spool.served.get(run)
+            if record is not None and record.model not in listed:
+                log.warning(
+                    "vLLM does not have the step any more that it served", model=record.model
+                )
+                self._spool.served.withdraw(run)
+
+    def turn_begins(self) -> None:
+        """Nobody asks."""
+
+    def turn_done(self, runs: Collection[str]) -> None:
+        """Nobody waits for it."""
+
+
+def tell_job(spool: Spool, job: str, served: Served) -> None:
+    """Append `served` to the events of the checkpoint's job. Only once, however often the
+    checkpoint is loaded."""
+    with spool.job_lock(job):
+        events = spool.events.read(job)
+        # Without any event the job's records were removed.
+        if events and not any(event.type == "served" for event in events):
+            told = {
+                "step",
+                "model",
+                "transport",
+                "mean_abs_logprob_error",
+                "allowed_logprob_error",
+                "tokens_checked",
+                "seconds",
+            }
+            spool.events.append(job, "served", **served.model_dump(include=told))

@@ -1,0 +1,60 @@
+"""Whether this vLLM, one of several behind one address, answers requests: ASGI middleware inside
+the guard.
+
+Its publisher gives it permission for a few seconds at a time (`inference.publisher.replica`).
+Without permission requests get 503. Permission ends by itself where the publisher is silent, and a
+vLLM that starts has none. `GET /tandem/ready` tells the proxy, which sends no more requests, a
+little before.
+"""
+
+import json
+import secrets
+import time
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.inference.server.asgi import error, read_body, route_path
+from tandem.inference.server.guard import ADMIN
+from tandem.vllm_client.names import PROBE_PATHS, READY_MARGIN_SECONDS, READY_ROUTE
+
+OPEN = PROBE_PATHS | {"/v1/models"}
+"""Paths that answer all the same: probes and metrics, and the list of models."""
+
+
+class Readiness:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        # Another process has another, so no permission for the one before is taken for its own.
+        self.instance = secrets.token_hex(8)
+        self.until = 0.0  # by the monotonic clock, which the publisher on this machine has too
+
+    def answers(self, margin: float = 0.0) -> bool:
+        return time.monotonic() < self.until - margin
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif route_path(scope) == READY_ROUTE:
+            await (await self._answer(scope, receive))(scope, receive, send)
+        elif self.answers() or scope.get(ADMIN) or route_path(scope) in OPEN:
+            await self.app(scope, receive, send)
+        else:
+            await self._refusal()(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> JSONResponse:
+        if scope["method"] == "POST" and scope.get(ADMIN):
+            order = json.loads(await read_body(scope, receive) or b"{}")
+            if order.get("instance") not in (None, self.instance):
+                return error(409, "conflict", "this vLLM has started again since")
+            self.until = float(order["until"])
+        elif scope["method"] not in ("GET", "HEAD"):
+            return error(401, "unauthorized", "the admin token says whether vLLM is ready")
+        ready = self.answers(READY_MARGIN_SECONDS)
+        if not ready and not scope.get(ADMIN):
+            return self._refusal()
+        return JSONResponse({"ready": ready, "instance": self.instance})
+
+    def _refusal(self) -> JSONResponse:
+        problem = "this inference server does not have every announced step; another one has"
+        return error(503, "inference_unavailable", problem, headers={"retry-after": "1"})

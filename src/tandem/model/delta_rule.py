@@ -1,0 +1,295 @@
+"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464) and its short convolution over packed
+prefix-tree rows.
+
+A head's state S [key size, value size] starts at zero. Each token decays it by exp(g), writes
+`beta k (v - S^T k)^T` into it and reads `S^T q`. A token continues the state of its parent in the
+tree, so siblings start from the same state, whose gradient is the sum of theirs.
+
+On a GPU flash-linear-attention computes the rule, if it is installed; else torch does.
+"""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
+
+CHUNK = 64
+"""Slots whose updates of the state are computed as matrix products."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Slots that follow one another in the row and in each of their sequences."""
+
+    begin: int
+    end: int
+    parent: int  # the segment whose last slot comes before the first slot; -1: none
+
+
+@dataclass(frozen=True)
+class Level:
+    """Pieces of a row with the same number of pieces before them in their sequences."""
+
+    slots: torch.Tensor  # int64; see `Recurrence`
+    parents: torch.Tensor  # int64 [pieces], of each its parent among the pieces of the level before
+    offsets: torch.Tensor  # int64 [pieces + 1], where each piece begins in `slots`
+    host_offsets: torch.Tensor
+
+
+@dataclass
+class Recurrence:
+    """How states travel through a row; on the device."""
+
+    segments: list[Segment]
+    length: int  # slots
+    device: torch.device
+    _before: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def before(self, distance: int) -> torch.Tensor:
+        """int64 [length]: the slot that is `distance` tokens before each slot in its sequences, or
+        `length` where there is none."""
+        if distance not in self._before:
+            self._before[distance] = torch.from_numpy(
+                _ancestors(self.segments, self.length, distance)
+            ).to(self.device)
+        return self._before[distance]
+
+    @functools.cached_property
+    def levels(self) -> list[Level]:
+        """Whole segments. `slots` of a level: those of its segments, one after the other."""
+        return self._levels(self.segments)
+
+    @functools.cached_property
+    def chunks(self) -> list[Level]:
+        """Segments in chunks. `slots` of a level: [chunks, CHUNK], filled with `length`."""
+        chunks: list[Segment] = []
+        last: list[int] = []  # the last chunk of each segment
+        for segment in self.segments:
+            parent = -1 if segment.parent < 0 else last[segment.parent]
+            for begin in range(segment.begin, segment.end, CHUNK):
+                chunks.append(Segment(begin, min(begin + CHUNK, segment.end), parent))
+                parent = len(chunks) - 1
+            last.append(parent)
+        return self._levels(chunks, CHUNK)
+
+    def _levels(self, pieces: Sequence[Segment], width: int | None = None) -> list[Level]:
+        depths, place, members = [0] * len(pieces), [0] * len(pieces), list[list[int]]()
+        for index, piece in enumerate(pieces):  # parents come first
+            depth = depths[index] = 0 if piece.parent < 0 else depths[piece.parent] + 1
+            if depth == len(members):
+                members.append([])
+            place[index] = len(members[depth])
+            members[depth].append(index)
+        return [self._level([pieces[i] for i in level], place, width) for level in members]
+
+    def _level(self, pieces: list[Segment], place: list[int], width: int | None) -> Level:
+        slots = [np.arange(piece.begin, piece.end) for piece in pieces]
+        if width is not None:
+            fill = self.length
+            slots = [np.pad(s, (0, width - len(s)), constant_values=fill)[None] for s in slots]
+        parents = [place[piece.parent] for piece in pieces if piece.parent >= 0]
+        offsets = torch.from_numpy(np.cumsum([0, *(piece.end - piece.begin for piece in pieces)]))
+        return Level(
+            torch.from_numpy(np.concatenate(slots)).to(self.device),
+            torch.tensor(parents, dtype=torch.int64).to(self.device),
+            offsets.to(self.device),
+            offsets,
+        )
+
+
+def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> Recurrence:
+    """`subtree_end`: int [slots, or longer], on the host, as in `RowTensors`."""
+    return Recurrence(_segments(subtree_end[:slots].cpu().numpy()), slots, device)
+
+
+def _segments(ends: NDArray[np.int64]) -> list[Segment]:
+    """The segments in the row's order: a new one begins where a subtree ends or branches. Padding
+    is one segment: trees of one slot, which nothing is predicted from."""
+    index = np.arange(1, len(ends))
+    starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
+    begins = [0, *starts.tolist()]
+    segments: list[Segment] = []
+    path: list[tuple[int, int]] = []  # (segment, end of its subtree)
+    alone = False  # the segment before is of single slots
+    for begin, end in zip(begins, [*begins[1:], len(ends)], strict=True):
+        while path and path[-1][1] <= begin:
+            path.pop()
+        parent = path[-1][0] if path else -1
+        single = parent < 0 and int(ends[begin]) == begin + 1
+        if single and alone:
+            segments[-1] = Segment(segments[-1].begin, end, -1)
+            continue
+        path.append((len(segments), int(ends[begin])))
+        segments.append(Segment(begin, end, parent))
+        alone = single
+    return segments
+
+
+def _ancestors(segments: list[Segment], length: int, distance: int) -> NDArray[np.int64]:
+    """See `Recurrence.before`."""
+    found = np.arange(length) - distance
+    for segment in segments:
+        for slot in range(segment.begin, min(segment.begin + distance, segment.end)):
+            found[slot] = _ancestor(segments, segment, slot, distance, length)
+    return found
+
+
+def _ancestor(
+    segments: list[Segment], segment: Segment, slot: int, distance: int, none: int
+) -> int:
+    while slot - distance < segment.begin:
+        if segment.parent < 0:
+            return none
+        distance -= slot - segment.begin + 1
+        segment = segments[segment.parent]
+        slot = segment.end - 1
+    return slot - distance
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Tensor:
+    """The causal convolution of each feature along its sequences: x [slots, features], weight
+    [features, tokens], whose last column is of the token itself."""
+    weight, kernel = _wide(weight), weight.shape[1]
+    wide = _wide(x)
+    output, padded = wide * weight[:, -1], pad(wide, (0, 0, 0, 1))
+    for distance in range(1, kernel):
+        output = output + padded[row.before(distance)] * weight[:, kernel - 1 - distance]
+    return output
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    row: Recurrence,
+) -> torch.Tensor:
+    """What each token reads: [slots, value heads, value size], in the dtype of `value`.
+
+    Queries and keys [slots, key heads, key size] are divided by their lengths here, queries also by
+    the root of the size. Equally many value heads have the same key head. `g`, the logarithm of the
+    decay, and `beta`: fp32 [slots, value heads].
+    """
+    if value.is_cuda and (rule := _flash_linear_attention()) is not None:
+        return _by_levels(rule, query, key, value, g, beta, row)
+    return _in_chunks(query, key, value, g, beta, row)
+
+
+@functools.cache
+def _flash_linear_attention() -> Any:
+    """Its kernel, or None."""
+    if importlib.util.find_spec("fla") is None:
+        logging.getLogger(__name__).warning(
+            "flash-linear-attention is not installed: torch computes the delta rule, slowly;"
+            " pip install tandem-rl[delta-nets]"
+        )
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def _by_levels(
+    rule: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    row: Recurrence,
+) -> torch.Tensor:
+    """Level by level, all segments of a level at once."""
+    outputs: list[torch.Tensor] = []
+    states: torch.Tensor | None = None
+    for number, level in enumerate(row.levels):
+        several = len(row.levels) > 1
+        inputs = (x[level.slots] if several else x for x in (query, key, value, g, beta))
+        output, final = rule(
+            *(x[None] for x in inputs),
+            initial_state=None if states is None else _of_parents(states, level.parents),
+            output_final_state=number + 1 < len(row.levels),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=level.offsets,
+            cu_seqlens_cpu=level.host_offsets,
+        )
+        outputs.append(output[0])
+        states = final
+    if len(outputs) == 1:
+        return outputs[0]
+    order = torch.cat([level.slots for level in row.levels])
+    return torch.cat(outputs)[torch.argsort(order)]
+
+
+def _in_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    row: Recurrence,
+) -> torch.Tensor:
+    """Section 3.3 of Yang et al.: within a chunk, the updates are the solution of a triangular
+    system; from chunk to chunk only the state travels."""
+    slots = torch.cat([level.slots for level in row.chunks])
+    repeat = value.shape[1] // key.shape[1]
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        """[slots, heads, ...] -> [chunks, heads, CHUNK, ...]; padding is zero."""
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return padded[slots].transpose(1, 2)
+
+    q, k = (chunked(_unit(_wide(x)).repeat_interleave(repeat, 1)) for x in (query, key))
+    v, decay, rate = chunked(_wide(value)), chunked(_wide(g)).cumsum(-1), chunked(_wide(beta))
+    q = q * query.shape[-1] ** -0.5
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    # Masked before the exponential, which would overflow.
+    pairwise = (decay[..., :, None] - decay[..., None, :]).masked_fill(upper, -torch.inf).exp()
+    k_rate = k * rate[..., None]
+    system = (k_rate @ k.transpose(-1, -2)) * pairwise
+    right = torch.cat([v * rate[..., None], k_rate * decay.exp()[..., None]], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
+    seen = (q @ k.transpose(-1, -2)) * pairwise
+    q = q * decay.exp()[..., None]
+    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    kept = decay[..., -1, None, None].exp()
+    outputs: list[torch.Tensor] = []
+    begin, states = 0, v.new_zeros(0)
+    for number, level in enumerate(row.chunks):
+        part = slice(begin, begin := begin + len(level.slots))
+        if number == 0:
+            new = written[part]
+            outputs.append(seen[part] @ new)
+            states = k[part].transpose(-1, -2) @ new
+            continue
+        states = _of_parents(states, level.parents)
+        new = written[part] - erased[part] @ states
+        outputs.append(q[part] @ states + seen[part] @ new)
+        states = states * kept[part] + k[part].transpose(-1, -2) @ new
+    flat = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    place = slots.new_empty(row.length + 1)
+    place[slots.flatten()] = torch.arange(slots.numel(), device=slots.device)
+    return flat[place[: row.length]].to(value.dtype)
+
+
+def _of_parents(states: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """The states that a level's pieces begin with. The backward of indexing sums the gradients of
+    siblings in a fixed order."""
+    return states[parents]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(|x|^2 + 1e-6), over the last dimension."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()

@@ -1,0 +1,165 @@
+"""The sublayer of a gated delta net, in place of attention (Qwen3.5)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.functional import silu, softplus
+
+from tandem.families.arch import GatedDeltaNet
+from tandem.model import gradients
+from tandem.model.attention import TreeParams
+from tandem.model.delta_rule import convolve, delta_rule
+from tandem.model.layer.sublayers import Saved, SaveLevel, Sublayer, entry
+from tandem.model.lora import LoraLinear
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """Of this rank's heads, but for `a_log` and `dt_bias`, fp32, of all heads."""
+
+    conv: Parameter  # [features, 1, tokens]
+    a_log: Parameter  # [value heads]
+    dt_bias: Parameter  # [value heads]
+    norm: Parameter  # [value size]
+
+    def all(self) -> tuple[Parameter, ...]:
+        return self.conv, self.a_log, self.dt_bias, self.norm
+
+
+@dataclass
+class SavedDeltaNet(Saved):
+    """`leaves`: what the graph of `tensors["output"]` begins with."""
+
+    leaves: list[torch.Tensor] = field(default_factory=list)
+
+
+class DeltaNetSublayer(Sublayer):
+    """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
+
+    Autograd computes what lies between the two products: at a level below `SaveLevel.ALL` again,
+    in the backward pass.
+    """
+
+    def __init__(
+        self,
+        norm: Any,
+        in_proj: LoraLinear,
+        out_proj: LoraLinear,
+        weights: DeltaNetWeights,
+        gdn: GatedDeltaNet,
+        *,
+        eps: float,
+        part: int,
+        parts: int,
+    ) -> None:
+        """`part` of `parts`: which value heads this rank has."""
+        super().__init__(norm)
+        self._in, self._out, self._weights, self._gdn = in_proj, out_proj, weights, gdn
+        self._eps, self._parts = eps, parts
+        count = gdn.value_heads // parts
+        self._heads = slice(part * count, (part + 1) * count)
+
+    def forward(
+        self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, Saved]:
+        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        saved = SavedDeltaNet(x)
+        projected, inner = self._in(self._normalise(x))
+        if level is SaveLevel.ALL:
+            output = self._record(projected, saved, tree)
+        else:
+            output = self._attend(projected, self._weights.all(), tree)
+        if level is SaveLevel.ATTENTION:
+            saved.tensors = {"projected": projected}
+        if level is not None and level >= SaveLevel.ATTENTION:
+            saved.tensors |= entry("in_inner", inner)
+        y, inner = self._add_output(self._out, output.detach(), x)
+        if level is not None:
+            saved.tensors |= {"output": output} | entry("out_inner", inner)
+        return y, saved
+
+    def recompute_output(self, saved: Saved) -> torch.Tensor:
+        """What `forward` returned."""
+        assert saved.x is not None
+        return self._add_output(self._out, saved.tensors["output"].detach(), saved.x)[0]
+
+    def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
+        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
+        `saved`."""
+        assert isinstance(saved, SavedDeltaNet)
+        assert saved.x is not None
+        output = saved.tensors.pop("output")
+        grad_output, grad_inner = self._out.input_gradient(gradient)
+        inner = saved.tensors.pop("out_inner", None)
+        self._out.add_gradients(gradient, grad_inner, output.detach(), inner)
+        normalised = self._normalise(saved.x)
+        inner, projected = saved.tensors.pop("in_inner", None), saved.tensors.pop("projected", None)
+        if not saved.leaves:
+            del output
+            if projected is None:
+                projected, inner = self._in(normalised)
+            output = self._record(projected, saved, tree)
+            del projected
+        grad_projected, *others = torch.autograd.grad(output, saved.leaves, grad_output)
+        del output
+        saved.leaves = []
+        trained = [each for each in self._weights.all() if gradients.has_gradient_buffer(each)]
+        for weight, grad in zip(trained, others, strict=True):
+            gradients.add(weight, grad)
+        grad_normalised, grad_inner = self._in.input_gradient(grad_projected)
+        self._in.add_gradients(grad_projected, grad_inner, normalised, inner)
+        return self._input_gradient(grad_normalised, saved.x, gradient)
+
+    def _record(
+        self, projected: torch.Tensor, saved: SavedDeltaNet, tree: TreeParams
+    ) -> torch.Tensor:
+        """`_attend` with a graph, which begins with `saved.leaves`."""
+        leaf = projected.detach().requires_grad_()
+        weights = [each.detach() for each in self._weights.all()]
+        trained = [
+            own.requires_grad_()
+            for own, each in zip(weights, self._weights.all(), strict=True)
+            if gradients.has_gradient_buffer(each)
+        ]
+        saved.leaves = [leaf, *trained]
+        with torch.enable_grad():
+            return self._attend(leaf, weights, tree)
+
+    def _attend(
+        self,
+        projected: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        tree: TreeParams,
+    ) -> torch.Tensor:
+        """[S, features of in_proj] -> [S, features of out_proj]; what is no product is fp32.
+        `weights`: those of `DeltaNetWeights`."""
+        conv, a_log, dt_bias, norm = weights
+        row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
+        assert row is not None
+        sections = [size // self._parts for size in gdn.sections]
+        heads = gdn.value_heads // self._parts
+        qkv, z, b, a = projected.split([sum(sections), sections[2], heads, heads], 1)
+        qkv = silu(convolve(qkv, conv.flatten(1), row)).to(dtype)
+        q, k, v = qkv.split(sections, 1)
+        decay = -a_log[self._heads].exp() * softplus(a.float() + dt_bias[self._heads])
+        read = delta_rule(
+            q.unflatten(1, (-1, gdn.key_head_dim)),
+            k.unflatten(1, (-1, gdn.key_head_dim)),
+            v.unflatten(1, (-1, gdn.value_head_dim)),
+            decay,
+            b.float().sigmoid(),
+            row,
+        ).float()
+        return _norm_and_gate(read, z, norm, self._eps).to(dtype)
+
+
+def _norm_and_gate(
+    read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMSNorm of what each head reads, fp32 [S, heads, size], then the gate z [S, heads * size]:
+    [S, heads * size]."""
+    inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)

@@ -1,0 +1,203 @@
+"""Several inference servers on one spool: who they are (`replicas/<id>.json`), and what each of
+them serves of a run (`runs/<run>/served/<id>.json`).
+
+A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. Each
+replica writes its own records only. `announce` reads all of them under one lock, so it gives the
+same answer whoever calls it, and as often as anybody calls it.
+"""
+
+import re
+import time
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import InvalidInput, TandemError
+from tandem.spool import fs
+from tandem.spool.checkpoints import Checkpoints
+from tandem.spool.locks import file_lock, hold_publisher_lock
+from tandem.spool.paths import Paths, listing, remembered
+from tandem.spool.runs import Runs, ServedRecords
+from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
+from tandem.system.environment import REPLICA_PATTERN
+
+DEAD_SECONDS = 30.0
+"""A replica whose record is older than this is dead: no step waits for it."""
+FORGET_SECONDS = 600.0
+"""The records of a replica that is dead for so long are removed."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """`served`: the step of the run that every ready replica serves, with the newest step that all
+    of them refused; `verified`: all steps that every ready replica serves."""
+
+    served: Served | None
+    verified: tuple[Served, ...]
+
+
+class Replicas:
+    def __init__(
+        self, paths: Paths, runs: Runs, served: ServedRecords, checkpoints: Checkpoints
+    ) -> None:
+        self._paths, self._runs = paths, runs
+        self._announced, self._checkpoints = served, checkpoints
+
+    def lock(self) -> AbstractContextManager[int]:
+        """Held while a replica becomes ready or leaves, and while a step is announced."""
+        fs.make_dir(self._paths.replicas)
+        return file_lock(self._paths.replicas / "lock")
+
+    def publisher_lock(self, replica: str) -> AbstractContextManager[None]:
+        """Held by the one publisher of a replica while it lives. SpoolUnusable names another
+        holder."""
+        path = self._file(replica).with_suffix(".lock")
+        fs.make_dir(path.parent)
+        return hold_publisher_lock(self._paths, path)
+
+    def put(self, record: Replica) -> None:
+        """No loss of power matters: it ends the replica too."""
+        fs.write_json_atomic(self._file(record.replica), record, durable=False)
+
+    def all(self) -> dict[str, Replica]:
+        """The records that can be read, by id, also those of dead replicas."""
+        records = {}
+        for name in listing(self._paths.replicas):
+            if name.endswith(".json"):
+                record = fs.read_undamaged(self._paths.replicas / name, Replica)
+                if record is not None and f"{record.replica}.json" == name:
+                    records[record.replica] = record
+        return records
+
+    def living(self) -> dict[str, Replica]:
+        now = time.time()
+        return {
+            name: record
+            for name, record in self.all().items()
+            if abs(now - record.beat) <= DEAD_SECONDS
+        }
+
+    def serves(self, run: str, replica: str) -> ReplicaServed:
+        """What one replica serves of a run; NotFound (field `run`) without the run."""
+        return _read_serves(self._of_run(run, replica)) or ReplicaServed()
+
+    def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:
+        path = self._of_run(run, replica)
+        if fs.read_undamaged(path, ReplicaServed) != record:
+            path.parent.mkdir(exist_ok=True)  # not the run's, if it was deleted meanwhile
+            fs.write_json_atomic(path, record)
+
+    def steps(self, run: str) -> dict[int, str]:
+        """The steps of a run that living replicas serve, each with the id of one of them."""
+        found: dict[int, str] = {}
+        if fs.exists(self._paths.replicas):
+            for replica in self.living():
+                for served in self.serves(run, replica).steps:
+                    found.setdefault(served.step, replica)
+        return found
+
+    def announce(self, run: str, *, one_step: bool) -> Announcement:
+        """Write what the ready replicas agree on as the run's `served.json`. Under `lock`.
+
+        `one_step`: a replica serves one step at a time (merged weights). Then the oldest of their
+        steps is announced, since all others are newer. Else they need one step in common.
+        """
+        ready = [name for name, record in self.living().items() if record.ready]
+        records = {name: self.serves(run, name) for name in ready}
+        in_chain = {
+            name: {(s.step, s.checkpoint): s for s in record.steps if self._checkpoints.has(run, s)}
+            for name, record in records.items()
+        }
+        announced = self._announced.get(run)
+        if not in_chain:
+            return Announcement(announced, ())
+        common = _oldest(in_chain) if one_step else _in_common(in_chain)
+        if common:
+            announced = self._put(run, common[0], records)
+        elif announced is not None and not any(record.steps for record in records.values()):
+            self._announced.withdraw(run)  # merged weights: they are another run's now
+            announced = None
+        elif announced is None and (refused := _refused_by_all(records, -1)) is not None:
+            self._announced.put_refused(run, refused)
+        return Announcement(announced, tuple(common))
+
+    def _put(self, run: str, newest: Served, records: Mapping[str, ReplicaServed]) -> Served:
+        refused = _refused_by_all(records, newest.step)
+        step, reason = (None, None) if refused is None else (refused.step, refused.reason)
+        record = newest.model_copy(update={"refused_step": step, "refused_reason": reason})
+        if self._announced.get(run) != record:
+            self._announced.put(run, record)
+        return record
+
+    def withdraw(self, replica: str) -> None:
+        """A replica's vLLM has nothing loaded. What is announced stays while others serve it."""
+        with self.lock():
+            fs.remove_file(self._file(replica))
+            for run in self._runs.names():
+                fs.remove_file(self._of_run(run, replica))
+            self.withdraw_unserved()
+
+    def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
+        """Nothing is announced while no replica is ready, but for what one is about to verify again
+        (`listed`: names that its vLLM has). Under `lock`."""
+        if not any(record.ready for record in self.living().values()):
+            for run in self._runs.names():
+                announced = self._announced.get(run)
+                if announced is not None and announced.model not in listed:
+                    self._announced.withdraw(run)
+
+    def forget_dead(self) -> None:
+        """Remove the records of replicas that are gone for good, as after fewer were asked for.
+        Under `lock`."""
+        limit = time.time() - FORGET_SECONDS
+        for replica in [name for name, record in self.all().items() if record.beat < limit]:
+            for run in self._runs.names():
+                with suppress(TandemError):
+                    fs.remove_file(self._of_run(run, replica))
+            fs.remove_file(self._file(replica))
+
+    def _file(self, replica: str) -> Path:
+        if not re.fullmatch(REPLICA_PATTERN, replica):
+            raise InvalidInput(f"{replica!r:.100} is no replica's id", field="TANDEM_REPLICA")
+        return self._paths.replicas / f"{replica}.json"
+
+    def _of_run(self, run: str, replica: str) -> Path:
+        return self._runs.directory(run) / "served" / self._file(replica).name
+
+
+@remembered
+def _read_serves(path: Path) -> ReplicaServed | None:
+    return fs.read_undamaged(path, ReplicaServed)
+
+
+_Steps = Mapping[str, Mapping[tuple[int, str], Served]]
+
+
+def _in_common(replicas: _Steps) -> list[Served]:
+    """The steps that all replicas serve, the newest first, each as the last of them verified it."""
+    keys = set.intersection(*(set(steps) for steps in replicas.values()))
+    return [
+        max((steps[key] for steps in replicas.values()), key=lambda served: served.verified)
+        for key in sorted(keys, reverse=True)
+    ]
+
+
+def _oldest(replicas: _Steps) -> list[Served]:
+    """The oldest of the replicas' newest steps; nothing where one of them serves none."""
+    newest = [
+        max(steps.values(), key=lambda s: s.step, default=None) for steps in replicas.values()
+    ]
+    if None in newest:
+        return []
+    step = min(served.step for served in newest if served)
+    return [max((s for s in newest if s and s.step == step), key=lambda s: s.verified)]
+
+
+def _refused_by_all(records: Mapping[str, ReplicaServed], above: int) -> Refused | None:
+    """The newest step above `above` that every replica refused."""
+    refusals = [record.refused for record in records.values()]
+    if not refusals or None in refusals:
+        return None
+    found = min((refused for refused in refusals if refused), key=lambda refused: refused.step)
+    return found if found.step > above else None

@@ -1,0 +1,41 @@
+"""Records of the inference servers behind one address, and of what each of them serves."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from tandem.errors import PATTERN_WORDS
+from tandem.spool.schema.base import Record
+from tandem.spool.schema.runs import Refused, Served
+from tandem.system.environment import REPLICA_PATTERN
+
+PATTERN_WORDS |= {
+    REPLICA_PATTERN: (
+        "use lower-case letters, digits, '.' and '-', at most 63; a letter or digit at both ends"
+    )
+}
+ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
+
+
+class Replica(Record):
+    """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
+
+    `ready`: a step is announced only when this replica serves it. `why`: it is not ready.
+    """
+
+    replica: ReplicaId
+    url: str  # of its vLLM, as its publisher reaches it
+    host: str
+    pid: int  # the publisher's
+    started: float  # Unix seconds
+    beat: float  # Unix seconds
+    ready: bool = False
+    why: str = ""
+
+
+class ReplicaServed(Record):
+    """`runs/<run>/served/<id>.json`: the steps of a run that one replica has loaded and verified,
+    the newest first, and the newest step that it refused."""
+
+    steps: tuple[Served, ...] = ()
+    refused: Refused | None = None

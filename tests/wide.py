@@ -1,0 +1,26 @@
+"""transformers' parts that compute in float32 whatever the model's dtype, in another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+
+class _Torch:
+    """torch, whose float32 is another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.float32 = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def computed_in(dtype: torch.dtype) -> Iterator[None]:
+    """Within it Qwen3.5's delta rule and its norm compute in `dtype`."""
+    with mock.patch.object(modeling_qwen3_5, "torch", _Torch(dtype)):
+        yield
