@@ -374,6 +374,8 @@ NOT_PASSED = {
         "CONTROLLER_HOST",
         "INFERENCE_HOST",
         "METRICS_HOST",
+        # `tandem up` gives each inference server of a container its name.
+        "REPLICA",
         # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the
         # published ports.
         "CONTROLLER_PORT",
