@@ -14,7 +14,7 @@ from helm.pods import quantity
 from helm.renders import case, container_of, environment, of, pod_of, preflight_of, volume
 from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise.supervisord import PROGRAMS, stop_seconds
+from tandem.supervise.supervisord import programs_of, stop_seconds
 
 pytestmark = pytest.mark.usefixtures("compose")
 BOTH_DEVICES = pytest.mark.parametrize(
@@ -311,5 +311,6 @@ def test_mounts_memory_users_ports_and_grace_periods(name, files):
         published = {port["target"] for port in service.get("ports", [])}
         assert published == {p["containerPort"] for p in container["ports"] if p["name"] == "http"}
         minutes, seconds = re.match(r"(?:(\d+)m)?(\d+)s", service["stop_grace_period"]).groups()
-        longest = GRACE_SECONDS if role == "controller" else stop_seconds(PROGRAMS[role]) + 9
+        programs = programs_of(Settings(device="cpu", inference_replicas=8), role)
+        longest = GRACE_SECONDS if role == "controller" else stop_seconds(programs) + 9
         assert 60 * int(minutes or 0) + int(seconds) > longest

@@ -27,12 +27,14 @@ from helm.renders import (
     volume,
     with_values,
 )
+from tandem.config import Settings
 from tandem.controller.__main__ import GRACE_SECONDS
-from tandem.supervise.supervisord import PROGRAMS, stop_seconds
+from tandem.supervise.supervisord import programs_of, stop_seconds
 
 GPU_ROLES = ("trainer", "inference")
 STOP_SECONDS = {"controller": GRACE_SECONDS} | {
-    role: stop_seconds(PROGRAMS[role]) for role in GPU_ROLES
+    role: stop_seconds(programs_of(Settings(device="cpu", inference_replicas=8), role))
+    for role in GPU_ROLES
 }
 """Role → the longest time between SIGTERM and its exit."""
 KNOWN_RESOURCES = {"cpu", "memory", "ephemeral-storage"}

@@ -141,9 +141,10 @@ pod of all can be placed. Without a trainer's pod the choice is inference's, and
 {{- toYaml $result -}}
 {{- end -}}
 
-{{/* Seconds a role's container may take to stop: supervision.stop_seconds of its programs, added up; tests compare. */}}
+{{/* Seconds a role's container may take to stop: supervision.stop_seconds of its programs, which are the same for any
+number of inference servers behind a proxy; tests compare. */}}
 {{- define "tandem.stopSeconds" -}}
-{{- get (dict "controller" 15 "trainer" 87 "inference" 54) . -}}
+{{- get (dict "controller" 15 "trainer" 87 "inference" 59) . -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer"): with what comes before SIGTERM, and a margin. */}}

@@ -118,14 +118,22 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """How long supervisord may take to stop its programs, one after another."""
-    return sum(program.stop_seconds for program in programs) + 8
+    """How long supervisord may take to stop its programs: one kind after another, and all of a kind
+    at once."""
+    return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
     """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that
     supervisord left."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
+
+
+def _by_kind(programs: Sequence[Program]) -> dict[str, list[Program]]:
+    kinds: dict[str, list[Program]] = {}
+    for program in programs:
+        kinds.setdefault(program.kind, []).append(program)
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,9 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It
-    holds no secrets: the programs get those through supervisord's environment."""
+    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one; those
+    of a kind start and stop together. It holds no secrets: the programs get those through
+    supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -178,6 +187,12 @@ stdout_logfile = {log_path(logs, program.name)}
 stdout_logfile_maxbytes = 10MB
 stdout_logfile_backups = 1
 environment = {",".join(f'{name}="{value}"' for name, value in program.environment)}
+"""
+    for kind, of in _by_kind(programs).items():
+        text += f"""
+[group:{kind}]
+programs = {",".join(program.name for program in of)}
+priority = {programs.index(of[0])}
 """
     path = directory / "supervisord.conf"
     path.write_text(text.replace("%", "%%"))  # supervisord expands `%(name)s`
@@ -249,7 +264,7 @@ def start_again(settings: Settings, program: str) -> None:
     """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't
     answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
-        supervisor.startProcess(program, False)
+        supervisor.startProcess(f"{program.partition('-')[0]}:{program}", False)
 
 
 @contextmanager
