@@ -56,6 +56,7 @@ TOPOLOGIES: dict[str, dict[int, list[dict[str, Any]]]] = {
     "gpt_oss": BIASED,
     "llama": UNEVEN,
     "qwen3_5_text": {1: [{}], 2: [SP, {"tensor": 2}, PP]},
+    "qwen3_5_moe_text": {1: [{}], 2: [SP, {**SP, "expert": 2}, {"expert_tensor": 2}, PP]},
 }
 CASES = [
     (family, world, number)
@@ -86,7 +87,7 @@ def results(request, tmp_path_factory):
         topologies = TOPOLOGIES[family]
         directory = found[family] = tmp_path_factory.mktemp(family)
         # Large biases, or many products, do the rest; small reads of a state are normalised.
-        spread = 0.5 if family == "qwen3_5_text" else 1.0 if topologies is BIASED else 2.5
+        spread = 0.5 if family.startswith("qwen3_5") else 1.0 if topologies is BIASED else 2.5
         more = {"num_hidden_layers": LAYERS[family]} if family in LAYERS else {}
         model = write_random_model(
             directory / "model", family=family, seed=9, spread=spread, **more
