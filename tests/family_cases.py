@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "tie_word_embeddings": True,
     },
+    "qwen3_5_moe": {"family": "qwen3_5_moe_text", "spread": 0.5},
     "gpt_oss, truncated": {
         "family": "gpt_oss",
         "rope_parameters": {

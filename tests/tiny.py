@@ -45,6 +45,14 @@ QWEN3_5: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
+QWEN3_5_MOE: dict[str, Any] = {
+    **QWEN3_5,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -82,11 +90,12 @@ def write_random_model(
         values = {**GLM4_MOE, **values}
     if family == "gpt_oss":
         values = {**GPT_OSS, **values}
-    delta_nets = family in ("qwen3_5", "qwen3_5_text")
+    delta_nets = family.startswith("qwen3_5")
     if delta_nets:
-        values = {**QWEN3_5, **values}
+        values = {**(QWEN3_5_MOE if "moe" in family else QWEN3_5), **values}
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
-    if family == "qwen3_5":
+    vision = family in ("qwen3_5", "qwen3_5_moe")
+    if vision:
         tied = values["tie_word_embeddings"]
         values = {
             "text_config": values,
@@ -99,7 +108,7 @@ def write_random_model(
         torch.manual_seed(seed)
         hf_config = transformers.CONFIG_MAPPING[family](**values)
         hf_config.bos_token_id = hf_config.eos_token_id = hf_config.pad_token_id = None
-        kind = "ImageTextToText" if family == "qwen3_5" else "CausalLM"
+        kind = "ImageTextToText" if vision else "CausalLM"
         model = getattr(transformers, f"AutoModelFor{kind}").from_config(hf_config)
         with torch.no_grad():
             for name, buffer in model.named_buffers():

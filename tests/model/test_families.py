@@ -184,11 +184,20 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["sliding_window"] = (window.tokens, hf.sliding_window)
     if moe := arch.moe:
         found["norm_topk_prob"] = (moe.norm_topk_prob, getattr(hf, "norm_topk_prob", True))
-        found["num_local_experts"] = (moe.num_experts, hf.num_local_experts)
+        found["num_local_experts"] = (
+            moe.num_experts,
+            getattr(hf, "num_local_experts", hf.num_experts),
+        )
         found["n_shared_experts"] = (
             moe.shared_size,
             (getattr(hf, "n_shared_experts", None) or 0) * 24,
         )
+        if moe.shared_gate:
+            found["shared_expert_intermediate_size"] = (
+                moe.shared_size,
+                hf.shared_expert_intermediate_size,
+            )
+            del found["n_shared_experts"]
         if moe.router == "sigmoid":
             found["first_k_dense_replace"] = (moe.dense_layers, hf.first_k_dense_replace)
             found["n_group"], found["topk_group"] = (
@@ -246,7 +255,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     def of(values: dict[str, Any]) -> dict[str, Any]:
         return {
             "model_type": family,
-            **({"text_config": values} if family == "qwen3_5" else values),
+            **({"text_config": values} if family in ("qwen3_5", "qwen3_5_moe") else values),
         }
 
     config = of(REQUIRED)
@@ -255,8 +264,10 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
     moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts", "gpt_oss": "num_experts"}
     size = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
+    moe |= dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "num_experts")
     own = [moe[family], "num_experts_per_tok", size] if family in moe else []
-    for key in [*list(REQUIRED)[:5], *own]:
+    unused = ["intermediate_size"] if family.startswith("qwen3_5_moe") else []
+    for key in [*(key for key in list(REQUIRED)[:5] if key not in unused), *own]:
         with pytest.raises(InvalidInput):
             arch_from_config(of({k: value for k, value in REQUIRED.items() if k != key}))
 

@@ -39,7 +39,13 @@ def backward(policy):
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [("qwen3", None), ("gemma3_text", None), ("qwen2", None), ("glm4_moe", EXPERTS)],
+    [
+        ("qwen3", None),
+        ("gemma3_text", None),
+        ("qwen2", None),
+        ("glm4_moe", EXPERTS),
+        ("qwen3_5_moe_text", EXPERTS),
+    ],
 )
 def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, family, lora):
     policy = make(tmp_path, family, lora)

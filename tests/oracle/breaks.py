@@ -17,6 +17,7 @@ from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import delta_rule, logprobs
 from tandem.model import policy as policy_module
 from tandem.model.layer import gated_delta_net, kernels, sublayers
+from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.training import sharded_adam
 from tandem.training.optimizer import AdapterOptimizer
@@ -95,7 +96,7 @@ STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
 )
 REDUCE, STEP = AdapterOptimizer.reduce_gradients, AdapterOptimizer.step
 IN_CHUNKS, ANCESTORS = delta_rule._in_chunks, delta_rule._ancestors
-NORM = gated_delta_net._norm_and_gate
+NORM, GATES = gated_delta_net._norm_and_gate, GatedMlp._gates
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 
@@ -149,7 +150,15 @@ def over_heads(read, z, norm, eps):
 
 def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
     """Cases with layers of a kind."""
-    return lambda case: case.family == "qwen3_5_text" and kind in case.config["layer_types"]
+    return lambda case: case.family.startswith("qwen3_5") and kind in case.config["layer_types"]
+
+
+def of_gated_experts(case: Case) -> bool:
+    return case.family == "qwen3_5_moe_text"
+
+
+def always_open(_self, normalised):
+    return torch.ones(len(normalised), 1)
 
 
 BREAKS = {
@@ -246,6 +255,15 @@ BREAKS = {
         lambda c: (
             of_delta_nets()(c) and c.lora is None and cut(c, "tensor") and not c.sizes["sequence"]
         ),
+    ),
+    "gated expert: always open": Break((GatedMlp, "_gates", always_open), of_gated_experts),
+    "gated expert: a token's gate gives no gradient": Break(
+        (GatedMlp, "_logits_gradient", staticmethod(lambda _gradient, _output, gates: gates * 0)),
+        of_gated_experts,
+    ),
+    "gated expert: the gate of another token": Break(
+        (GatedMlp, "_gates", lambda self, normalised: GATES(self, normalised.roll(1, 0))),
+        of_gated_experts,
     ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data),

@@ -17,7 +17,7 @@ SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GP
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
-"""From this seed on the cases are of Qwen3.5."""
+"""From this seed on the cases are of Qwen3.5, every third one of its mixtures."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -98,7 +98,8 @@ def draw(seed: int) -> Case:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
     if seed >= DELTA_NETS:
-        family, mixture = "qwen3_5_text", False
+        mixture = seed % 3 == 0
+        family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
@@ -193,7 +194,7 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
                 "use_qk_norm": rng.random() < 0.5,
                 "first_k_dense_replace": rng.randint(0, min(1, config["num_hidden_layers"] - 1)),
             }
-    if family == "qwen3_5_text":
+    if family.startswith("qwen3_5"):
         # transformers asks a layer with attention how long the sequence is.
         kinds = ["linear_attention", "full_attention"]
         kinds += [rng.choice(kinds) for _ in range(rng.randint(0, 2))]

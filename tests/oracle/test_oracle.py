@@ -31,7 +31,7 @@ GRADIENTS, WEIGHTS = 1e-5, 1e-3
 def case_of(name: str) -> int:
     """The first seed that shows a break, of at most four ranks."""
     shows = BREAKS[name].shows
-    begin = DELTA_NETS if name.startswith("delta net") else 0
+    begin = DELTA_NETS if name.startswith(("delta net", "gated expert")) else 0
     return next(seed for seed in count(begin) if (case := draw(seed)).world <= 4 and shows(case))
 
 
@@ -44,7 +44,7 @@ class Oracle:
         directory = self.directory / str(case.seed)
         if directory.exists():
             return
-        small = ("glm4_moe", "gpt_oss", "gemma3_text", "qwen3_5_text")
+        small = ("glm4_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
         wide = 0.5 if case.family in small else 1.0
         model = write_random_model(
             directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config

@@ -66,7 +66,7 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
         raise InvalidInput(
             f"{problem}; its targets are {', '.join(all_targets(arch))}", field="lora.targets"
         )
-    fused = arch.moe is not None and arch.moe.biases
+    fused = arch.moe is not None and arch.moe.fused_adapters
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
         problem = (
             "has one tensor for gate and up of all experts, and PEFT and vLLM adapt it as one layer"

@@ -64,6 +64,11 @@ class MoE:
     scale: float = 1.0  # of the probabilities, with sigmoid
     dense_layers: int = 0  # the first so many layers have MLPs
     shared_size: int = 0  # features of an MLP for all tokens, beside the experts
+    shared_name: str = "shared_experts"  # of that MLP in Hugging Face's names
+    # Each token multiplies that MLP's output by a sigmoid.
+    shared_gate: bool = False
+    # PEFT and vLLM adapt gate and up of all experts as one layer.
+    fused_adapters: bool = False
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False

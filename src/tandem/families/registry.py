@@ -34,6 +34,8 @@ FAMILIES: dict[str, Decoder] = {
         gpt_oss.FAMILY,
         qwen3_5.FAMILY,
         qwen3_5.TEXT,
+        qwen3_5.MIXTURE,
+        qwen3_5.MIXTURE_TEXT,
     )
 }
 

@@ -275,8 +275,8 @@ def _delta_net(
     rank = 0 if workload.lora is None else workload.lora.rank
     wide = _FP32 // _BF16
     ranks_in = rank * sum(name.startswith("in_proj") for name in targets)
-    down = rank * ("down_proj" in targets)
-    least = own * hidden + slots * (value + rank * ("out_proj" in targets) + down)
+    down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
+    least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
     # What the convolution's activation got; queries, keys and values; the chunks' triangular
     # systems; what heads read, its norm, the gate and what it is made of.
@@ -288,6 +288,13 @@ def _delta_net(
     everything = attention + graph + (others.all - others.attention) // _BF16
     saved = SavedBytes(*(level * _BF16 for level in (least, attention, everything)))
     return saved, graph * _BF16, passes * _BF16
+
+
+def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
+    """Of the MLP's products, or of the experts', if they get equally many: the ranks of expert and
+    expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows."""
+    moe = workload.arch.moe
+    return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
@@ -307,12 +314,12 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     slots = -(-workload.sequence_length // sizes.context)  # that this rank's attention and MLP see
     # Slots whose residual stream this rank has.
     residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
-    rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
-    if moe is not None:  # of the experts', if they get equally many
-        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 /
-        # `expert` of the rows.
-        rows = residual_slots * sizes.expert_tensor * moe.experts_per_token
-        features = moe.ffn_hidden_size // sizes.expert_tensor
+    rows = _mlp_rows(workload, sizes, slots, residual_slots)
+    features = (
+        arch.ffn_hidden_size // sizes.tensor
+        if moe is None
+        else moe.ffn_hidden_size // sizes.expert_tensor
+    )
 
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
     # and down.

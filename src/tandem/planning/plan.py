@@ -121,7 +121,7 @@ def automatic(settings: Settings, gpu_memory: int) -> Plan:
         raise InvalidInput(problem, field="TANDEM_TOPOLOGY")
     arch = read_arch(settings.model_path())
     expert_targets = (
-        EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.biases else ()
+        EXPERT_TARGETS if settings.expert_lora and arch.moe and not arch.moe.fused_adapters else ()
     )
     targets = (*default_targets(arch), *expert_targets)
     lora = LoraShape.model_validate({"rank": settings.max_lora_rank, "targets": targets})

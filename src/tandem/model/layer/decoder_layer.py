@@ -12,6 +12,7 @@ from tandem.families.decoder import attention_features
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
 from tandem.model.layer.gated_delta_net import DeltaNetSublayer, DeltaNetWeights
+from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
@@ -188,12 +189,16 @@ class DecoderLayer(MegatronModule):
         )
         down = ExpertLinear(moe.num_experts, ffn, {"down_proj": hidden}, "columns", **options)
         self.mlp.experts = nn.ModuleDict({"fc1": gate_up, "fc2": down})
-        shared = None
+        shared: MlpSublayer | None = None
         if moe.shared_size:
             self.mlp.shared_experts = nn.Module()
-            shared = MlpSublayer(
-                self.pre_mlp_layernorm, *self._mlp(self.mlp.shared_experts, moe.shared_size)
-            )
+            linears = self._mlp(self.mlp.shared_experts, moe.shared_size)
+            if moe.shared_gate:
+                gate = Parameter(torch.empty(1, hidden, dtype=self._dtype))
+                self.mlp.shared_experts.gate_weight = gate
+                shared = GatedMlp(self.pre_mlp_layernorm, *linears, gate)
+            else:
+                shared = MlpSublayer(self.pre_mlp_layernorm, *linears)
         return MoeSublayer(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
 
     def _vector(self, size: int) -> Parameter:
