@@ -153,6 +153,7 @@ NOT_HERE = {
             "tandem_replica_ready",
             "tandem_replica_steps_behind",
             "tandem_replica_publish_seconds",
+            "tandem_replicas_wanted",
         ),
         "only with several inference servers",
     ),

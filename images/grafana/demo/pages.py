@@ -26,7 +26,16 @@ _PROGRAMS: dict[Exporter, tuple[str, ...]] = {
 }
 _COLLECTORS: dict[Exporter, tuple[str, ...]] = {
     "trainer": ("build", "nvml", "policy", "supervisor", "volumes", "ranks", "jobs", "checkpoints"),
-    "inference": ("build", "nvml", "policy", "supervisor", "volumes", "publish", "merged"),
+    "inference": (
+        "build",
+        "nvml",
+        "policy",
+        "supervisor",
+        "volumes",
+        "publish",
+        "merged",
+        "replicas",
+    ),
     "controller": ("build", "volumes", "queue"),
 }
 
@@ -75,6 +84,11 @@ def gauges(world: World, exporter: Exporter) -> Samples:
         for phase in PHASES:
             samples.set("tandem_merged_phase", float(phase == "served"), phase=phase)
         samples.set("tandem_merged_runs", 1)
+        samples.set("tandem_replicas_wanted", 2)
+        for replica in ("0", "1"):
+            samples.set("tandem_replica_ready", 1, replica=replica)
+            samples.set("tandem_replica_steps_behind", 0, replica=replica)
+            samples.set("tandem_replica_publish_seconds", 1.1 + 0.1 * int(replica), replica=replica)
         samples.set("tandem_publish_logprob_error_nats", 0.011 + 0.001 * math.sin(world.served))
         samples.set("tandem_publish_logprob_error_allowed_nats", 0.21)
     return samples
