@@ -418,7 +418,12 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
     }
     of_devices = {
         f"TANDEM_{name}"
-        for name in ("TRAINER_DEVICES", "INFERENCE_DEVICES", "INFERENCE_TENSOR_PARALLEL")
+        for name in (
+            "TRAINER_DEVICES",
+            "INFERENCE_DEVICES",
+            "INFERENCE_REPLICAS",
+            "INFERENCE_TENSOR_PARALLEL",
+        )
     }
     assert set(environment(config, "preflight")) & passed == several | of_devices
 
