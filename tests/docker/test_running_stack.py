@@ -147,7 +147,6 @@ NOT_HERE = {
     "tandem_train_logprob_mismatch_stale": "only where turns are older than their job's base step",
     "tandem_merged_phase": "only with merged weights",
     "tandem_merged_runs": "only with merged weights",
-    "tandem_rollout_prefix_breaks_total": "only where a session's turn did not continue",
     **dict.fromkeys(
         (
             "tandem_replica_ready",
