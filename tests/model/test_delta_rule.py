@@ -203,7 +203,7 @@ def segment_by_segment(
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_level_by_level_is_chunk_by_chunk(number, monkeypatch):
+def test_level_by_level_is_chunk_by_chunk(number):
     """What a GPU's kernel is called with: whole segments, from their parents' states."""
     (ends, _), args, weights = case(number)
     row = recurrence(ends, len(ends), torch.device("cpu"))
@@ -221,14 +221,19 @@ def test_level_by_level_is_chunk_by_chunk(number, monkeypatch):
         return max(float((one - other).norm() / other.norm()) for one, other in pairs)
 
     assert difference() < 1e-5
-    if len(row.levels) > 1:  # the mistake is seen: a parent's state gets no gradient
-        of_parents = module._of_parents
-        monkeypatch.setattr(
-            module, "_of_parents", lambda states, parents: of_parents(states.detach(), parents)
-        )
-        found = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
-        broken = torch.autograd.grad((found * weights.float()).sum(), args)
-        monkeypatch.undo()
-        found = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
-        whole = torch.autograd.grad((found * weights.float()).sum(), args)
-        assert (broken[1] - whole[1]).norm() > 1e-3 * whole[1].norm()
+
+
+def test_a_parents_state_gets_the_gradients_of_its_children(monkeypatch):
+    """The mistake is seen: without them the parent's keys have another gradient."""
+    row = recurrence(torch.tensor([11] * 5 + [8] * 3 + [11] * 3), 11, torch.device("cpu"))
+    args = [x.detach().float().requires_grad_() for x in inputs(0, 11, (2, 4), (8, 6))]
+
+    def keys_gradient() -> torch.Tensor:
+        output = module._by_levels(segment_by_segment, *args, row)
+        return torch.autograd.grad(output[5:].square().sum(), args)[1][:5]
+
+    whole, of_parents = keys_gradient(), module._of_parents
+    monkeypatch.setattr(
+        module, "_of_parents", lambda states, parents: of_parents(states.detach(), parents)
+    )
+    assert (keys_gradient() - whole).norm() > 0.1 * whole.norm() > 0
