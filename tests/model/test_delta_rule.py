@@ -229,7 +229,8 @@ def test_a_parents_state_gets_the_gradients_of_its_children(monkeypatch):
     args = [x.detach().float().requires_grad_() for x in inputs(0, 11, (2, 4), (8, 6))]
 
     def keys_gradient() -> torch.Tensor:
-        output = module._by_levels(segment_by_segment, *args, row)
+        q, k, v, g, beta = args
+        output = module._by_levels(segment_by_segment, q, k, v, g, beta, row)
         return torch.autograd.grad(output[5:].square().sum(), args)[1][:5]
 
     whole, of_parents = keys_gradient(), module._of_parents
