@@ -204,7 +204,7 @@ def segment_by_segment(
 
 @pytest.mark.parametrize("number", range(8))
 def test_level_by_level_is_chunk_by_chunk(number):
-    """What a GPU's kernel is called with: whole segments, from their parents' states."""
+    """A GPU's kernel is called with whole segments, from their parents' states."""
     (ends, _), args, weights = case(number)
     row = recurrence(ends, len(ends), torch.device("cpu"))
     args = [x.detach().float().requires_grad_() for x in args]

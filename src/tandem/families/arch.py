@@ -97,7 +97,7 @@ class GatedDeltaNet:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Of in_proj_qkv's output features: queries, keys and values."""
+        """Sizes of queries, keys and values among in_proj_qkv's output features."""
         return self.key_size, self.key_size, self.value_size
 
 

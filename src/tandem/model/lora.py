@@ -50,7 +50,8 @@ class LoraTensor:
     parameter: nn.Parameter
     cut: Cut
     stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
-    # Of the rows of the whole tensor, where each is cut for itself; none: one.
+    # Sizes of the whole tensor's sections of rows, each of which is cut for itself; empty: one
+    # section.
     sections: tuple[int, ...] = ()
 
 

@@ -79,7 +79,7 @@ class Replicas:
         }
 
     def serves(self, run: str, replica: str) -> ReplicaServed:
-        """What one replica serves of a run; NotFound (field `run`) without the run."""
+        """The steps of a run that one replica serves; NotFound (field `run`) without the run."""
         return _read_serves(self._of_run(run, replica)) or ReplicaServed()
 
     def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:

@@ -86,7 +86,7 @@ def stopped_loops(settings: Settings, role: str) -> list[str]:
     programs = [
         name
         for name in ("up", *_needed(settings, role))
-        if name.partition("-")[0] in liveness.LONGEST_SECONDS
+        if liveness.program_kind(name) in liveness.LONGEST_SECONDS
     ]
     return [message for name in programs if (message := liveness.silence(name, directory))]
 

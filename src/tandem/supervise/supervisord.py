@@ -49,8 +49,7 @@ class Program:
 
     @property
     def kind(self) -> str:
-        """`vllm` for the program `vllm-1` of one of several inference servers."""
-        return self.name.partition("-")[0]
+        return liveness.program_kind(self.name)
 
 
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
@@ -90,7 +89,7 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
 
 
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """What each of several inference servers on this machine has for itself."""
+    """The environment of each of several inference servers on this machine."""
     count, each = settings.inference_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids
@@ -228,7 +227,7 @@ class Console:
             text = json.dumps({"program": program} | entry)
         else:
             before, after = (
-                (f"\x1b[{_COLOURS.get(program.partition('-')[0], '1')}m", "\x1b[0m")
+                (f"\x1b[{_COLOURS.get(liveness.program_kind(program), '1')}m", "\x1b[0m")
                 if sys.stdout.isatty()
                 else ("", "")
             )
@@ -264,7 +263,7 @@ def start_again(settings: Settings, program: str) -> None:
     """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't
     answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
-        supervisor.startProcess(f"{program.partition('-')[0]}:{program}", False)
+        supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 
 
 @contextmanager

@@ -43,6 +43,11 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
     """vLLM answered with an error. The same call gives the same answer again."""
 
 
+class InferenceConflict(InferenceRefused):
+    """vLLM answered 409: it is another process, or in another state, than the caller takes it
+    for."""
+
+
 class InferenceFailed(InferenceRefused):
     """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault
     of its own."""
@@ -242,10 +247,8 @@ class VllmClient:
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
-        except InferenceRefused as error:
-            if " answered 409" in error.message:
-                return False
-            raise
+        except InferenceConflict:
+            return False
         return True
 
     def is_sleeping(self) -> bool:
@@ -328,6 +331,8 @@ class VllmClient:
             response.status_code == 500 and not self.healthy()
         ):
             raise InferenceUnavailable(message)
+        if response.status_code == 409:
+            raise InferenceConflict(message)
         failed = response.status_code == 500 and NOT_HELD not in message
         raise (InferenceFailed if failed else InferenceRefused)(message)
 

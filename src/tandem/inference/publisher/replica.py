@@ -1,4 +1,5 @@
-"""What the publisher of one of several vLLM servers tells the others, and its own vLLM.
+"""The publisher's records where it has one of several vLLM servers, and its permission for that
+vLLM to answer.
 
 A replica is *ready* when it serves every announced step. Its vLLM answers requests only then
 (`inference.server.readiness`), and no step is announced before it has verified it too. It becomes

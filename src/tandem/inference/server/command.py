@@ -219,7 +219,7 @@ def _has_keys(settings: Settings) -> bool:
 
 
 def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    """Of Qwen3.5. InvalidInput where vLLM can't serve it here."""
+    """Arguments that Qwen3.5 needs. InvalidInput where vLLM can't serve it here."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
     except TandemError:  # not here yet, or of a family that the trainer refuses in its own words

@@ -215,8 +215,7 @@ class AttentionSublayer(Sublayer):
     def _features(
         self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What `_proj` gets of the attention's output: times its gates, which are in `qkv`, or
-        saved."""
+        """`_proj`'s input: the attention's output times its gates, which are in `qkv`, or saved."""
         features = _flatten(output.detach(), self._slots(x))
         if not self._shape.output_gate:
             return features
