@@ -145,6 +145,7 @@ def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     )
 
 
+@pytest.mark.slow
 def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
     (alone,) = results[family, 1][0]
     for rank in results[family, world][number]:
