@@ -16,12 +16,14 @@ Tree = tuple[torch.Tensor, list[list[int]]]
 
 
 def random_tree(choose: random.Random, slots: int) -> Tree:
-    """`subtree_end` of a row of random trees with padding, and the slots of each sequence."""
+    """`subtree_end` of a row of random trees with padding, and the slots of each sequence. A root has
+    two slots at least: a sequence of one slot predicts nothing, and counts as padding."""
     ends: list[int] = []
     paths: list[list[int]] = []
 
     def grow(path: list[int], depth: int) -> None:
         begin, length = len(ends), choose.choice([1, 2, 3, 5, 17, 64, 65, 90])
+        length += depth == 0
         path = path + list(range(begin, begin + length))
         ends.extend([0] * length)
         children = choose.choice([0, 2, 3]) if depth < 4 and len(ends) < slots else 0
@@ -33,8 +35,7 @@ def random_tree(choose: random.Random, slots: int) -> Tree:
 
     while len(ends) < slots:
         grow([], 0)
-    padding = choose.randrange(4)
-    ends.extend(len(ends) + 1 + i for i in range(padding))
+    ends += range(len(ends) + 1, len(ends) + 1 + choose.randrange(4))
     return torch.tensor(ends), paths
 
 
