@@ -17,7 +17,9 @@ SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GP
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
-"""From this seed on the cases are of Qwen3.5, every third one of its mixtures."""
+"""From this seed on the cases are of Qwen3.5."""
+DELTA_MIXTURES = 3000
+"""From this seed on the cases are of Qwen3.5's mixtures."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -98,7 +100,7 @@ def draw(seed: int) -> Case:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
     if seed >= DELTA_NETS:
-        mixture = seed % 3 == 0
+        mixture = seed >= DELTA_MIXTURES
         family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
