@@ -18,7 +18,7 @@ import torch
 
 from oracle import oracle_rank, reference
 from oracle.breaks import BREAKS
-from oracle.cases import DELTA_MIXTURES, DELTA_NETS, Case, draw
+from oracle.cases import DELTA_MIXTURES, DELTA_NETS, LATENT_FAMILIES, LATENTS, Case, draw
 from policies import write_random_adapter
 from ranks import run_program
 from tiny import write_random_model
@@ -27,6 +27,7 @@ SEEDS = [
     *range(160),
     *range(DELTA_NETS, DELTA_NETS + 24),
     *range(DELTA_MIXTURES, DELTA_MIXTURES + 20),
+    *range(LATENTS, LATENTS + 24),
 ]
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
@@ -35,7 +36,7 @@ GRADIENTS, WEIGHTS = 1e-5, 1e-3
 def case_of(name: str) -> int:
     """The first seed that shows a break, of at most four ranks."""
     shows = BREAKS[name].shows
-    begins = {"delta net": DELTA_NETS, "gated expert": DELTA_MIXTURES}
+    begins = {"delta net": DELTA_NETS, "gated expert": DELTA_MIXTURES, "latents": LATENTS}
     begin = next((first for kind, first in begins.items() if name.startswith(kind)), 0)
     return next(seed for seed in count(begin) if (case := draw(seed)).world <= 4 and shows(case))
 
@@ -50,6 +51,7 @@ class Oracle:
         if directory.exists():
             return
         small = ("glm4_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
+        small += LATENT_FAMILIES
         wide = 0.5 if case.family in small else 1.0
         model = write_random_model(
             directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config
