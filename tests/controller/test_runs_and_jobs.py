@@ -427,7 +427,7 @@ def test_latent_attention_has_targets_of_its_own(deploy):
     with refused(InvalidInput, "lora.targets", "has no q_proj; its targets are q_a_proj"):
         client.create_run("q", lora={"targets": ["q_proj"]})
     without = latent | {"q_lora_rank": None}
-    targets = deploy(without)[1].create_run("default").spec.lora.targets
+    targets = deploy(without)[1].create_run("without").spec.lora.targets
     assert targets == ("q_proj", "kv_a_proj_with_mqa", "o_proj")
 
 

@@ -302,9 +302,11 @@ def test_what_latent_attention_keeps_is_what_the_formula_says(alone, tmp_path):
     held = bytes_held(make_policy(model, lora=lora))
     workload = Workload(read_arch(str(model)), lora, 50)
     saved = rank_memory(workload, Sizes()).saved
-    # Here elements have four bytes instead of two; of three layers one has an MLP.
+    # Here elements have four bytes instead of two, and the attention's kernel keeps copies of the
+    # heads, of two times 16 and 14 features, at each level.
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
-    assert kept == 3 * 2 * (saved.attention - saved.input)
+    heads = 4 * (2 * 16 + 14)
+    assert kept == 3 * (2 * (saved.attention - saved.input) - 50 * 4 * heads)
 
 
 def test_layers_of_two_kinds_count_with_their_shares():

@@ -32,14 +32,14 @@ class LatentMoe(Glm4Moe):
             rope_size=config.positive("qk_rope_head_dim", int),
             value_size=config.positive("v_head_dim", int),
         )
-        size = mla.nope_size + mla.rope_size
+        size, mscale = mla.nope_size + mla.rope_size, self._mscale(config)
         return replace(
             arch,
             num_kv_heads=heads,
             head_dim=size,
             rotary_size=mla.rope_size,
             mla=mla,
-            attention_scale=size**-0.5 * self._mscale(config) ** 2,
+            attention_scale=None if mscale == 1 else size**-0.5 * mscale**2,
         )
 
     def moe(self, config: ModelConfig) -> MoE:
