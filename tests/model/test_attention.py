@@ -120,8 +120,8 @@ def test_flex_and_sdpa_give_the_same_gradients_where_values_have_another_width(s
     found = []
     for kernel in ("sdpa", "flex"):
         row = attention.tree_params(end, kernel, tuple(part.cuda() for part in rotation))
-        own = [head.detach().requires_grad_() for head in (q, k, v)]
-        output = attention.attend(*own, row, size**-0.5)
+        own = one, two, three = [head.detach().requires_grad_() for head in (q, k, v)]
+        output = attention.attend(one, two, three, row, size**-0.5)
         found.append([output, *torch.autograd.grad((output * weight).sum(), own)])
     for one, other in zip(*found, strict=True):
         assert (one - other).float().norm() <= 1e-2 * other.float().norm()
