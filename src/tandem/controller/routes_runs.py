@@ -20,7 +20,7 @@ from tandem.controller.schemas import (
     RunStatus,
 )
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
-from tandem.families.adapter import default_targets
+from tandem.families.adapter import UNSERVED, default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
@@ -114,6 +114,9 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
             "vLLM serves no LoRA on in_proj_z without one on in_proj_qkv; name both, or neither",
             field="lora.targets",
         )
+    if wrong := [target for target in lora.targets if target in UNSERVED]:
+        problem = f"vLLM ignores LoRA on {', '.join(wrong)} in the tokens that it generates"
+        raise InvalidInput(f"{problem}; leave it out", field="lora.targets")
     on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
     if deployment.arch.moe and on_experts and not settings.expert_lora:
         problem = (

@@ -158,7 +158,7 @@ def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate
         slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
         speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
     data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
-    data_only = data_only and workload.arch.gdn is None
+    data_only = data_only and workload.arch.gdn is None and workload.arch.mla is None
     return Candidate(sizes, needs, levels, speed, measured=data_only)
 
 
@@ -198,7 +198,9 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
+    # Causal: half of the products with keys and of those with values.
+    features = arch.query_size + arch.output_size
+    attention = slots**2 * features * float(_layers_that_see_all(arch, slots))
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -235,7 +237,11 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
     delta rule itself is not counted."""
     queries = arch.query_size * (2 if arch.output_gate else 1)
     before = arch.hidden_size * (queries + 2 * arch.kv_size)
-    after = arch.hidden_size * arch.query_size
+    after = arch.hidden_size * arch.output_size
+    if (mla := arch.mla) is not None:
+        up = (mla.q_rank or arch.hidden_size) * arch.query_size
+        up += mla.kv_rank * arch.num_heads * mla.key_value_size
+        return arch.hidden_size * sum(mla.down.values()) + up, after
     if (gdn := arch.gdn) is None:
         return before, after
     share = sum(gdn.layers) / arch.num_layers

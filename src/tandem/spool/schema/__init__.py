@@ -36,6 +36,7 @@ from tandem.spool.schema.jobs import (
 from tandem.spool.schema.replicas import Replica, ReplicaServed
 from tandem.spool.schema.runs import (
     DELTA_NET_TARGETS,
+    LATENT_TARGETS,
     LORA_TARGETS,
     LongProbe,
     LoraShape,
@@ -61,6 +62,7 @@ from tandem.spool.schema.training import (
 
 __all__ = [
     "DELTA_NET_TARGETS",
+    "LATENT_TARGETS",
     "LORA_TARGETS",
     "PENDING",
     "SCHEMA_VERSION",
