@@ -20,6 +20,8 @@ from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, rout
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
 from tandem.controller.middleware import Authentication, BodyLimit, CountRequests
+from tandem.controller.openai import routes_files, routes_tunings
+from tandem.controller.openai.tuner import Tuner
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
 from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, downloads
@@ -70,6 +72,8 @@ def create_app(settings: Settings) -> FastAPI:
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
+    for router in (routes_files.router, routes_tunings.router, routes_tunings.uploads):
+        app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
     async def live() -> Health:
@@ -117,11 +121,13 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
-    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may
-    hang."""
+    """Runs the collectors, the sweeper, and what carries fine-tunings on. Does not wait for their
+    ends, because the volume may hang."""
     deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
+    tuner = Tuner(deployment)
+    threading.Thread(target=tuner.run, args=(stop,), name="fine-tunings", daemon=True).start()
     for collector in app.state.collectors:
         collector.start(stop)
     yield

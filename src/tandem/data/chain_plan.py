@@ -123,7 +123,7 @@ class ChainPlan:
         self.examples = len(indices)
         self._per_epoch = math.ceil(len(indices) / config.batch_size)
         self.total = config.epochs * self._per_epoch
-        self.slices = _slices(self.total, self._per_epoch, config.checkpoint_every)
+        self.slices = slices(self.total, self._per_epoch, config.checkpoint_every)
         warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
         warmup = min(warmup, self.total - 1)
         self._schedule = Schedule(
@@ -202,7 +202,7 @@ class ChainPlan:
         return order[step * size : (step + part.last - part.first) * size]  # of several epochs: all
 
 
-def _slices(total: int, per_epoch: int, most: int) -> list[Slice]:
+def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
     """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of
     a part of one."""
     block = max(1, most // per_epoch) * per_epoch
