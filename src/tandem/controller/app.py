@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from pydantic import TypeAdapter
@@ -32,6 +33,7 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
+_OPENAI = (routes_files.router, routes_tunings.router, routes_tunings.uploads)
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow
 the job, take the checkpoint.
@@ -72,7 +74,7 @@ def create_app(settings: Settings) -> FastAPI:
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
-    for router in (routes_files.router, routes_tunings.router, routes_tunings.uploads):
+    for router in _OPENAI:
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
@@ -111,7 +113,11 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
         """For Prometheus. Needs no key, and contains no names of runs or jobs."""
         return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    for path, methods in app.openapi()["paths"].items():
+    routes: dict[str, set[str]] = {path: {*of} for path, of in app.openapi()["paths"].items()}
+    for route in (route for router in _OPENAI for route in router.routes):
+        if isinstance(route, APIRoute):
+            routes.setdefault(route.path, set()).update(route.methods)
+    for path, methods in routes.items():
         for method in methods:
             # increase() misses the first request of a series without a 0.
             for status_class in ("2xx", "4xx", "5xx"):

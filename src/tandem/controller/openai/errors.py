@@ -14,7 +14,7 @@ _STATUSES = {HTTPStatus.UNPROCESSABLE_ENTITY: 400, HTTPStatus.CONFLICT: 400}
 _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
 
-class Refused(InvalidInput, http_status=400):
+class BadRequest(InvalidInput, http_status=400):
     """What OpenAI's API refuses, or what can't be done here. `code`: OpenAI's word, or one like
     it."""
 

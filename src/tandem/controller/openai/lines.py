@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tandem.controller.openai.errors import Refused
+from tandem.controller.openai.errors import BadRequest
 from tandem.data.formats import Examples
 from tandem.errors import InvalidInput
 from tandem.spool.schema.tuning import ULID, TuningMethod
@@ -14,7 +14,7 @@ from tandem.system.plain_files import open_plain
 LINE_BYTES = 8 * 2**20
 FORMATS = {"supervised": "messages", "dpo": "preference"}
 """`tandem.data.formats`' names."""
-_OURS = re.compile(rf"file-{ULID}\.jsonl line")
+_OURS = re.compile(rf"file-{ULID}\.jsonl line (\d+)[.:]? *")
 _CODE = "invalid_file_format"
 _KEYS = {
     "supervised": {"messages", "tools", "parallel_tool_calls"},
@@ -30,7 +30,7 @@ _HINTS = {
 
 
 def check_lines(path: Path) -> tuple[TuningMethod, int]:
-    """The method that the file is for, and the number of its lines that are not blank. Refused
+    """The method that the file is for, and the number of its lines that are not blank. BadRequest
     names the first bad line."""
     method: TuningMethod | None = None
     count, number = 0, 0
@@ -52,7 +52,9 @@ def check_lines(path: Path) -> tuple[TuningMethod, int]:
             _check_record(record, method, number)
             count += 1
     if method is None:
-        raise Refused("the file is empty; give an example in each line", param="file", code=_CODE)
+        raise BadRequest(
+            "the file is empty; give an example in each line", param="file", code=_CODE
+        )
     _check_shapes(path, method)
     return method, count
 
@@ -105,13 +107,13 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
         for index in range(len(examples)):
             examples.parse(index)
     except InvalidInput as error:
-        raise Refused(in_lines(error), param="file", code=_CODE) from error
+        raise BadRequest(in_lines(error), param="file", code=_CODE) from error
 
 
 def in_lines(error: InvalidInput) -> str:
     """The error's message, whose place begins with the line, without the name of our file."""
-    return _OURS.sub("line", str(error), count=1)
+    return _OURS.sub(r"line \1: ", str(error), count=1)
 
 
-def _bad(number: int, problem: str) -> Refused:
-    return Refused(f"line {number}: {problem}", param="file", code=_CODE)
+def _bad(number: int, problem: str) -> BadRequest:
+    return BadRequest(f"line {number}: {problem}", param="file", code=_CODE)

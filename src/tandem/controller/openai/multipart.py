@@ -8,7 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from tandem.controller.openai.errors import Refused
+from tandem.controller.openai.errors import BadRequest
 from tandem.spool import fs
 
 MOST_PARTS = 20
@@ -46,7 +46,7 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise Refused(f"the body is no multipart/form-data: {error}", param=None) from error
+            raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -55,7 +55,7 @@ class Form:
     def _begin(self) -> None:
         self._parts += 1
         if self._parts > MOST_PARTS:
-            raise Refused(f"a form has at most {MOST_PARTS} parts", param=None)
+            raise BadRequest(f"a form has at most {MOST_PARTS} parts", param=None)
         self._name, self._text = "", b""
 
     def _on_header(self, data: bytes, start: int, end: int) -> None:
@@ -70,7 +70,7 @@ class Form:
             self._name = options.get(b"name", b"").decode(errors="replace")
             if self._name == "file":
                 if self._file is not None:
-                    raise Refused("send one file at a time", param="file")
+                    raise BadRequest("send one file at a time", param="file")
                 self.filename = _plain_name(options.get(b"filename", b"").decode(errors="replace"))
                 self._file = self._path.open("xb")
         self._header = self._value = b""
@@ -81,7 +81,7 @@ class Form:
             return
         self._text += data[start:end]
         if len(self._text) > FIELD_BYTES:
-            raise Refused(
+            raise BadRequest(
                 f"a field of the form has at most {FIELD_BYTES} bytes",
                 param=self._name[:64] or None,
             )
@@ -99,13 +99,13 @@ async def receive_form(request: Request, path: Path) -> Form:
     """The form in the request's body; SpoolUnusable where the volume can't take its file."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise Refused(
+        raise BadRequest(
             "send the file as multipart/form-data, with the fields file and purpose", param=None
         )
     try:
         form = Form(path, options[b"boundary"])
     except FormParserError as error:
-        raise Refused(f"the body is no multipart/form-data: {error}", param=None) from error
+        raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
     try:
         with fs.volume_errors(path):
             async for part in request.stream():
@@ -113,9 +113,11 @@ async def receive_form(request: Request, path: Path) -> Form:
     finally:
         form.close()
     if not form.complete:
-        raise Refused("the body ends before the form's last boundary", param=None)
+        raise BadRequest("the body ends before the form's last boundary", param=None)
     if form.filename is None:
-        raise Refused("is missing; send the file", param="file", code="missing_required_parameter")
+        raise BadRequest(
+            "is missing; send the file", param="file", code="missing_required_parameter"
+        )
     return form
 
 

@@ -142,7 +142,7 @@ def results(rows: dict[int, dict[str, float]]) -> bytes:
     return text.getvalue().encode()
 
 
-def events_of(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
+def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
     """OpenAI's events, oldest first. An id stays the same event's."""
     own = tuning.id.removeprefix("ftjob-")
     found: list[tuple[float, int, dict[str, Any]]] = []

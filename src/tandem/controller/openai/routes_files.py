@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
-from tandem.controller.openai.errors import Refused
+from tandem.controller.openai.errors import BadRequest
 from tandem.controller.openai.lines import check_lines
 from tandem.controller.openai.multipart import Form, receive_form
 from tandem.controller.openai.schemas import file_object, page
@@ -45,15 +45,15 @@ def _keep(deployment: Deployment, staged: Path, upload_id: str, form: Form) -> d
     purpose = form.fields.pop("purpose", None)
     if purpose is None:
         code = "missing_required_parameter"
-        raise Refused("is missing; send fine-tune", param="purpose", code=code)
+        raise BadRequest("is missing; send fine-tune", param="purpose", code=code)
     if purpose != "fine-tune":
-        raise Refused(
+        raise BadRequest(
             f"{purpose[:64]!r} is not served here; the only purpose is fine-tune", param="purpose"
         )
     for name in form.fields:
         param = name.partition("[")[0][:64]
         problem = "files here stay until they are deleted" if param == "expires_after" else ""
-        raise Refused(f"{problem or 'no such field'}; leave it out", param=param)
+        raise BadRequest(f"{problem or 'no such field'}; leave it out", param=param)
     path = staged / f"{upload_id}.jsonl"
     method, lines = check_lines(path)
     upload = Upload(
@@ -93,11 +93,11 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids behind `after`; Refused where that is none of them."""
+    """The ids behind `after`; BadRequest where that is none of them."""
     if after is None:
         return ids
     if after not in ids:
-        raise Refused(f"{after[:100]!r} is no id of this list; leave it out", param="after")
+        raise BadRequest(f"{after[:100]!r} is no id of this list; leave it out", param="after")
     return ids[ids.index(after) + 1 :]
 
 
@@ -137,6 +137,6 @@ def delete_file(file_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
                 files = (tuning.training_file, tuning.validation_file)
                 if tuning.end is None and file_id in files:
                     problem = f"{tuning_id} trains on it; cancel that job, or wait for its end"
-                    raise Refused(problem, param="file_id", code="file_in_use")
+                    raise BadRequest(problem, param="file_id", code="file_in_use")
         spool.uploads.remove(upload)
     return {"id": file_id, "object": "file", "deleted": True}

@@ -11,14 +11,14 @@ from typing import Annotated, Any, NoReturn
 from fastapi import APIRouter, Query, Request
 
 from tandem.controller.deployment import CurrentDeployment, Deployment
-from tandem.controller.openai.errors import Refused, at_param
+from tandem.controller.openai.errors import BadRequest, at_param
 from tandem.controller.openai.hyperparameters import SLICE_BYTES
 from tandem.controller.openai.progress import (
     checkpoints_of,
-    events_of,
     model_name,
     run_name,
     status_of,
+    tuning_events,
 )
 from tandem.controller.openai.routes_files import After, after_id
 from tandem.controller.openai.schemas import CreateTuning, job_object, page
@@ -51,7 +51,7 @@ def status_object(deployment: Deployment, tuning: Tuning) -> dict[str, Any]:
 def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[str, Any]:
     """Create a job: its files are validated next, and then a chain of Tandem's jobs trains."""
     if request.integrations:
-        raise Refused(
+        raise BadRequest(
             "the server sends nothing to Weights & Biases. Follow the run from where your key is:"
             " tandem track RUN --to wandb",
             param="integrations",
@@ -86,11 +86,11 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
         given = request.hyperparameters
         return "supervised", given.record() if given else Hyperparameters()
     if request.hyperparameters is not None:
-        raise Refused(
+        raise BadRequest(
             "goes with no method; give hyperparameters within method", param="hyperparameters"
         )
     if asked.type == "reinforcement":
-        raise Refused(
+        raise BadRequest(
             "reinforcement with graders is not served; `tandem rl` trains by rewards of your own"
             " environment",
             param="method.type",
@@ -98,7 +98,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
         )
     for name in ("supervised", "dpo", "reinforcement"):
         if name != asked.type and getattr(asked, name) is not None:
-            raise Refused(f"method.type is {asked.type}; leave it out", param=f"method.{name}")
+            raise BadRequest(f"method.type is {asked.type}; leave it out", param=f"method.{name}")
     settings = asked.supervised if asked.type == "supervised" else asked.dpo
     given = settings.hyperparameters if settings else None
     return asked.type, given.record() if given else Hyperparameters()
@@ -112,20 +112,22 @@ def _origin(deployment: Deployment, model: str) -> Origin | None:
     if not (found := _is_step(model.rpartition(":")[2])):
         problem = f"{model[:100]!r} can't be fine-tuned here"
         remedy = f"the base model is {deployment.base_model!r}, and a fine-tuned model goes on too"
-        raise Refused(f"{problem}; {remedy}", param="model", code=code)
+        raise BadRequest(f"{problem}; {remedy}", param="model", code=code)
     origin = Origin(run=found[1], step=int(found[2]))
     try:
         deployment.spool.checkpoints.manifest(origin.run, origin.step)
         base = deployment.spool.runs.get(origin.run).base_model
     except TandemError as error:
-        raise Refused(error.message, param="model", code=code) from error
+        raise BadRequest(error.message, param="model", code=code) from error
     if not deployment.is_base_model(base):
-        raise Refused(f"{origin.run} is of another base model, {base!r}", param="model", code=code)
+        raise BadRequest(
+            f"{origin.run} is of another base model, {base!r}", param="model", code=code
+        )
     return origin
 
 
 def _check_run(deployment: Deployment, tuning: Tuning) -> None:
-    """Refused where this deployment can't serve another run like this."""
+    """BadRequest where this deployment can't serve another run like this."""
     spec = spec_of(deployment, tuning)
     if tuning.origin is not None:
         spec = deployment.spool.runs.get(tuning.origin.run).model_copy(update={"name": tuning.run})
@@ -139,11 +141,11 @@ def _upload(deployment: Deployment, file_id: str, param: str, method: TuningMeth
     try:
         upload = deployment.spool.uploads.get(file_id)
     except NotFound as error:
-        raise Refused(error.message, param=param, code=f"invalid_{param}") from error
+        raise BadRequest(error.message, param=param, code=f"invalid_{param}") from error
     if upload.method != method:
         has = {"supervised": "conversations", "dpo": "pairs", None: "results of a job"}
         problem = f"{file_id} has {has[upload.method]}, and {method} trains {has[method]}"
-        raise Refused(
+        raise BadRequest(
             f"{problem}; choose another file or method", param=param, code=f"invalid_{param}"
         )
     return upload
@@ -157,7 +159,7 @@ def _validation_file(
     upload = _upload(deployment, file_id, "validation_file", method)
     if upload.size > SLICE_BYTES:
         problem = f"it has {upload.size} bytes, and {SLICE_BYTES} is the most of a validation file"
-        raise Refused(f"{problem}; send a sample of it", param="validation_file")
+        raise BadRequest(f"{problem}; send a sample of it", param="validation_file")
     return file_id
 
 
@@ -203,7 +205,7 @@ def list_tuning_events(
 ) -> dict[str, Any]:
     """The job's events, newest first."""
     tuning = deployment.spool.tunings.get(job_id)
-    return _page_of(events_of(deployment.spool, tuning)[::-1], after, limit)
+    return _page_of(tuning_events(deployment.spool, tuning)[::-1], after, limit)
 
 
 @router.get("/jobs/{job_id}/checkpoints")
@@ -256,7 +258,7 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
         if not now.paused or now.cancelled:
             return now
         if now.pauses == MOST_NOTICES:
-            raise Refused(f"a job can be paused {MOST_NOTICES} times; cancel it", param=None)
+            raise BadRequest(f"a job can be paused {MOST_NOTICES} times; cancel it", param=None)
         update = {"paused": False, "pauses": now.pauses + 1}
         return _noticed(now, "The job is resumed").model_copy(update=update)
 
@@ -266,11 +268,11 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """`update` of the record; Refused where the job has ended in another way than `refuse`."""
+    """`update` of the record; BadRequest where the job has ended in another way than `refuse`."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"
-        raise Refused(problem, param="fine_tuning_job_id", code="invalid_state")
+        raise BadRequest(problem, param="fine_tuning_job_id", code="invalid_state")
     return tuning
 
 
