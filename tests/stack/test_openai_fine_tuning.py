@@ -3,7 +3,10 @@ name, through deaths of the controller."""
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -22,6 +25,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield stack
 
 
+ANSWERS = ["no", "yes"]
+
+
+def lines() -> bytes:
+    """A conversation of each question."""
+    chats = (
+        [{"role": "user", "content": q}, {"role": "assistant", "content": ANSWERS[i % 2]}]
+        for i, q in enumerate(QUESTIONS)
+    )
+    return "".join(json.dumps({"messages": chat}) + "\n" for chat in chats).encode()
+
+
 def client(url: str) -> OpenAI:
     # The controller dies between calls: as many attempts as it needs to come back.
     return OpenAI(base_url=f"{url}/v1", api_key="test-api-key", max_retries=20)
@@ -29,13 +44,7 @@ def client(url: str) -> OpenAI:
 
 def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalStack) -> None:
     tuning, sampling = client(stack.controller_url), client(stack.inference_url)
-    answers = ["no", "yes"]
-    lines = [
-        [{"role": "user", "content": q}, {"role": "assistant", "content": answers[i % 2]}]
-        for i, q in enumerate(QUESTIONS)
-    ]
-    text = "".join(json.dumps({"messages": chat}) + "\n" for chat in lines).encode()
-    file = tuning.files.create(file=("chats.jsonl", io.BytesIO(text)), purpose="fine-tune")
+    file = tuning.files.create(file=("chats.jsonl", io.BytesIO(lines())), purpose="fine-tune")
     stack.kill("controller")
     values = {"n_epochs": 12, "batch_size": 4, "learning_rate_multiplier": 10}
     job = tuning.fine_tuning.jobs.create(
@@ -86,7 +95,7 @@ def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalSta
             temperature=0,
             max_tokens=4,
         )
-        assert answer.choices[0].message.content == answers[i % 2]
+        assert answer.choices[0].message.content == ANSWERS[i % 2]
         assert answer.model == f"{run}@12"
     with pytest.raises(openai.NotFoundError):
         sampling.chat.completions.create(
@@ -95,3 +104,22 @@ def test_a_file_becomes_a_model_through_deaths_of_the_controller(stack: LocalSta
     more = tuning.fine_tuning.jobs.create(model=done.fine_tuned_model, training_file=file.id)
     assert stack.spool.tunings.get(more.id).origin.run == run
     tuning.fine_tuning.jobs.cancel(more.id)
+
+
+def test_the_documents_program_runs(stack: LocalStack, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "openai-fine-tuning.md").read_text()
+    program = text.split("```python\n")[1].split("```")[0]
+    for written, here in (
+        ("http://127.0.0.1:8080", stack.controller_url),
+        ("http://127.0.0.1:8000", stack.inference_url),
+        ("choose-one", stack.api_key),
+    ):
+        assert written in program
+        program = program.replace(written, here)
+    (tmp_path / "chats.jsonl").write_bytes(lines())
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("succeeded None ft:tiny:tandem:my-model:ft-my-model-")
+    assert len(done.stdout.splitlines()) == 2
