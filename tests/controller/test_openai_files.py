@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
@@ -392,3 +394,28 @@ def test_requests_are_counted_by_template(sdk: OpenAI, server: Server) -> None:
         sdk.files.retrieve("file-x")
     assert counted("/v1/files/{file_id}", "4xx") == before + 1
     assert counted("/v1/fine_tuning/jobs/{job_id}/events", "5xx") == 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_form_breaks_the_door(fuzzed: httpx.Client, data: st.DataObject) -> None:
+    """A valid body with bytes cut out, written over and put in, in chunks of any size."""
+    body = bytearray(PURPOSE + FILE + chats(2) + END)
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(body)))
+        end = data.draw(st.integers(at, min(len(body), at + 40)))
+        body[at:end] = data.draw(st.binary(max_size=40) | st.sampled_from([PURPOSE, FILE, END]))
+    size = data.draw(st.integers(1, 300))
+    parts = (bytes(body[i : i + size]) for i in range(0, len(body), size))
+    answer = fuzzed.post("/v1/files", content=parts, headers=HEADERS)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(server: Server) -> Iterator[httpx.Client]:
+    with server.http() as http:
+        yield http
+    names = [path.name for path in server.spool.uploads.directory.iterdir()]
+    assert [name for name in names if name.startswith(".tmp")] == []

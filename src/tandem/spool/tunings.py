@@ -56,7 +56,7 @@ class Uploads:
         suffix = "csv" if upload.purpose == "fine-tune-results" else "jsonl"
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
-    def open(self, upload: Upload) -> BinaryIO:
+    def reader(self, upload: Upload) -> BinaryIO:
         """Its content; NotFound where that is gone or is no regular file."""
         try:
             return open_plain(self.path(upload))

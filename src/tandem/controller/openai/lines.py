@@ -11,7 +11,7 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema.tuning import ULID, TuningMethod
 from tandem.system.plain_files import open_plain
 
-LINE_BYTES = 8 * 2**20
+LINE_BYTES = 4 * 2**20
 FORMATS = {"supervised": "messages", "dpo": "preference"}
 """`tandem.data.formats`' names."""
 _OURS = re.compile(rf"file-{ULID}\.jsonl line (\d+)[.:]? *")

@@ -113,7 +113,7 @@ def file_content(file_id: str, deployment: CurrentDeployment) -> StreamingRespon
     upload = deployment.spool.uploads.get(file_id)
     headers = {"Content-Length": str(upload.size)}
     return StreamingResponse(
-        _parts(deployment.spool.uploads.open(upload)),
+        _parts(deployment.spool.uploads.reader(upload)),
         media_type="application/octet-stream",
         headers=headers,
     )

@@ -44,7 +44,12 @@ EndStatus = Literal["succeeded", "failed", "cancelled"]
 OPEN_CHAINS = 2
 """Chains whose files stay open between their jobs; those of others are parsed again."""
 POLL_SECONDS = 1.0
-_CHUNK = 256  # examples that are rendered together
+_LONGEST_PAUSE = 10.0
+_CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
+"""Examples that are rendered together at most, and about how many bytes of lines."""
+_REST = 4.0
+"""Times as long as a look at all fine-tunings takes, nothing is done after it, so that many of them
+never take the volume's time for themselves."""
 
 log = Log("controller")
 
@@ -67,7 +72,9 @@ class Tuner:
 
     def run(self, stop: threading.Event) -> None:
         """Until `stop` is set."""
-        while not stop.wait(POLL_SECONDS):
+        pause = POLL_SECONDS
+        while not stop.wait(pause):
+            begin = time.monotonic()
             try:
                 self._deployment.spool.check()
                 for tuning_id in reversed(self._deployment.spool.tunings.ids()):
@@ -75,6 +82,7 @@ class Tuner:
                         self._look(tuning_id)
             except (TandemError, OSError) as error:  # of the volume: it may come back
                 self._say("", f"{type(error).__name__}: {error}")
+            pause = min(_LONGEST_PAUSE, max(POLL_SECONDS, _REST * (time.monotonic() - begin)))
 
     def _look(self, tuning_id: str) -> None:
         try:
@@ -135,7 +143,8 @@ class Tuner:
         every = checkpoint_every(_whole(values.batch_size), upload.lines, upload.size)
         positions = deployment.arch.max_positions
         chain = self._open(tuning, values, checkpoint_every=every)
-        longest, tokens = self._measure(tuning, chain, positions)
+        chunk = max(1, min(_CHUNK, _CHUNK_BYTES * upload.lines // max(upload.size, 1)))
+        longest, tokens = self._measure(tuning, chain, positions, chunk)
         steps = chain.total // chain.config.epochs
         plan = TuningPlan(
             hyperparameters=values,
@@ -152,13 +161,15 @@ class Tuner:
             make_fork(deployment, tuning.origin, tuning.run)
         spool.tunings.change(tuning.id, lambda now: now.model_copy(update={"plan": plan}))
 
-    def _measure(self, tuning: Tuning, chain: ChainPlan, positions: int) -> tuple[int, int]:
+    def _measure(
+        self, tuning: Tuning, chain: ChainPlan, positions: int, together: int
+    ) -> tuple[int, int]:
         """Slots of the longest example, and tokens of all that are trained. _Failed names the line
         of an example that can't be trained."""
         tokenizer = load_tokenizer(self._deployment.model_path)
         day = datetime.fromtimestamp(tuning.created, UTC).date()
         longest = tokens = number = 0
-        for chunk in batched(chain.parsed(), _CHUNK):
+        for chunk in batched(chain.parsed(), together):
             places, items = zip(*chunk, strict=True)
             try:
                 rendered = render(tokenizer, items, places, day)
@@ -196,7 +207,7 @@ class Tuner:
         upload, held_out = self._uploads(tuning)
         paths = [spool.uploads.path(one) for one in (upload, held_out) if one is not None]
         for one in filter(None, (upload, held_out)):
-            spool.uploads.open(one).close()  # it is a regular file
+            spool.uploads.reader(one).close()  # it is a regular file
         config = training(tuning, values, paths, **more)
         try:
             return ChainPlan(config)
