@@ -48,8 +48,8 @@ _LONGEST_PAUSE = 10.0
 _CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
 """Examples that are rendered together at most, and about how many bytes of lines."""
 _REST = 4.0
-"""Times as long as a look at all fine-tunings takes, nothing is done after it, so that many of them
-never take the volume's time for themselves."""
+"""The pause after a look at all fine-tunings, in times of the look's own seconds: others have the
+volume and the interpreter most of the time, however many there are."""
 
 log = Log("controller")
 
@@ -68,6 +68,8 @@ class Tuner:
         self._ended = set[str]()
         # The opened files of those that train, made again after a restart.
         self._chains: dict[str, ChainPlan] = {}
+        # What was measured, where the volume refused the record: it takes minutes.
+        self._plans: dict[str, TuningPlan] = {}
         self._said = dict[str, str]()  # the last problem of each, so that it is logged once
 
     def run(self, stop: threading.Event) -> None:
@@ -80,7 +82,7 @@ class Tuner:
                 for tuning_id in reversed(self._deployment.spool.tunings.ids()):
                     if tuning_id not in self._ended:
                         self._look(tuning_id)
-            except (TandemError, OSError) as error:  # of the volume: it may come back
+            except Exception as error:  # the volume may come back
                 self._say("", f"{type(error).__name__}: {error}")
             pause = min(_LONGEST_PAUSE, max(POLL_SECONDS, _REST * (time.monotonic() - begin)))
 
@@ -92,10 +94,10 @@ class Tuner:
             else:
                 self._ended.add(tuning_id)
                 self._chains.pop(tuning_id, None)
+                self._plans.pop(tuning_id, None)
             self._said.pop(tuning_id, None)
-        except NotFound as error:  # its record is damaged, or was removed
-            self._say(tuning_id, str(error))
-        except OSError as error:
+        # Its record is damaged, or the volume refuses; the others go on.
+        except Exception as error:
             self._say(tuning_id, f"{type(error).__name__}: {error}")
 
     def _say(self, tuning_id: str, problem: str) -> None:
@@ -135,18 +137,29 @@ class Tuner:
             self._end(tuning, "cancelled")
 
     def _validate(self, tuning: Tuning) -> None:
-        """Renders all lines once, so that none is refused when half of them have trained; then
-        makes the run."""
-        deployment, spool = self._deployment, self._deployment.spool
+        """Plans it, and makes its run."""
+        deployment = self._deployment
+        if (plan := self._plans.get(tuning.id)) is None:
+            plan = self._plans[tuning.id] = self._plan(tuning)
+        if tuning.origin is None:
+            make_run(deployment, spec_of(deployment, tuning))
+        else:
+            make_fork(deployment, tuning.origin, tuning.run)
+        deployment.spool.tunings.change(
+            tuning.id, lambda now: now.model_copy(update={"plan": plan})
+        )
+
+    def _plan(self, tuning: Tuning) -> TuningPlan:
+        """Renders all lines once, so that none is refused when half of them have trained."""
         upload, _ = self._uploads(tuning)
         values = resolved(tuning.hyperparameters, tuning.method, upload.lines)
         every = checkpoint_every(_whole(values.batch_size), upload.lines, upload.size)
-        positions = deployment.arch.max_positions
+        positions = self._deployment.arch.max_positions
         chain = self._open(tuning, values, checkpoint_every=every)
         chunk = max(1, min(_CHUNK, _CHUNK_BYTES * upload.lines // max(upload.size, 1)))
         longest, tokens = self._measure(tuning, chain, positions, chunk)
         steps = chain.total // chain.config.epochs
-        plan = TuningPlan(
+        return TuningPlan(
             hyperparameters=values,
             sequence_length=row_length(longest, tokens, steps, positions),
             checkpoint_every=every,
@@ -155,11 +168,6 @@ class Tuner:
             tokens=tokens * chain.config.epochs,
             made=time.time(),
         )
-        if tuning.origin is None:
-            make_run(deployment, spec_of(deployment, tuning))
-        else:
-            make_fork(deployment, tuning.origin, tuning.run)
-        spool.tunings.change(tuning.id, lambda now: now.model_copy(update={"plan": plan}))
 
     def _measure(
         self, tuning: Tuning, chain: ChainPlan, positions: int, together: int
@@ -308,11 +316,11 @@ class Tuner:
         return upload.id
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
-        """Changes the record, unless the client has paused or resumed it since it was read: what
-        was seen may be the pause's doing."""
+        """Changes the record, unless the client has paused, resumed or cancelled it since it was
+        read: what was seen may be the client's doing."""
 
         def changed(now: Tuning) -> Tuning:
-            same = (now.paused, now.pauses) == (tuning.paused, tuning.pauses)
+            same = _steered(now) == _steered(tuning)
             return now.model_copy(update=update) if same else now
 
         self._deployment.spool.tunings.change(tuning.id, changed)
@@ -352,6 +360,11 @@ def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
     of_validation = tuning.validation_file is not None and tuning.validation_file in str(error)
     param = "validation_file" if of_validation else "training_file"
     return _Failed(f"invalid_{param}", in_lines(error), param)
+
+
+def _steered(tuning: Tuning) -> tuple[object, ...]:
+    """What the client has said since it was made."""
+    return tuning.paused, tuning.pauses, tuning.cancelled
 
 
 def _whole(value: int | str) -> int:
