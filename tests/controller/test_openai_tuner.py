@@ -20,6 +20,7 @@ from tandem.controller.openai.lines import check_lines
 from tandem.controller.openai.progress import run_name, tuning_events
 from tandem.controller.openai.tuner import Tuner
 from tandem.spool import Spool
+from tandem.spool.removal import prune
 from tandem.spool.schema.tuning import Hyperparameters, Tuning, Upload
 from tandem.spool.tunings import new_id
 from tandem.system.logs import Log
@@ -254,8 +255,8 @@ def test_events_outlive_their_jobs(tmp_path: Path) -> None:
     run_one(spool)
     everything = tuning_events(spool, spool.tunings.get(tuning.id))
     assert [one["message"] for one in everything][-1] == "Checkpoint created at step 1"
-    for path in spool.paths.state_dir("succeeded").glob("*/*.json"):
-        path.unlink()
+    prune(spool, Settings(root=root, keep_days=1e-9))
+    assert not spool.jobs.list(states=("succeeded",))
     left = [one["message"] for one in tuning_events(spool, spool.tunings.get(tuning.id))]
     assert left == [one["message"] for one in everything][:3]
     tuner.advance(spool.tunings.get(tuning.id))
