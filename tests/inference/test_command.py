@@ -67,7 +67,7 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     argv = command(weights=weights, device="cuda", base_model=str(model)).argv
     inner = ["merged_server.MergedServer"] if weights == "merged" else []
     # vLLM puts each around those before it.
-    expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]
+    expected = [*inner, "rollout.RolloutDoor", "fine_tuned.FineTunedNames", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
     assert given == [f"tandem.inference.server.{name}" for name in expected]
     # Merged experts stay in the order of their files.

@@ -68,6 +68,8 @@ def sweep(spool: Spool) -> None:
         spool.root,
         spool.paths.runs,
         spool.paths.jobs,
+        spool.uploads.directory,
+        spool.tunings.directory,
         *spool.paths.jobs.glob("[!.]*"),
         *queue,
     ]

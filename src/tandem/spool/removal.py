@@ -71,6 +71,7 @@ def prune(spool: Spool, settings: Settings) -> None:
     try:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
+        spool.tunings.prune(limit)
     finally:
         complete_removals(spool)
 

@@ -173,6 +173,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
             else []
         ),
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
+        *("--middleware", "tandem.inference.server.fine_tuned.FineTunedNames"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(
             ["--middleware", "tandem.inference.server.api_keys.ApiKeys"]
