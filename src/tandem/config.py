@@ -237,11 +237,6 @@ class Settings(BaseSettings):
                 f"{several} needs GPUs of its own for each vLLM; set TANDEM_GPU_MODE=dedicated, or"
                 " one replica"
             )
-        if self.transport == "nccl":
-            raise ValueError(
-                f"{several}: TANDEM_TRANSPORT=nccl sends whole weights to one vLLM; use volume, or"
-                " one replica"
-            )
 
     @property
     def way(self) -> Literal["merge", "nccl", "volume"]:
