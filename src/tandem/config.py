@@ -239,6 +239,11 @@ class Settings(BaseSettings):
             )
 
     @property
+    def local_replicas(self) -> int:
+        """Inference servers of this machine. With a name of its own it has one of them."""
+        return 1 if self.replica is not None else self.inference_replicas
+
+    @property
     def way(self) -> Literal["merge", "nccl", "volume"]:
         """How merged weights reach vLLM."""
         return "merge" if self.transport == "auto" else self.transport

@@ -99,13 +99,14 @@ def several(
         one.close()
 
 
-def die(several: Several, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECONDS + 1) -> None:
     """A replica whose record nobody renews, long after."""
     several.member(name).stop()
-    path = several.stage.spool.paths.replicas / f"{name}.json"
-    record = Replica.model_validate_json(path.read_bytes())
-    old = record.model_copy(update={"beat": time.time() - replicas_module.DEAD_SECONDS - 1})
-    path.write_text(old.model_dump_json())
+    replicas = several.stage.spool.replicas, *(several.member(n)._replicas for n in several.vllms)
+    for each in replicas:
+        each.living()  # they have seen it once
+        beat, since = each._seen[name]
+        each._seen[name] = beat, since - seconds
     several.vllms[name].ready_until = 0.0  # by then
 
 
@@ -184,7 +185,7 @@ def test_nobody_waits_for_a_dead_replica(
     stage.step(0.3, job="job")
     three.once("a", "b")
     assert three.announced() == 0
-    die(three, "c", monkeypatch)
+    die(three, "c")
     three.member("a").beat()
     assert (three.announced(), three.served_events("job")) == (1, 1)
     three.check()
@@ -196,6 +197,45 @@ def test_nobody_waits_for_a_dead_replica(
     three.once("c")
     assert three.ready() == "abc"
     three.check()
+
+
+def test_a_clock_that_is_wrong_kills_nobody(
+    several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts' clocks differ, and are set: only a record that does not change is of a dead one."""
+    two = several()
+    two.once("a", "b", "a")
+    stage.step(0.3)
+    for seconds in (-1000.0, 1000.0):
+        path = stage.spool.paths.replicas / "b.json"
+        record = Replica.model_validate_json(path.read_bytes())
+        wrong = record.model_copy(update={"beat": time.time() + seconds})
+        path.write_text(wrong.model_dump_json())
+        two.once("a")
+        two.member("a").beat()
+        assert two.announced() == 0, "b lives, and does not serve the step yet"
+        two.check()
+
+
+def test_one_that_is_about_to_be_stopped_leaves(
+    several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy has it no more, its requests end, and the others announce without it."""
+    two = several()
+    two.once("a", "b", "a")
+    leaving = stage.spool.root.parent / "leaving"
+    monkeypatch.setattr(replica_module, "leaving_file", lambda _root: leaving)
+    leaving.write_text(str(time.time() + 60))
+    two.member("b").beat()
+    time.sleep(0.02)
+    two.member("b").beat()
+    assert not two.vllms["b"].ready
+    assert two.member("b")._record.why == "it is about to be stopped"
+    two.once("b")
+    assert not two.vllms["b"].ready
+    leaving.write_text(str(time.time() - 1))  # of a container that has started again
+    two.once("b", "a")
+    assert two.ready() == "ab"
 
 
 def test_permission_ends_before_a_replica_counts_as_dead() -> None:
@@ -344,7 +384,7 @@ def test_retention_keeps_what_a_living_replica_serves(
     settings = stage.settings(keep_checkpoints=1)
     removal.prune(stage.spool, settings)
     assert stage.spool.checkpoints.steps("run") == [0, 1, 4], "b serves 1"
-    die(two, "b", monkeypatch)
+    die(two, "b")
     two.member("a").beat()
     two.once("a")  # unloads 1, which is announced no more
     removal.prune(stage.spool, settings)
@@ -356,10 +396,10 @@ def test_records_of_a_replica_that_is_gone_for_good_are_removed(
 ) -> None:
     two = several()
     two.once("a", "b")
-    die(two, "b", monkeypatch)
+    die(two, "b")
     two.member("a").beat()
     assert stage.spool.replicas.all().keys() == {"a", "b"}
-    monkeypatch.setattr(replicas_module, "FORGET_SECONDS", 1.0)
+    die(two, "b", replicas_module.FORGET_SECONDS)
     two.member("a").beat()
     assert stage.spool.replicas.all().keys() == {"a"}
     assert [path.name for path in (stage.spool.root / "runs/run/served").iterdir()] == ["a.json"]

@@ -101,7 +101,7 @@ class Publication:
 
     def _servers(self) -> list[str]:
         """The inference servers that are to come for the weights: all that are ready."""
-        living = self.attempt.spool.replicas.living()
+        living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
     def send(self, checkpoint: Manifest | None) -> None:
