@@ -3,6 +3,10 @@ slow, dead or new is never asked for a step that it doesn't have."""
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import fake_vllm
 from fake_vllm import FakeVllm
+from inference import replica_and_stop
 from inference.stage import Stage
 from tandem.errors import SpoolUnusable
 from tandem.inference.publisher import __main__ as program
@@ -23,6 +29,7 @@ from tandem.spool import replicas as replicas_module
 from tandem.spool.schema import Replica
 from tandem.vllm_client.client import VllmClient
 from tandem.vllm_client.names import READY_MARGIN_SECONDS
+from waiting import until
 
 
 class Several:
@@ -197,6 +204,52 @@ def test_nobody_waits_for_a_dead_replica(
     three.once("c")
     assert three.ready() == "abc"
     three.check()
+
+
+@pytest.mark.parametrize("phase", list(replica_and_stop.PHASES))
+def test_a_publisher_that_is_killed_in_any_phase(
+    several: Callable[..., Several], stage: Stage, tmp_path: Path, phase: str
+) -> None:
+    """No server answers without the announced step, the others go on, and it comes back."""
+    two = several()
+    two.once("a", "b", "a")
+    two.member("b").stop()
+    variables = {
+        "TANDEM_ROOT": str(stage.spool.root),
+        "TANDEM_INFERENCE_URL": two.vllms["b"].url,
+        "TANDEM_REPLICA": "b",
+        "TANDEM_API_KEY": fake_vllm.API_KEY,
+        "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_MAX_LORAS": "25",
+        "TMPDIR": str(tmp_path),
+    }
+    go = tmp_path / "go"
+    with subprocess.Popen(
+        [sys.executable, replica_and_stop.__file__, phase, str(go)], env=os.environ | variables
+    ) as publisher:
+        until("b is ready", go.with_suffix(".ready").exists, 60)
+        assert two.ready() == "ab"
+        stage.step(0.3, job="job")
+        two.once("a")
+        assert two.announced() == 0
+        go.touch()
+        assert publisher.wait(60) == -signal.SIGKILL
+    two.check()
+    assert two.announced() == (1 if phase == "after the announcement" else 0)
+    two.member("a").beat()
+    has = phase in ("between record and announcement", "after the announcement")
+    assert two.announced() == (1 if has else 0), "b's vLLM answers still, so it counts"
+    two.check()
+    die(two, "b")
+    two.member("a").beat()
+    assert (two.ready(), two.announced(), two.served_events("job")) == ("a", 1, 1)
+    two.check()
+    two.publish("b")
+    assert two.ready() == "a", "not before it has the step"
+    two.once("b")
+    assert (two.ready(), two.announced(), two.served_events("job")) == ("ab", 1, 1)
+    two.check()
 
 
 def test_a_clock_that_is_wrong_kills_nobody(

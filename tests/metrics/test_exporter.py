@@ -138,7 +138,7 @@ def test_prometheus_is_told_where_each_vllm_is() -> None:
     several = inference_ports(Settings(inference_port=8000, inference_replicas=2))
     one = inference_ports(Settings(inference_port=8000))
     of_pod = inference_ports(Settings(inference_port=8000, inference_replicas=2, replica="pod-1"))
-    expected = [
+    expected: list[tuple[dict[str, int], list[tuple[str, dict[str, str]]]]] = [
         (several, [("inference:8001", {"replica": "0"}), ("inference:8002", {"replica": "1"})]),
         (one, [("inference:8000", {})]),
         (of_pod, [("inference:8000", {"replica": "pod-1"})]),
