@@ -6,6 +6,7 @@ Speed is an estimate: the model's operations over rates measured on one H200
 two ranks reached of that (bench/results/topologies.json).
 """
 
+import math
 from dataclasses import dataclass
 
 from tandem.config import Settings
@@ -106,6 +107,16 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
             f"no topology of {gpus} GPUs fits {gpu_memory / GIB:.1f} GiB: {need}; {remedy}"
         )
     return Plan(found, _why(found, fitting))
+
+
+def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
+    """How many inference servers generate what a trainer trains meanwhile: the least number.
+
+    `trained`: slots that the trainer trains per second; `generated`: new tokens that one server
+    generates per second; `share`: of the slots that are new tokens. Prompts that trajectories share
+    are one slot each, and no server generates them.
+    """
+    return max(1, math.ceil(trained * share / generated))
 
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:

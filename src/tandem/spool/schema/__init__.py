@@ -33,7 +33,7 @@ from tandem.spool.schema.jobs import (
     RunnerInfo,
     SFTJob,
 )
-from tandem.spool.schema.replicas import Replica, ReplicaServed
+from tandem.spool.schema.replicas import ONLY, Replica, ReplicaServed
 from tandem.spool.schema.runs import (
     DELTA_NET_TARGETS,
     LATENT_TARGETS,
@@ -64,6 +64,7 @@ __all__ = [
     "DELTA_NET_TARGETS",
     "LATENT_TARGETS",
     "LORA_TARGETS",
+    "ONLY",
     "PENDING",
     "SCHEMA_VERSION",
     "STEPS",
