@@ -343,12 +343,14 @@ class MergedTransport:
 
     def _offer(self, job: str) -> dict[str, Any]:
         """What the job's ranks are about to send, while they run; else nothing."""
-        events = [
+        offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
-        if not events or events[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
+        if not offers:
             return {}
-        return events[-1].data
+        state, now = self._spool.jobs.get(job)
+        of_now = [event for event in offers if event.attempt == now.attempt and state == "running"]
+        return of_now[-1].data if of_now and of_now[-1].type == "offered" else {}
 
     def announce(self, _name: str, path: Path) -> None:
         self._client.announce_merged(str(path))
