@@ -51,7 +51,7 @@ class Sublayer:
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
+        return normalise(self._norm, x)
 
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
@@ -60,7 +60,7 @@ class Sublayer:
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
-        return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
+        return x + normalise(self._post_norm, output), inner
 
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
@@ -70,20 +70,13 @@ class Sublayer:
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
-        add_norm_gradient(self._post_norm, gradient, output)
-        zero = torch.zeros_like(output)
-        return kernels.rms_norm_backward(
-            gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
-        )
+        return norm_backward(self._post_norm, gradient, output, torch.zeros_like(output))
 
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
         """`gradient`: of the sublayer's output, and so of the input that was added to it."""
-        add_norm_gradient(self._norm, grad_normalised, x)
-        return kernels.rms_norm_backward(
-            grad_normalised, x, multiplier(self._norm), self._norm.eps, gradient
-        )
+        return norm_backward(self._norm, grad_normalised, x, gradient)
 
 
 class AttentionSublayer(Sublayer):
@@ -362,6 +355,19 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return None, *gradients
+
+
+def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return kernels.rms_norm(x, multiplier(norm), norm.eps)
+
+
+def norm_backward(
+    norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the norm's input `x`, added to `plus`; the weight's is added to its own.
+    `gradient`: of the norm's output."""
+    add_norm_gradient(norm, gradient, x)
+    return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
 
 
 def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
