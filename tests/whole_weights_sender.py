@@ -20,7 +20,6 @@ from ranks import start_rank
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import Job, JobResult, Manifest
 from waiting import until
 
@@ -97,7 +96,7 @@ class Senders:
 
     def end_job(self) -> None:
         if self._job is not None:
-            made = made_checkpoint(self.spool, self._job)
+            made = self.spool.checkpoints.made_by(self._job)
             result = JobResult(state="succeeded" if made else "cancelled", finished=time.time())
             self.spool.queue.finish(self._job, result)
             self._job = None
@@ -172,7 +171,7 @@ def main(directory: Path, tp: int, pp: int) -> None:
     def event(kind: Any, **data: Any) -> None:
         events.append({"type": kind, **data})
         if top.rank == 0:
-            spool.events.append(job, kind, **data)
+            spool.events.append(job, kind, attempt=1, **data)
 
     number = 0
     parallel.gather_objects(None)

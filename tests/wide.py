@@ -7,13 +7,14 @@ from unittest import mock
 
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 
 class _Torch:
     """torch, whose float32 is another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.float32 = dtype
+        self.float32 = self.float = dtype
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -21,6 +22,10 @@ class _Torch:
 
 @contextmanager
 def computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within it Qwen3.5's delta rule and its norm compute in `dtype`."""
-    with mock.patch.object(modeling_qwen3_5, "torch", _Torch(dtype)):
+    """Within it Qwen3.5's delta rule and its norms compute in `dtype`."""
+    with (
+        mock.patch.object(torch.Tensor, "float", lambda tensor: tensor.to(dtype)),
+        mock.patch.object(modeling_qwen3_5, "torch", _Torch(dtype)),
+        mock.patch.object(modeling_qwen3_5_moe, "torch", _Torch(dtype)),
+    ):
         yield

@@ -374,6 +374,8 @@ NOT_PASSED = {
         "CONTROLLER_HOST",
         "INFERENCE_HOST",
         "METRICS_HOST",
+        # `tandem up` gives each inference server of a container its name.
+        "REPLICA",
         # Fixed in the containers. TANDEM_CONTROLLER_PORT and TANDEM_INFERENCE_PORT are the
         # published ports.
         "CONTROLLER_PORT",
@@ -416,7 +418,12 @@ def test_settings_reach_the_containers_that_have_their_variables(files):
     }
     of_devices = {
         f"TANDEM_{name}"
-        for name in ("TRAINER_DEVICES", "INFERENCE_DEVICES", "INFERENCE_TENSOR_PARALLEL")
+        for name in (
+            "TRAINER_DEVICES",
+            "INFERENCE_DEVICES",
+            "INFERENCE_REPLICAS",
+            "INFERENCE_TENSOR_PARALLEL",
+        )
     }
     assert set(environment(config, "preflight")) & passed == several | of_devices
 

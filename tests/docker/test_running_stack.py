@@ -147,6 +147,15 @@ NOT_HERE = {
     "tandem_train_logprob_mismatch_stale": "only where turns are older than their job's base step",
     "tandem_merged_phase": "only with merged weights",
     "tandem_merged_runs": "only with merged weights",
+    **dict.fromkeys(
+        (
+            "tandem_replica_ready",
+            "tandem_replica_steps_behind",
+            "tandem_replica_publish_seconds",
+            "tandem_replicas_wanted",
+        ),
+        "only with several inference servers",
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tiny import write_random_model
 from wide import computed_in
 
@@ -32,12 +32,18 @@ SHAPES = {
         LoraShape(rank=3, alpha=6.0, targets=("q_proj", "up_proj")),
         LoraShape(rank=1, alpha=2.0, targets=("down_proj", "o_proj")),
     ],
+    "qwen3_5_moe": [  # PEFT adapts these, not the experts
+        LoraShape(rank=3, alpha=1.5, targets=(*LORA_TARGETS[:4], *DELTA_NET_TARGETS)),
+    ],
 }
 
 
 def lora_of(case: str) -> LoraShape:
-    if CASES[case]["family"] == "qwen3_5_text":
+    if CASES[case]["family"].startswith("qwen3_5"):
         return LORA.model_copy(update={"targets": LORA_TARGETS + DELTA_NET_TARGETS})
+    if (family := CASES[case]["family"]) in ("glm4_moe_lite", "deepseek_v3"):
+        queries = LATENT_TARGETS[:2] if family == "glm4_moe_lite" else ("q_proj",)
+        return LORA.model_copy(update={"targets": queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]})
     return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
 
 
@@ -106,7 +112,7 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe"])
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
     """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
     at all."""

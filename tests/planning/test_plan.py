@@ -28,7 +28,7 @@ from tandem.planning.memory import (
     rank_memory,
 )
 from tandem.planning.plan import _share, _step_seconds, describe, plan
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
@@ -258,11 +258,9 @@ def test_levels_leave_room_for_what_is_needed_besides():
     assert needs.levels(300) == shared.levels(300 + 10 / (1 - formulas.HEADROOM))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path, family):
-    lora = LoraShape(rank=4, targets=LORA_TARGETS)
-    model = write_random_model(tmp_path / "model", family=family, num_hidden_layers=3)
-    policy, held = make_policy(model, lora=lora), {}
+def bytes_held(policy):
+    """Bytes that layers keep for the backward pass of a row of 50 tokens, by level."""
+    held = {}
     for level in SaveLevel:
         for layer in policy.gpt.decoder.layers:
             layer.save_level = level
@@ -272,6 +270,14 @@ def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path,
             held[level] = live()
             outputs.logprobs.sum().backward()
             gradients(policy)
+    return held
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_what_a_layer_keeps_of_the_mlp_is_what_the_formula_says(alone, tmp_path, family):
+    lora = LoraShape(rank=4, targets=LORA_TARGETS)
+    model = write_random_model(tmp_path / "model", family=family, num_hidden_layers=3)
+    held = bytes_held(make_policy(model, lora=lora))
     saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
     # Here elements have four bytes instead of two, and the attention's kernel is another.
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] == 3 * 2 * (saved.all - saved.attention)
@@ -282,21 +288,25 @@ def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(al
     lora = LoraShape(rank=4, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     nets = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
     model = write_random_model(tmp_path / "model", family="qwen3_5_text", **nets)
-    policy, held = make_policy(model, lora=lora), {}
-    for level in SaveLevel:
-        for layer in policy.gpt.decoder.layers:
-            layer.save_level = level
-        gc.collect()
-        with counted(torch.device("cpu")) as live:
-            outputs = policy(linear_row(range(50)))
-            held[level] = live()
-            outputs.logprobs.sum().backward()
-            gradients(policy)
+    held = bytes_held(make_policy(model, lora=lora))
     saved = rank_memory(Workload(read_arch(str(model)), lora, 50), Sizes()).saved
     # Here elements have four bytes instead of two.
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
     assert kept == 3 * 2 * (saved.attention - saved.input)
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] > 3 * (saved.all - saved.attention)
+
+
+def test_what_latent_attention_keeps_is_what_the_formula_says(alone, tmp_path):
+    lora = LoraShape(rank=4, targets=LATENT_TARGETS + LORA_TARGETS[3:])
+    model = write_random_model(tmp_path / "model", family="glm4_moe_lite", num_hidden_layers=3)
+    held = bytes_held(make_policy(model, lora=lora))
+    workload = Workload(read_arch(str(model)), lora, 50)
+    saved = rank_memory(workload, Sizes()).saved
+    # Here elements have four bytes instead of two, and the attention's kernel keeps copies of the
+    # heads, of two times 16 and 14 features, at each level.
+    kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
+    heads = 4 * (2 * 16 + 14)
+    assert kept == 3 * (2 * (saved.attention - saved.input) - 50 * 4 * heads)
 
 
 def test_layers_of_two_kinds_count_with_their_shares():

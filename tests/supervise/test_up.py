@@ -102,6 +102,7 @@ def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkey
     assert stack._check(a, Status("FATAL", 0, 0.0)) == up_module.EXIT_FATAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
 )
@@ -198,6 +199,30 @@ def test_a_program_that_is_not_essential_ends_nothing_and_is_tried_again(up, how
     assert stack.text().count("a | a runs") == 1
     assert stack.stop() == 0
     assert stack.left() == []
+
+
+TWINS = tuple(
+    {"name": f"b-{n}", "module": f"fake_program b{n}", "essential": False} for n in range(2)
+)
+
+
+def test_programs_of_a_kind_stop_at_once(up):
+    """So several inference servers stop within the time of one."""
+    stack = up(programs=(AB[0], *TWINS), FAKE_B0="stubborn", FAKE_B1="stubborn")
+    for n in range(2):
+        stack.until(f"b-{n} | b{n} runs")
+    assert stack.stop() == 0
+    log = (stack.root / "logs/supervisord.log").read_text()
+    ends = re.findall(r"(killing '|stopped: )b-", log)
+    assert ends == ["killing '"] * 2 + ["stopped: "] * 2
+    assert stack.left() == []
+
+
+def test_one_of_a_kind_is_tried_again(up):
+    programs = (AB[0], *TWINS)
+    stack = up(programs=programs, FAKE_B1="start-fails", FAKE_RETRIES="0", FAKE_START_SECONDS="30")
+    stack.until("b-1 can't be started")
+    stack.until("b-1 | b1 runs", count=2)
 
 
 def test_two_roles_run_on_one_spool_and_a_stubborn_program_is_killed_with_its_group(up, tmp_path):

@@ -64,6 +64,11 @@ class MoE:
     scale: float = 1.0  # of the probabilities, with sigmoid
     dense_layers: int = 0  # the first so many layers have MLPs
     shared_size: int = 0  # features of an MLP for all tokens, beside the experts
+    shared_name: str = "shared_experts"  # of that MLP in Hugging Face's names
+    # Each token multiplies that MLP's output by a sigmoid.
+    shared_gate: bool = False
+    # PEFT and vLLM adapt gate and up of all experts as one layer.
+    fused_adapters: bool = False
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
@@ -92,8 +97,33 @@ class GatedDeltaNet:
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Of in_proj_qkv's output features: queries, keys and values."""
+        """Sizes of queries, keys and values among in_proj_qkv's output features."""
         return self.key_size, self.key_size, self.value_size
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): queries, and keys with
+    values, are made of a latent vector each, which is normalised. RoPE turns features of their own:
+    the last ones of each query, and of keys those that all heads share."""
+
+    q_rank: int | None  # of the queries' latent; None: queries are made of the hidden state
+    kv_rank: int
+    nope_size: int  # of a query and of a key, without the features that RoPE turns
+    rope_size: int
+    value_size: int
+
+    @property
+    def down(self) -> dict[str, int]:
+        """Output features of the projections to latents; the shared features of keys are among
+        kv_a's."""
+        queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
+        return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
+
+    @property
+    def key_value_size(self) -> int:
+        """Output features of kv_b_proj for a head."""
+        return self.nope_size + self.value_size
 
 
 @dataclass(frozen=True)
@@ -128,6 +158,8 @@ class Arch:
     # Each head has a logit of its own in the attention's softmax, without a value.
     sinks: bool = False
     gdn: GatedDeltaNet | None = None
+    # `head_dim` is then that of queries and keys, of which the last `rotary_size` are turned.
+    mla: LatentAttention | None = None
     # q_proj has a gate for each query feature, whose sigmoid the attention's output is multiplied
     # by.
     output_gate: bool = False
@@ -148,6 +180,16 @@ class Arch:
         return self.num_heads * self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Input features of o_proj."""
+        return self.num_heads * (self.head_dim if self.mla is None else self.mla.value_size)
+
+    @property
     def kv_size(self) -> int:
         """Output features of k_proj, and of v_proj."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Features of all heads' values."""
+        return self.kv_size if self.mla is None else self.output_size

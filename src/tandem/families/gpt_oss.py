@@ -42,6 +42,7 @@ class GptOss(Decoder):
             ffn_hidden_size=config.positive("intermediate_size", int),
             norm_topk_prob=True,
             biases=True,
+            fused_adapters=True,
         )
         if not 1 < moe.experts_per_token <= moe.num_experts:
             raise config.invalid(

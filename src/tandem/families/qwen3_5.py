@@ -1,5 +1,6 @@
 """Qwen3.5's text models, 3.6 and 3.8 too: gated delta nets in three of four layers, elsewhere
-attention with an output gate and RoPE on a quarter of each head.
+attention with an output gate and RoPE on a quarter of each head. Mixtures have a shared expert
+with a gate in every layer.
 
 Checkpoints with a vision tower have the text model's config in `text_config` and its tensors under
 `model.language_model.`. The tower and the layers that predict further tokens (MTP) are not read.
@@ -8,7 +9,7 @@ Checkpoints with a vision tower have the text model's config in `text_config` an
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.families.arch import Arch, GatedDeltaNet, Window
+from tandem.families.arch import Arch, GatedDeltaNet, MoE, Window
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
 from tandem.families.weight_rules import WeightRule
@@ -36,6 +37,35 @@ class Qwen35(Decoder):
 
     def window(self, _config: ModelConfig) -> Window | None:
         return None
+
+    def moe(self, config: ModelConfig) -> MoE | None:
+        """The router's probabilities are always normalised."""
+        moe = super().moe(config)
+        if moe is None:
+            return None
+        if moe.experts_per_token == 1:
+            raise config.unsupported("one normalised expert per token")
+        return replace(
+            moe,
+            norm_topk_prob=True,
+            shared_size=config.positive("shared_expert_intermediate_size", int, 512),
+            shared_name="shared_expert",
+            shared_gate=True,
+            fused_adapters=self.vision,
+        )
+
+    def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
+        rules, moe = super().mlp_rules(arch, layer, parameter, source), arch.moe
+        if moe is None:
+            return rules
+        shared = replace(arch, ffn_hidden_size=moe.shared_size, moe=None)
+        gate = {source + "shared_expert_gate.weight": (1, arch.hidden_size)}
+        parameter += "shared_experts."
+        return [
+            *rules,
+            *super().mlp_rules(shared, layer, parameter, source + "shared_expert."),
+            WeightRule(parameter + "gate_weight", gate),
+        ]
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """Text has one position per token, so MRoPE's sections are all turned by it."""
@@ -133,6 +163,10 @@ class Qwen35(Decoder):
                 "another gate of the delta net than SiLU": (
                     config.given("output_gate_type", "silu") not in ("silu", "swish")
                 ),
+                # transformers ignores it, vLLM does not.
+                "a router's probabilities as they are": (
+                    self.mixture and not config.given("norm_topk_prob", True)
+                ),
             }
         )
 
@@ -140,3 +174,13 @@ class Qwen35(Decoder):
 _DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4}
 FAMILY = Qwen35("qwen3_5", _DEFAULTS, qk_norm=True, partial_rope=True, vision=True)
 TEXT = Qwen35("qwen3_5_text", _DEFAULTS, qk_norm=True, partial_rope=True)
+_MIXTURE: dict[str, Any] = {
+    # No layer has an MLP of `intermediate_size`.
+    "defaults": {"head_dim": 256, "num_key_value_heads": 2, "intermediate_size": 1},
+    "qk_norm": True,
+    "partial_rope": True,
+    "shared_experts": True,
+    "mixture": True,
+}
+MIXTURE = Qwen35("qwen3_5_moe", **_MIXTURE, vision=True)
+MIXTURE_TEXT = Qwen35("qwen3_5_moe_text", **_MIXTURE)

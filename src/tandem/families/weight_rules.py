@@ -30,8 +30,8 @@ class WeightRule:
     interleaved: int | None = None
     # The parameter is fp32, whatever the dtype of the others; only where it is not cut.
     fp32: bool = False
-    # Sources whose rows fall into consecutive sections of these sizes, each of which the ranks cut
-    # for itself.
+    # Sizes of consecutive sections of a source's rows, by source. The ranks cut each section for
+    # itself.
     sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:

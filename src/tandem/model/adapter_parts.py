@@ -19,7 +19,6 @@ from tandem.spool.schema import LoraShape
 _BLOCKS = {
     "self_attention.": "self_attn",
     "linear_attention.": "linear_attn",
-    "mlp.shared_experts.": "mlp.shared_experts",
     "mlp.": "mlp",
 }
 """Megatron's names of a layer's modules, and Hugging Face's."""
@@ -130,12 +129,13 @@ class AdapterParts:
 
 def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
     """Name (`stacked_name`) -> tensor, of all adapted modules of this rank's `layers`."""
-    tensors: dict[str, LoraTensor] = {}
+    shared = {"mlp.shared_experts.": f"mlp.{arch.moe.shared_name}"} if arch.moe else {}
+    blocks, tensors = shared | _BLOCKS, dict[str, LoraTensor]()
     for index, layer in zip(layers, gpt.decoder.layers, strict=True):
         for name, module in layer.named_modules():
             if not isinstance(module, Adapters):
                 continue
-            block = next(path for start, path in _BLOCKS.items() if name.startswith(start))
+            block = next(path for start, path in blocks.items() if name.startswith(start))
             path = f"{arch.weight_prefix}layers.{index}.{block}"
             path += ".experts.*" if module.stacked else ""
             for target, a_and_b in module.lora_tensors().items():

@@ -172,7 +172,7 @@ def delta_rule(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """What each token reads: [slots, value heads, value size], in the dtype of `value`.
+    """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
 
     Queries and keys [slots, key heads, key size] are divided by their lengths here, queries also by
     the root of the size. Equally many value heads have the same key head. `g`, the logarithm of the
@@ -209,8 +209,8 @@ def _by_levels(
     """Level by level, all segments of a level at once."""
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
+    several = len(row.levels) > 1
     for number, level in enumerate(row.levels):
-        several = len(row.levels) > 1
         inputs = (x[level.slots] if several else x for x in (query, key, value, g, beta))
         output, final = rule(
             *(x[None] for x in inputs),

@@ -108,7 +108,7 @@ class _Kind:
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves
-    # Those that its passes take beside: most at `INPUT`, where the backward pass makes again what
+    # Bytes that its passes take beside: most at `INPUT`, where the backward pass makes again what
     # the other levels saved.
     working: dict[SaveLevel, int]
 

@@ -275,8 +275,8 @@ def _delta_net(
     rank = 0 if workload.lora is None else workload.lora.rank
     wide = _FP32 // _BF16
     ranks_in = rank * sum(name.startswith("in_proj") for name in targets)
-    down = rank * ("down_proj" in targets)
-    least = own * hidden + slots * (value + rank * ("out_proj" in targets) + down)
+    down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
+    least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
     # What the convolution's activation got; queries, keys and values; the chunks' triangular
     # systems; what heads read, its norm, the gate and what it is made of.
@@ -288,6 +288,13 @@ def _delta_net(
     everything = attention + graph + (others.all - others.attention) // _BF16
     saved = SavedBytes(*(level * _BF16 for level in (least, attention, everything)))
     return saved, graph * _BF16, passes * _BF16
+
+
+def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
+    """Rows of the MLP's products, or of the experts' if they get equally many: the ranks of expert
+    and expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows."""
+    moe = workload.arch.moe
+    return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
@@ -307,18 +314,18 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     slots = -(-workload.sequence_length // sizes.context)  # that this rank's attention and MLP see
     # Slots whose residual stream this rank has.
     residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
-    rows, features = slots, arch.ffn_hidden_size // sizes.tensor  # of the MLP's products
-    if moe is not None:  # of the experts', if they get equally many
-        # The ranks of expert and expert tensor parallelism gather their slots, and each has 1 /
-        # `expert` of the rows.
-        rows = residual_slots * sizes.expert_tensor * moe.experts_per_token
-        features = moe.ffn_hidden_size // sizes.expert_tensor
+    rows = _mlp_rows(workload, sizes, slots, residual_slots)
+    features = (
+        arch.ffn_hidden_size // sizes.tensor
+        if moe is None
+        else moe.ffn_hidden_size // sizes.expert_tensor
+    )
 
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
     # and down.
     query, qkv = (
-        arch.query_size // sizes.tensor,
-        (arch.query_size + 2 * arch.kv_size) // sizes.tensor,
+        arch.output_size // sizes.tensor,
+        (arch.query_size + arch.kv_size + arch.value_size) // sizes.tensor,
     )
     gates = query if arch.output_gate else 0  # beside the output, or in the rows of qkv
     least = (
@@ -331,11 +338,12 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
     # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
-    attention = (
-        least
-        + residual_slots * hidden
-        + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
-    )
+    attention = least + residual_slots * hidden
+    if arch.mla is None:
+        attention += slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    else:  # the latents and their A x, and q, k and v
+        latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
+        attention += residual_slots * latents + slots * qkv
     # ALL: gate and up, and their A x.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
@@ -359,4 +367,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
             working += moe.num_experts // sizes.expert * adapters
     # Gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
+    if arch.mla is not None:
+        # Gradients of heads, and of what they are made of; beside that the heads, and what they
+        # are made of. Computed, not measured.
+        gradients = slots * 2 * qkv + 2 * slots * hidden
+        working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -49,8 +49,7 @@ class Program:
 
     @property
     def kind(self) -> str:
-        """`vllm` for the program `vllm-1` of one of several inference servers."""
-        return self.name.partition("-")[0]
+        return liveness.program_kind(self.name)
 
 
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
@@ -73,9 +72,10 @@ _LEFTOVER_SECONDS = 13
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     """The programs of a role. Several inference servers are as many pairs of vLLM and publisher,
-    behind a proxy. InvalidInput where there are not enough GPUs for them."""
+    behind a proxy; with a TANDEM_REPLICA this machine has one of them. InvalidInput where there are
+    not enough GPUs for them."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
-    if settings.inference_replicas == 1 or _VLLM not in programs:
+    if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
     several = [_PROXY]
     for number, variables in enumerate(replica_variables(settings)):
@@ -89,9 +89,17 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     return (*programs[:at], *several, *(p for p in programs[at:] if p not in (_VLLM, _PUBLISHER)))
 
 
+def inference_ports(settings: Settings) -> dict[str, int]:
+    """The port of each inference server of this machine, by its name. One may have no name."""
+    first = settings.inference_port
+    if settings.local_replicas == 1:
+        return {settings.replica or "": first}
+    return {str(number): first + 1 + number for number in range(settings.local_replicas)}
+
+
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
-    """What each of several inference servers on this machine has for itself."""
-    count, each = settings.inference_replicas, settings.inference_tensor_parallel
+    """The environment of each of several inference servers on this machine."""
+    count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids
     except DriverFailed:
@@ -103,13 +111,12 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
             field="TANDEM_INFERENCE_REPLICAS",
         )
     variables = []
-    for number in range(count):
-        port = settings.inference_port + 1 + number
+    for number, (name, port) in enumerate(inference_ports(settings).items()):
         own = {
-            "TANDEM_REPLICA": str(number),
+            "TANDEM_REPLICA": name,
             "TANDEM_INFERENCE_PORT": str(port),
             "TANDEM_INFERENCE_URL": local_url(settings.inference_host, port),
-            liveness.NAME_VARIABLE: f"publisher-{number}",
+            liveness.NAME_VARIABLE: f"publisher-{name}",
         }
         if gpus:
             own["TANDEM_INFERENCE_DEVICES"] = ",".join(gpus[number * each : (number + 1) * each])
@@ -118,14 +125,22 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """How long supervisord may take to stop its programs, one after another."""
-    return sum(program.stop_seconds for program in programs) + 8
+    """How long supervisord may take to stop its programs: one kind after another, and all of a kind
+    at once."""
+    return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
     """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that
     supervisord left."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
+
+
+def _by_kind(programs: Sequence[Program]) -> dict[str, list[Program]]:
+    kinds: dict[str, list[Program]] = {}
+    for program in programs:
+        kinds.setdefault(program.kind, []).append(program)
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -146,8 +161,9 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one. It
-    holds no secrets: the programs get those through supervisord's environment."""
+    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one; those
+    of a kind start and stop together. It holds no secrets: the programs get those through
+    supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -178,6 +194,12 @@ stdout_logfile = {log_path(logs, program.name)}
 stdout_logfile_maxbytes = 10MB
 stdout_logfile_backups = 1
 environment = {",".join(f'{name}="{value}"' for name, value in program.environment)}
+"""
+    for kind, of in _by_kind(programs).items():
+        text += f"""
+[group:{kind}]
+programs = {",".join(program.name for program in of)}
+priority = {programs.index(of[0])}
 """
     path = directory / "supervisord.conf"
     path.write_text(text.replace("%", "%%"))  # supervisord expands `%(name)s`
@@ -213,7 +235,7 @@ class Console:
             text = json.dumps({"program": program} | entry)
         else:
             before, after = (
-                (f"\x1b[{_COLOURS.get(program.partition('-')[0], '1')}m", "\x1b[0m")
+                (f"\x1b[{_COLOURS.get(liveness.program_kind(program), '1')}m", "\x1b[0m")
                 if sys.stdout.isatty()
                 else ("", "")
             )
@@ -249,7 +271,7 @@ def start_again(settings: Settings, program: str) -> None:
     """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't
     answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
-        supervisor.startProcess(program, False)
+        supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 
 
 @contextmanager

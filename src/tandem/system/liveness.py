@@ -27,6 +27,11 @@ LONGEST_SECONDS = {
 """How long one turn of a program's loop may take."""
 
 
+def program_kind(program: str) -> str:
+    """`vllm` for the program `vllm-1` of one of several inference servers."""
+    return program.partition("-")[0]
+
+
 def beat(program: str) -> None:
     """Records a turn of `program`'s loop in TANDEM_ALIVE_DIR; does nothing without one."""
     if directory := os.environ.get(VARIABLE):
@@ -38,7 +43,7 @@ def beat(program: str) -> None:
 def silence(program: str, directory: Path) -> str | None:
     """A message if `program`'s loop has not turned for too long; None if it has, or has not
     begun."""
-    longest = LONGEST_SECONDS[program.partition("-")[0]]
+    longest = LONGEST_SECONDS[program_kind(program)]
     with suppress(FileNotFoundError):
         if (age := time.time() - (directory / f"{program}.alive").stat().st_mtime) > longest:
             return f"the loop of {program} has not turned for {age:.0f} s (at most {longest:.0f})"

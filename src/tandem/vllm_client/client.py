@@ -43,6 +43,11 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
     """vLLM answered with an error. The same call gives the same answer again."""
 
 
+class InferenceConflict(InferenceRefused):
+    """vLLM answered 409: it is another process, or in another state, than the caller takes it
+    for."""
+
+
 class InferenceFailed(InferenceRefused):
     """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault
     of its own."""
@@ -171,7 +176,7 @@ class VllmClient:
         if response.content:
             return bool(response.json()["success"])
         # Older versions send an empty body, also after a failure.
-        return not _requests_in_flight(self._request("GET", "/metrics").text)
+        return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
         """Whose weights vLLM has: `phase`, `name`, `path` (see
@@ -236,16 +241,22 @@ class VllmClient:
         """The name of vLLM's present process, one of several servers behind one address."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
+    def is_ready(self) -> bool:
+        """Whether the proxy may send requests to this vLLM, one of several."""
+        return bool(self._ask("GET", READY_ROUTE)["ready"])
+
+    def has_requests(self) -> bool:
+        """Whether requests run or wait (`/metrics`)."""
+        return _requests_in_flight(self._request("GET", "/metrics").text)
+
     def set_ready(self, until: float, instance: str | None) -> bool:
         """Let that process (None: whichever it is) answer requests until so many seconds of the
         monotonic clock. False where another process has taken its place."""
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
-        except InferenceRefused as error:
-            if " answered 409" in error.message:
-                return False
-            raise
+        except InferenceConflict:
+            return False
         return True
 
     def is_sleeping(self) -> bool:
@@ -328,6 +339,8 @@ class VllmClient:
             response.status_code == 500 and not self.healthy()
         ):
             raise InferenceUnavailable(message)
+        if response.status_code == 409:
+            raise InferenceConflict(message)
         failed = response.status_code == 500 and NOT_HELD not in message
         raise (InferenceFailed if failed else InferenceRefused)(message)
 

@@ -43,23 +43,18 @@ with it, and the same load gives the same answer again."""
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
 """What state the server says that its merged weights are in."""
 
-PUBLIC_PATHS = frozenset(
-    {
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/metrics/",
-        "/v1/models",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/inference/v1/generate",
-    }
-)
+_VLLMS_PROBES = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
+
+PUBLIC_PATHS = _VLLMS_PROBES | {
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/inference/v1/generate",
+}
 """Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
 itself."""
 
-PROBE_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/", READY_ROUTE})
+PROBE_PATHS = _VLLMS_PROBES | {READY_ROUTE}
 """Paths that are open to other hosts too."""
 
 ROLLOUT_PATHS = frozenset(

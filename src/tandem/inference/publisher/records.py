@@ -1,5 +1,5 @@
-"""What the publisher tells about what vLLM serves: the records of the only vLLM of a spool.
-(`replica.py` has those of one of several.)"""
+"""The publisher's records of the steps that vLLM serves, where the spool has only one vLLM.
+(`replica.py` has the records of one of several.)"""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol

@@ -79,9 +79,9 @@ class AdminGuard:
         if scope[ADMIN] or scope["type"] != "http":
             return bool(scope[ADMIN])
         path = route_path(scope)
-        return path in PUBLIC_PATHS | PROBE_PATHS or (
-            _asks_for_the_key(path) and self._has_api_key(scope)
-        )
+        if path in PUBLIC_PATHS or path in PROBE_PATHS:
+            return True
+        return _asks_for_the_key(path) and self._has_api_key(scope)
 
     def _foreign_header(self, scope: Scope) -> str | None:
         if scope["type"] != "http" or self._api_key or scope[ADMIN]:

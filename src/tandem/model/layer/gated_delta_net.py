@@ -18,7 +18,7 @@ from tandem.model.lora import LoraLinear
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """Of this rank's heads, but for `a_log` and `dt_bias`, fp32, of all heads."""
+    """Weights of this rank's heads; `a_log` and `dt_bias`, fp32, have all heads."""
 
     conv: Parameter  # [features, 1, tokens]
     a_log: Parameter  # [value heads]
@@ -82,7 +82,7 @@ class DeltaNetSublayer(Sublayer):
         return y, saved
 
     def recompute_output(self, saved: Saved) -> torch.Tensor:
-        """What `forward` returned."""
+        """`forward`'s output, computed again."""
         assert saved.x is not None
         return self._add_output(self._out, saved.tensors["output"].detach(), saved.x)[0]
 

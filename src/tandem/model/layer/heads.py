@@ -23,5 +23,5 @@ class HeadShape:
     partial_rope: bool = False
     # Heads are multiplied by 1 + weight; the kernels get that sum as the weight.
     offset_norms: bool = False
-    # Of rows that are not split yet: each query is followed by its gate (`output_gate.py`).
+    # A gate follows each query in rows that are not split yet (`output_gate.py`).
     output_gate: bool = False

@@ -13,7 +13,13 @@ from tandem.families.model_config import weight_files
 from tandem.families.registry import weight_rules
 from tandem.families.weight_rules import WeightRule
 from tandem.model.transfer.parts import Part, rule_parts
-from tandem.model.weights.safetensors_reader import Piece, StoredTensor, fill_targets, read_headers
+from tandem.model.weights.safetensors_reader import (
+    Piece,
+    StoredTensor,
+    expert_by_expert,
+    fill_targets,
+    read_headers,
+)
 from tandem.topology.sizes import Place, Sizes
 
 # int16: the remainders of trained weights' master values, which `training/sharded_adam.py` reads by
@@ -42,7 +48,7 @@ def load_weights(
     """
     rules, stored = (
         {rule.parameter: rule for rule in weight_rules(arch)},
-        read_headers(weight_files(directory)),
+        expert_by_expert(read_headers(weight_files(directory))),
     )
     for rule in rules.values():
         for name, shape in rule.sources.items():

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from tandem.system.safetensors_header import DTYPES, read_header
 CHUNK_BYTES = 16 * 2**20
 THREADS = {"cuda": 8, "cpu": 4}
 _DTYPES = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 DTYPE_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items()}
 """As a file's header names them."""
 
@@ -84,6 +86,26 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
         for path in paths
         for name, entry in read_header(path).items()
     }
+
+
+def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`stored`, and each expert's own tensors where one tensor stacks those of all: gate above up
+    [experts, 2 * features, hidden], or down [experts, hidden, features].
+
+    Qwen3.5's checkpoints are so; transformers writes them expert by expert. vLLM reads both.
+    """
+    found = dict(stored)
+    for name, whole in stored.items():
+        if not (stack := _STACKED.fullmatch(name)) or len(whole.shape) != 3:
+            continue
+        kinds = ("gate", "up") if stack[2] == "gate_up" else ("down",)
+        experts, rows, columns = whole.shape[0], whole.shape[1] // len(kinds), whole.shape[2]
+        for number in range(experts * len(kinds)):
+            expert, kind = divmod(number, len(kinds))
+            offset = whole.offset + number * rows * columns * whole.dtype.itemsize
+            part = StoredTensor(whole.path, offset, whole.dtype, (rows, columns))
+            found[f"{stack[1]}.{expert}.{kinds[kind]}_proj.weight"] = part
+    return found
 
 
 def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None:

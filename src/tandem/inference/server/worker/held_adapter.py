@@ -128,8 +128,8 @@ def _linear(
 def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
-    """Of each buffer of the layer: the module in it, and which rows of the module's B. A delta
-    net's `in_proj_qkv` is in three, before `in_proj_z`."""
+    """The module in each buffer of the layer, and the rows of the module's B that are there. A
+    delta net's `in_proj_qkv` is in three buffers, before `in_proj_z`."""
     buffers = layer.lora_b_stacked
     if len(buffers) == len(parts):
         return [(part, slice(None)) for part in parts]

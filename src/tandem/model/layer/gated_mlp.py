@@ -1,0 +1,53 @@
+"""An MLP whose output each token multiplies by a sigmoid: Qwen3.5's shared expert."""
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from tandem.model import gradients
+from tandem.model.layer.sublayers import MlpSublayer, SaveLevel
+from tandem.model.lora import LoraLinear
+
+
+class GatedMlp(MlpSublayer):
+    """`x + sigmoid(W_gate norm(x)) * W_down swiglu(W_gate_up norm(x))`."""
+
+    def __init__(
+        self, norm: Any, gate_up: LoraLinear, down: LoraLinear, gate_weight: Parameter
+    ) -> None:
+        """`gate_weight`: [1, hidden], the same on all ranks."""
+        super().__init__(norm, gate_up, down)
+        self._gate_weight = gate_weight
+
+    def add_mlp(
+        self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As `MlpSublayer`; nothing to save, as the backward pass needs the output too."""
+        output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
+        return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
+
+    def input_gradient(
+        self, gradient: torch.Tensor, normalised: torch.Tensor, _saved: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """As `MlpSublayer`."""
+        output, tensors = super().add_mlp(torch.zeros_like(gradient), normalised, SaveLevel.ALL)
+        gates = self._gates(normalised)
+        grad_logits = self._logits_gradient(gradient, output, gates)
+        if gradients.has_gradient_buffer(self._gate_weight):
+            gradients.add_product(self._gate_weight, grad_logits, normalised)
+        grad_output = gradient * gates.to(gradient.dtype)
+        grad_normalised = super().input_gradient(grad_output, normalised, tensors)
+        return torch.addmm(grad_normalised, grad_logits.to(gradient.dtype), self._gate_weight)
+
+    @staticmethod
+    def _logits_gradient(
+        gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
+    ) -> torch.Tensor:
+        """Fp32 [S, 1], from the gradient of what `add_mlp` returned; `output`: before its gate."""
+        return (gradient.float() * output).sum(-1, keepdim=True) * gates * (1 - gates)
+
+    def _gates(self, normalised: torch.Tensor) -> torch.Tensor:
+        """Fp32 [S, 1]; the logits have the activations' dtype, as in transformers."""
+        return linear(normalised, self._gate_weight).float().sigmoid()
