@@ -129,10 +129,10 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
     Call it right after the backward pass of such a row, since whose forward pass the allocator's
     peaks have not begun anew.
     """
-    # Trained base weights are left out: nothing has shown that they get the same bits. So are delta
-    # nets, whose passes launch other kernels for a row of another tree.
+    # Trained base weights and latent attention are left out: nothing has shown that they get the
+    # same bits. So are delta nets, whose passes launch other kernels for a row of another tree.
     arch = policy.arch
-    if not device.is_cuda() or policy.lora is None or arch.moe is not None or arch.gdn is not None:
+    if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla:
         return
     if policy.topology.sizes.layers_shared or passes <= CAPTURE:
         return
