@@ -22,7 +22,7 @@ MOE: dict[str, Any] = {
 }
 
 
-GLM4_MOE: dict[str, Any] = {
+_GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -30,9 +30,24 @@ GLM4_MOE: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
-    "attention_bias": True,
-    "use_qk_norm": True,
 }
+
+GLM4_MOE: dict[str, Any] = {**_GROUPED_EXPERTS, "attention_bias": True, "use_qk_norm": True}
+
+LATENT: dict[str, Any] = {
+    **_GROUPED_EXPERTS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    # vLLM reads these.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""The tiny models of `glm4_moe_lite` and `deepseek_v3`."""
 
 GPT_OSS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
 
@@ -90,6 +105,13 @@ def write_random_model(
         values = {**GLM4_MOE, **values}
     if family == "gpt_oss":
         values = {**GPT_OSS, **values}
+    if family in ("glm4_moe_lite", "deepseek_v3"):
+        values = {**SHAPE, **LATENT, "tie_word_embeddings": False, **config}
+        del values["head_dim"]
+        if family == "glm4_moe_lite":
+            dense = values["first_k_dense_replace"]
+            kinds = ["dense"] * dense + ["sparse"] * (values["num_hidden_layers"] - dense)
+            values["mlp_layer_types"] = kinds
     delta_nets = family.startswith("qwen3_5")
     if delta_nets:
         values = {**(QWEN3_5_MOE if "moe" in family else QWEN3_5), **values}

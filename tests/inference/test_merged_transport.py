@@ -16,7 +16,7 @@ from tandem.inference.tensor_files import TensorFile
 from tandem.spool import Spool
 from tandem.spool.paths import Paths
 from tandem.spool.runs import verify_files, write_manifest
-from tandem.spool.schema import LoraShape, Manifest, RunSpec
+from tandem.spool.schema import ONLY, LoraShape, Manifest, RunSpec
 from tandem.system import liveness
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import MergedPhase
@@ -24,7 +24,12 @@ from tiny import write_random_model
 from waiting import until
 
 RUN = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
-OFFER = {"transport": "nccl", "address": "127.0.0.1", "meeting": "jobs/none/j/attempts/1/meeting"}
+OFFER = {
+    "transport": "nccl",
+    "address": "127.0.0.1",
+    "meeting": "jobs/none/j/attempts/1/meeting",
+    "servers": [ONLY],
+}
 
 
 class FakeVllm:
@@ -118,6 +123,14 @@ def test_a_meeting_outside_of_the_jobs_own_directory_is_passed_over(scene: Scene
         ]
         scene.load()
     assert "nccl" not in scene.log
+
+
+def test_a_server_that_the_ranks_do_not_await_reads_files(scene: Scene) -> None:
+    """It was not ready when they offered the weights."""
+    data = OFFER | {"servers": ["1"]}
+    scene.offers = [SimpleNamespace(type="offered", attempt=1, data=data)]
+    scene.load()
+    assert scene.log == ["verify", "volume"]
 
 
 def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> None:

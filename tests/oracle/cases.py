@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.model.rows import RowTensors, pad_row
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tiny import SHAPE
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -17,7 +17,12 @@ SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GP
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
-"""From this seed on the cases are of Qwen3.5, every third one of its mixtures."""
+"""From this seed on the cases are of Qwen3.5."""
+DELTA_MIXTURES = 3000
+"""From this seed on the cases are of Qwen3.5's mixtures."""
+LATENTS = 5000
+"""From this seed on the cases are of latent attention."""
+LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -97,9 +102,11 @@ def draw(seed: int) -> Case:
     if SERVED <= seed < DELTA_NETS:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
-    if seed >= DELTA_NETS:
-        mixture = seed % 3 == 0
+    if DELTA_NETS <= seed < LATENTS:
+        mixture = seed >= DELTA_MIXTURES
         family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
+    if seed >= LATENTS:
+        family, mixture = LATENT_FAMILIES[seed % 2], True
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
@@ -114,15 +121,18 @@ def draw(seed: int) -> Case:
     lora = None
     if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
         targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
-        if seed >= DELTA_NETS:
+        if DELTA_NETS <= seed < LATENTS:
             targets = LORA_TARGETS + DELTA_NET_TARGETS
+        if seed >= LATENTS:
+            queries = LORA_TARGETS[:1] if _one_projection(seed) else LATENT_TARGETS[:2]
+            targets = queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
         rank = rng.randint(1, 6)
         lora = LoraShape(
             rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen)
         )
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
-    config = _config(rng, family)
+    config = _config(rng, family) if seed < LATENTS else _latent_config(rng, seed, family)
     if SERVED <= seed < DELTA_NETS:
         config |= {"head_dim": 32, "hidden_size": 64}
         if family == "qwen2":
@@ -139,6 +149,40 @@ def draw(seed: int) -> Case:
         kept,
         temperature,
     )
+
+
+def _one_projection(seed: int) -> bool:
+    """Whether queries have no latent."""
+    return seed // 2 % 3 == 2
+
+
+def _latent_config(rng: random.Random, seed: int, family: str) -> dict[str, Any]:
+    config = _config(rng, family)
+    del config["head_dim"]
+    layers = config["num_hidden_layers"]
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": None if _one_projection(seed) else rng.randint(8, 24),
+        "kv_lora_rank": rng.randint(8, 20),
+        "qk_nope_head_dim": rng.choice((6, 8, 10)),
+        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "v_head_dim": rng.choice((6, 8, 12, 20)),
+        "first_k_dense_replace": rng.randint(0, min(1, layers - 1)),
+        "norm_topk_prob": rng.random() < 0.7,
+        "n_group": (groups := rng.choice((1, 2, 4))),
+        "topk_group": min(groups, 2),
+    }
+    if family == "deepseek_v3" and rng.random() < 0.6:
+        config["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 16,
+            **rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7})),
+        }
+    return config
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:

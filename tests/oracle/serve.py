@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tandem.spool.schema import LORA_TARGETS
+from tandem.spool.schema import LATENT_TARGETS, LORA_TARGETS
 
 Order = dict[str, Any]
 """`model` and `adapter` (or null): directories; `sequences`: token ids."""
@@ -30,7 +30,7 @@ def logprobs(order: Order) -> list[torch.Tensor]:
             "enable_lora": True,
             "max_lora_rank": 8,
             "max_loras": 1,
-            "lora_target_modules": list(LORA_TARGETS),
+            "lora_target_modules": [*LORA_TARGETS, *LATENT_TARGETS, "fused_qkv_a_proj"],
         }
     llm = LLM(
         order["model"],

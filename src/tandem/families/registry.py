@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, qwen3_5
+from tandem.families import gemma3, glm4_moe, gpt_oss, mla, qwen3_5
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
@@ -32,6 +32,9 @@ FAMILIES: dict[str, Decoder] = {
         gemma3.FAMILY,
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
+        mla.GLM,
+        mla.DEEPSEEK,
+        mla.KIMI,
         qwen3_5.FAMILY,
         qwen3_5.TEXT,
         qwen3_5.MIXTURE,

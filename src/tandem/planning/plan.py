@@ -6,6 +6,7 @@ Speed is an estimate: the model's operations over rates measured on one H200
 two ranks reached of that (bench/results/topologies.json).
 """
 
+import math
 from dataclasses import dataclass
 
 from tandem.config import Settings
@@ -108,6 +109,16 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
     return Plan(found, _why(found, fitting))
 
 
+def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
+    """How many inference servers generate what a trainer trains meanwhile: the least number.
+
+    `trained`: slots that the trainer trains per second; `generated`: new tokens that one server
+    generates per second; `share`: of the slots that are new tokens. Prompts that trajectories share
+    are one slot each, and no server generates them.
+    """
+    return max(1, math.ceil(trained * share / generated))
+
+
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of
     `ROW` slots, or as many as the model has positions, and the largest LoRA that a run may have by
@@ -158,7 +169,7 @@ def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate
         slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
         speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
     data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
-    data_only = data_only and workload.arch.gdn is None
+    data_only = data_only and workload.arch.gdn is None and workload.arch.mla is None
     return Candidate(sizes, needs, levels, speed, measured=data_only)
 
 
@@ -198,7 +209,9 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
+    # Causal: half of the products with keys and of those with values.
+    features = arch.query_size + arch.output_size
+    attention = slots**2 * features * float(_layers_that_see_all(arch, slots))
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -235,7 +248,11 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
     delta rule itself is not counted."""
     queries = arch.query_size * (2 if arch.output_gate else 1)
     before = arch.hidden_size * (queries + 2 * arch.kv_size)
-    after = arch.hidden_size * arch.query_size
+    after = arch.hidden_size * arch.output_size
+    if (mla := arch.mla) is not None:
+        up = (mla.q_rank or arch.hidden_size) * arch.query_size
+        up += mla.kv_rank * arch.num_heads * mla.key_value_size
+        return arch.hidden_size * sum(mla.down.values()) + up, after
     if (gdn := arch.gdn) is None:
         return before, after
     share = sum(gdn.layers) / arch.num_layers

@@ -49,6 +49,7 @@ def sweep(spool: Spool) -> None:
     time. Those in a job's directory go when the job ends."""
     paths = spool.paths
     directories = [spool.root, paths.runs, paths.jobs, *paths.jobs.glob("[!.]*")]
+    directories += [spool.uploads.directory, spool.tunings.directory]
     directories += [*paths.ended.glob("[!.]*"), *paths.live_buckets()]
     for run in paths.runs.glob("[!.]*"):
         directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]

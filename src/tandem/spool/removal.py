@@ -67,6 +67,7 @@ def prune(spool: Spool, settings: Settings) -> None:
     damaged = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
     for directory in _set_aside([path for path in damaged if _set_aside_before(limit, path)]):
         shutil.rmtree(directory, ignore_errors=True)
+    spool.tunings.prune(limit)
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:

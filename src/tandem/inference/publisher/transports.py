@@ -30,7 +30,7 @@ from tandem.inference.server.command import serving_dtype
 from tandem.inference.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files
-from tandem.spool.schema import Manifest, RunSpec
+from tandem.spool.schema import ONLY, Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.environment import private_directory
 from tandem.system.logs import Log
@@ -324,10 +324,12 @@ class MergedTransport:
         ) == "volume" and time.monotonic() < deadline:
             liveness.beat("publisher")  # the job's ranks write the files
             time.sleep(0.1)
-        if offer and offer["transport"] != "volume":
+        server = self._settings.replica or ONLY
+        if offer and offer["transport"] != "volume" and server in offer["servers"]:
             meeting = self._spool.root / offer["meeting"]
             if meeting.parent.parent == self._spool.paths.all_work_dirs(checkpoint.job):
-                sources.append({**offer, "way": offer["transport"], "meeting": str(meeting)})
+                way = offer["transport"]
+                sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
             # This hashes all of them.
             if (

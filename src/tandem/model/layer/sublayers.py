@@ -51,7 +51,7 @@ class Sublayer:
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
+        return normalise(self._norm, x)
 
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
@@ -60,7 +60,7 @@ class Sublayer:
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
-        return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
+        return x + normalise(self._post_norm, output), inner
 
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
@@ -70,20 +70,13 @@ class Sublayer:
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
-        _add_norm_gradient(self._post_norm, gradient, output)
-        zero = torch.zeros_like(output)
-        return kernels.rms_norm_backward(
-            gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
-        )
+        return norm_backward(self._post_norm, gradient, output, torch.zeros_like(output))
 
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
         """`gradient`: of the sublayer's output, and so of the input that was added to it."""
-        _add_norm_gradient(self._norm, grad_normalised, x)
-        return kernels.rms_norm_backward(
-            grad_normalised, x, multiplier(self._norm), self._norm.eps, gradient
-        )
+        return norm_backward(self._norm, grad_normalised, x, gradient)
 
 
 class AttentionSublayer(Sublayer):
@@ -174,6 +167,21 @@ class AttentionSublayer(Sublayer):
         grad_heads = graph.gradients(output, grad_output)
         if tree.deal is not None:
             grad_heads = tree.deal.scatter(grad_heads)
+        grad_normalised = self._heads_backward(grad_heads, qkv, grad_gates, normalised, inner, tree)
+        return self._input_gradient(grad_normalised, x, gradient)
+
+    def _heads_backward(
+        self,
+        grad_heads: Heads,
+        qkv: torch.Tensor,
+        grad_gates: torch.Tensor | None,
+        normalised: torch.Tensor,
+        inner: torch.Tensor | None,
+        tree: TreeParams,
+    ) -> torch.Tensor:
+        """Undo `_heads`: from the gradient of the heads that of `normalised`. `qkv`: without
+        gates."""
+        shape = self._head_shape()
         if self._shape.q_norm is not None and gradients.has_gradient_buffer(self._shape.q_norm):
             grad_norms = kernels.head_norm_gradients(grad_heads, qkv, self._shape, *tree.rotation)
             for weight, grad_weight in zip(
@@ -185,8 +193,7 @@ class AttentionSublayer(Sublayer):
             grad_qkv = join_gates(grad_qkv, grad_gates, shape)
         grad_normalised, grad_inner = self._qkv.input_gradient(grad_qkv)
         self._qkv.add_gradients(grad_qkv, grad_inner, normalised, inner)
-        del grad_qkv, normalised
-        return self._input_gradient(grad_normalised, x, gradient)
+        return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
         """The parameters for this layer's window, or for none."""
@@ -350,7 +357,20 @@ class _Enter(torch.autograd.Function):
         return None, *gradients
 
 
-def _add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
+def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return kernels.rms_norm(x, multiplier(norm), norm.eps)
+
+
+def norm_backward(
+    norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the norm's input `x`, added to `plus`; the weight's is added to its own.
+    `gradient`: of the norm's output."""
+    add_norm_gradient(norm, gradient, x)
+    return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
+
+
+def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
     """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
     if gradients.has_gradient_buffer(norm.weight):
         gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
