@@ -206,6 +206,14 @@ def test_a_directory_that_can_not_be_removed_yet_keeps_its_name(spool, monkeypat
     assert not left.exists()
 
 
+@pytest.mark.parametrize("name", ["uploads", "tunings"])
+def test_what_a_dead_request_of_openais_api_left_is_swept_away(spool, name):
+    left = spool.root / name / f"{fs.TEMPORARY}{fs.new_ulid()}"
+    left.mkdir(parents=True)
+    recovery.sweep(spool)
+    assert not left.exists()
+
+
 def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch):
     for job_id in ("first", "second"):
         spool.queue.finish(start(spool, job_id, created=time.time() - 72 * 3600), failed())
