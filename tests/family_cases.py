@@ -57,6 +57,22 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "spread": 0.5},
+    "olmo3": {
+        "family": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
+    "smollm3": {"family": "smollm3", "tie_word_embeddings": True},
+    "ministral3": {"family": "ministral3"},
+    "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
     "gpt_oss, truncated": {
         "family": "gpt_oss",
         "rope_parameters": {

@@ -4,6 +4,7 @@ can show it.
 `cut_rank.BREAKS` has those of ranks that train a part of an adapter.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from oracle.cases import MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import delta_rule, logprobs
 from tandem.model import policy as policy_module
-from tandem.model.layer import gated_delta_net, kernels, sublayers
+from tandem.model.layer import gated_delta_net, head_rows, kernels, sublayers
 from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.training import sharded_adam
@@ -89,6 +90,7 @@ def never_clipped(self, _norm, rate):
     STEP(self, 0.0, rate)
 
 
+ROTATION = policy_module.rotation
 DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
@@ -155,6 +157,34 @@ def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
 
 def of_gated_experts(case: Case) -> bool:
     return case.family == "qwen3_5_moe_text"
+
+
+def small(*families: str) -> Callable[[Case], bool]:
+    return lambda case: case.family in families
+
+
+def of_each_head(self, parts):
+    """As the norms of Qwen3's heads."""
+    heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
+    inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
+    return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
+
+
+def of_this_rank(_self, parts):
+    return torch.stack([part.mean(-1, keepdim=True) for part in parts])
+
+
+def as_constants(self, gradient, rows, _tree):
+    """The norms' divisors do not depend on queries and keys."""
+    grads, inverses = self._parts(gradient), self._inverses(self._parts(rows))
+    for index, weight in enumerate(self._weights):
+        grads[index] = grads[index] * weight.float() * inverses[index]
+    return self._join(grads, rows)
+
+
+def scaled_again(positions, frequencies, dtype, factor=1.0):
+    """Every RoPE has YaRN's factor."""
+    return ROTATION(positions, frequencies, dtype, 0.1 * math.log(4.0) + 1)
 
 
 def always_open(_self, normalised):
@@ -264,6 +294,33 @@ BREAKS = {
     "gated expert: the gate of another token": Break(
         (GatedMlp, "_gates", lambda self, normalised: GATES(self, normalised.roll(1, 0))),
         of_gated_experts,
+    ),
+    # The small ones.
+    "wide norm: over each head": Break(
+        (head_rows.WideNorm, "_inverses", of_each_head), small("olmo3")
+    ),
+    "wide norm, tp: over this rank's features": Break(
+        (head_rows.WideNorm, "_means", of_this_rank),
+        lambda c: c.family == "olmo3" and cut(c, "tensor"),
+    ),
+    "wide norm: the window's RoPE is scaled": Break(
+        (policy_module, "rotation", scaled_again),
+        lambda c: c.family == "olmo3" and "sliding_attention" in c.config["layer_types"],
+    ),
+    "wide norm: no sum in its gradient": Break(
+        (head_rows.WideNorm, "backward", as_constants), small("olmo3")
+    ),
+    "no rope: all layers have it": Break(
+        (policy_module, "without_rotation", lambda tree: tree),
+        lambda c: c.family == "smollm3" and 0 in c.config["no_rope_layers"],
+    ),
+    "growing queries: they do not": Break(
+        (head_rows.GrowingQueries, "forward", lambda _self, rows, _tree: rows),
+        small("ministral3", "mistral3"),
+    ),
+    "growing queries: their gradient does not": Break(
+        (head_rows.GrowingQueries, "backward", lambda _self, gradient, *_: gradient),
+        small("ministral3", "mistral3"),
     ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data),

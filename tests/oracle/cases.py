@@ -9,7 +9,7 @@ import torch
 
 from tandem.model.rows import RowTensors, pad_row
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
-from tiny import SHAPE
+from tiny import SHAPE, VISIONS
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
@@ -18,6 +18,9 @@ SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
 """From this seed on the cases are of Qwen3.5, every third one of its mixtures."""
+SMALL = 4000
+"""From this seed on the cases are of these families in turn."""
+SMALL_FAMILIES = ("olmo3", "smollm3", "ministral3", "qwen3_vl", "qwen3_vl_moe", "mistral3")
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -97,13 +100,17 @@ def draw(seed: int) -> Case:
     if SERVED <= seed < DELTA_NETS:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
-    if seed >= DELTA_NETS:
+    if DELTA_NETS <= seed < SMALL:
         mixture = seed % 3 == 0
         family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
+    if seed >= SMALL:
+        family = SMALL_FAMILIES[seed % len(SMALL_FAMILIES)]
+        mixture = family == "qwen3_vl_moe"
+    delta_nets = family.startswith("qwen3_5")
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
-    context = 1 if seed >= DELTA_NETS else context
+    context = 1 if delta_nets else context
     sizes = {"tensor": tensor, "context": context, "data": world // tensor // context}
     sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
     if mixture:
@@ -112,9 +119,10 @@ def draw(seed: int) -> Case:
             [size for size in (1, 2) if world // sizes["expert"] % size == 0]
         )
     lora = None
-    if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
-        targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
-        if seed >= DELTA_NETS:
+    if family in ("glm4_moe", "gpt_oss", *VISIONS) or rng.random() < 0.5:
+        attention = family in ("gpt_oss", "qwen3_vl_moe")
+        targets = LORA_TARGETS[:4] if attention else LORA_TARGETS
+        if delta_nets:
             targets = LORA_TARGETS + DELTA_NET_TARGETS
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
         rank = rng.randint(1, 6)
@@ -189,6 +197,22 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
             config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((8, 24))}
+        case "olmo3":
+            kinds = ("sliding_attention", "full_attention")
+            config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
+            yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+            config |= {
+                "sliding_window": window,
+                "rope_parameters": {
+                    "full_attention": {**yarn, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+            }
+        case "smollm3":
+            layers = range(config["num_hidden_layers"])
+            config["no_rope_layers"] = [rng.randint(0, 1) for _ in layers]
+        case "ministral3":
+            config["sliding_window"] = rng.choice((None, window))
         case "glm4_moe":
             config |= {
                 "use_qk_norm": rng.random() < 0.5,

@@ -15,6 +15,7 @@ from oracle.cases import Case
 from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
 from policies import merged
 from tandem.families.adapter import WEIGHTS_FILE
+from tiny import VISIONS
 from wide import computed_in
 
 
@@ -34,7 +35,8 @@ class Model:
 
     def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
         self._case = case
-        self.base = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = "ImageTextToText" if case.family in VISIONS else "CausalLM"
+        self.base = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
             directory / "model", dtype=dtype, experts_implementation="eager"
         )
         self.parameters = dict(self.base.named_parameters())
@@ -54,11 +56,9 @@ class Model:
             theirs = peft.PeftModel.from_pretrained(
                 self.base, directory / "adapter", is_trainable=True
             ).to(dtype)
-            self.parameters = {
-                name.replace(".default", ""): p
-                for name, p in theirs.named_parameters()
-                if "lora_" in name
-            }
+            named = {name.replace(".default", ""): p for name, p in theirs.named_parameters()}
+            # Not those that PEFT makes, of zeros, in a vision tower whose layers have such names.
+            self.parameters = {name: named[name] for name in adapter}
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
     def loss(self) -> tuple[torch.Tensor, float]:

@@ -18,12 +18,12 @@ import torch
 
 from oracle import oracle_rank, reference
 from oracle.breaks import BREAKS
-from oracle.cases import DELTA_NETS, Case, draw
+from oracle.cases import DELTA_NETS, SMALL, Case, draw
 from policies import write_random_adapter
 from ranks import run_program
 from tiny import write_random_model
 
-SEEDS = [*range(160), *range(DELTA_NETS, DELTA_NETS + 24)]
+SEEDS = [*range(160), *range(DELTA_NETS, DELTA_NETS + 24), *range(SMALL, SMALL + 36)]
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
 
@@ -32,6 +32,7 @@ def case_of(name: str) -> int:
     """The first seed that shows a break, of at most four ranks."""
     shows = BREAKS[name].shows
     begin = DELTA_NETS if name.startswith(("delta net", "gated expert")) else 0
+    begin = SMALL if name.startswith(("wide norm", "no rope", "growing")) else begin
     return next(seed for seed in count(begin) if (case := draw(seed)).world <= 4 and shows(case))
 
 

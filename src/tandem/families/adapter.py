@@ -19,6 +19,7 @@ from tandem.topology.sizes import Sizes
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
+_OLD_PREFIX = "language_model.model."
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
@@ -87,6 +88,9 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
+    # Checkpoints of Mistral 3 have names from before transformers 5, whose modules PEFT names.
+    if module.startswith(_OLD_PREFIX):
+        module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 

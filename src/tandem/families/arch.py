@@ -48,6 +48,14 @@ class Window:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + rate * log(1 + floor(position / positions)), as in Llama 4."""
+
+    rate: float
+    positions: int
+
+
+@dataclass(frozen=True)
 class MoE:
     """A mixture of experts: the best few for each token, by a router over all."""
 
@@ -137,6 +145,11 @@ class Arch:
     # by.
     output_gate: bool = False
     weight_prefix: str = "model."  # of all tensors but the output layer's
+    # The norms of queries and keys are over all heads together.
+    wide_qk_norm: bool = False
+    pre_norms: bool = True  # the inputs of attention and MLP are normalised
+    rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE; None: all
+    query_growth: QueryGrowth | None = None
 
     @property
     def rope_factor(self) -> float:

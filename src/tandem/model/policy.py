@@ -14,7 +14,7 @@ from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
-from tandem.model.attention import Kernel, rotation, tree_params
+from tandem.model.attention import Kernel, rotation, tree_params, without_rotation
 from tandem.model.delta_rule import recurrence
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
@@ -298,14 +298,24 @@ class Policy(nn.Module):
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers, beside the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
+        # A window's RoPE of its own is unscaled.
+        factors = (self.arch.rope_factor, 1.0)
         rotations = [
-            rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq
+            rotation(row.positions, each, dtype, factor)
+            for each, factor in zip(self._inv_freq, factors, strict=False)
         ]
         tree = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
             tree.windowed = tree_params(
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
+        if self.arch.rope_layers is not None:
+            tree.unrotated = without_rotation(tree)
+        if (growth := self.arch.query_growth) is not None:
+            wraps = (row.positions / growth.positions).floor()
+            tree.query_scale = 1 + growth.rate * torch.log1p(wraps)
+            if tree.windowed is not None:
+                tree.windowed.query_scale = tree.query_scale
         tree.slot_experts = row.slot_experts
         if self.arch.gdn is not None:
             tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)

@@ -13,6 +13,7 @@ from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
 from tandem.model.layer.gated_delta_net import DeltaNetSublayer, DeltaNetWeights
 from tandem.model.layer.gated_mlp import GatedMlp
+from tandem.model.layer.head_rows import GrowingQueries, HeadRows, WideNorm
 from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
@@ -43,7 +44,8 @@ class DecoderLayer(MegatronModule):
         self._arch, self._index, self._dtype = arch, index, config.params_dtype
         self._adapters: dict[str, Any] = {"lora": lora, "switch": switch, "dtype": self._dtype}
         norm = self._norm = partial(make_norm, arch, self._dtype)
-        self.input_layernorm, self.pre_mlp_layernorm = norm(), norm()
+        self.input_layernorm = norm() if arch.pre_norms else None
+        self.pre_mlp_layernorm = norm() if arch.pre_norms else None
         self.post_self_attn_layernorm = norm() if arch.post_norms else None
         self.post_mlp_layernorm = norm() if arch.post_norms else None
         self.self_attention, self.mlp = nn.Module(), nn.Module()
@@ -89,19 +91,14 @@ class DecoderLayer(MegatronModule):
         )
         attention.linear_qkv, attention.linear_proj = qkv, proj
         sinks = self._vector(arch.num_heads // tp) if arch.sinks else None
-        q_norm, k_norm = (
-            (self._norm(arch.head_dim), self._norm(arch.head_dim)) if arch.qk_norm else (None, None)
-        )
         attention.register_parameter("sinks", sinks)
-        attention.register_module("q_layernorm", q_norm)
-        attention.register_module("k_layernorm", k_norm)
+        norms = self._head_norms(attention)
         heads = HeadShape(
             arch.num_kv_heads // tp,
             arch.num_heads // arch.num_kv_heads,
             arch.head_dim,
             arch.rms_norm_eps,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
+            *((None, None) if arch.wide_qk_norm else norms),
             partial_rope=arch.rotary_size not in (None, arch.head_dim),
             offset_norms=arch.offset_norms,
             output_gate=arch.output_gate,
@@ -116,7 +113,30 @@ class DecoderLayer(MegatronModule):
             scale=arch.attention_scale,
             post_norm=self.post_self_attn_layernorm,
             sinks=sinks,
+            rows=self._head_rows(heads, *norms),
+            rope=arch.rope_layers is None or arch.rope_layers[self._index],
         )
+
+    def _head_norms(self, attention: nn.Module) -> tuple[Parameter | None, Parameter | None]:
+        """The weights that normalise queries and keys."""
+        arch, tp = self._arch, current().sizes.tensor
+        if not arch.qk_norm:
+            return None, None
+        sizes = (arch.head_dim, arch.head_dim)
+        if arch.wide_qk_norm:
+            sizes = (arch.query_size // tp, arch.kv_size // tp)
+        attention.q_layernorm, attention.k_layernorm = map(self._norm, sizes)
+        return attention.q_layernorm.weight, attention.k_layernorm.weight
+
+    def _head_rows(
+        self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
+    ) -> HeadRows | None:
+        """What is done to queries, keys and values before they are heads."""
+        if self._arch.wide_qk_norm:
+            assert q_norm is not None
+            assert k_norm is not None
+            return WideNorm(heads, q_norm, k_norm, current().tensor)
+        return GrowingQueries(heads) if self._arch.query_growth else None
 
     def _delta_net_sublayer(self) -> DeltaNetSublayer:
         arch, gdn, net, topology = self._arch, self._arch.gdn, nn.Module(), current()
