@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tandem.model.rows import RowTensors
+from tiny import GEMMA4_MOE
 
 GENERATOR = torch.Generator().manual_seed(8)
 PREFIX, FIRST, SECOND, OTHER = (
@@ -57,6 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "spread": 0.5},
+    "gemma4": {"family": "gemma4_text", "tie_word_embeddings": True, "spread": 0.7},
+    "gemma4, values of their own": {
+        "family": "gemma4_text",
+        "attention_k_eq_v": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": None,
+    },
+    "gemma4, experts": {"family": "gemma4_text", "spread": 0.7, **GEMMA4_MOE},
     "olmo3": {
         "family": "olmo3",
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -71,6 +71,16 @@ PIXTRAL: dict[str, Any] = {
     "patch_size": 4,
     "image_size": 16,
 }
+GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 MINISTRAL3: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -88,8 +98,24 @@ VISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl_text", VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", VISION | {"deepstack_visual_indexes": [0]}),
     "mistral3": ("ministral3", PIXTRAL),
+    "gemma4": ("gemma4_text", GEMMA4_VISION),
 }
 """Families of checkpoints with a vision tower: the text model's, and the tower's config."""
+GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 7,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 20,
+}
 OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE,
     "glm4_moe": GLM4_MOE,
@@ -102,6 +128,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": MOE | {"moe_intermediate_size": 40},
     "ministral3": MINISTRAL3,
     "mistral3": MINISTRAL3,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
     "olmo3": {"sliding_window": 7},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0, 1, 1]},
 }
@@ -131,13 +159,13 @@ def write_random_model(
 
     values = {"tie_word_embeddings": False, **OWN.get(family, {}), **SHAPE, **config}
     delta_nets = family.startswith("qwen3_5")
-    if delta_nets:
+    if delta_nets or family.startswith("gemma4"):
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
     vision = family in VISIONS
     if vision:
         text, tower = VISIONS[family]
         tied = values["tie_word_embeddings"]
-        if tower is not PIXTRAL:
+        if "depth" in tower:
             tower = tower | {"out_hidden_size": values["hidden_size"]}
         values = {
             "text_config": values | {"model_type": text},
@@ -156,10 +184,14 @@ def write_random_model(
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.1)
+                if name.endswith("layer_scalar"):
+                    buffer.normal_(1.0, 0.2)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     offset = family == "gemma3_text" or (delta_nets and "linear_attn" not in name)
                     parameter.normal_(0.0 if offset else 1.0, 0.2)
+                elif name.endswith(("router.scale", "per_expert_scale")):
+                    parameter.normal_(1.0, 0.3)
                 elif name.endswith("A_log"):
                     parameter.normal_(0.0, 1.0)
                 elif name.endswith("gate_up_proj_bias"):

@@ -1,6 +1,7 @@
 """The text models of checkpoints with a vision tower: names of weights and of adapters, and what is
 refused. `test_qwen3_5.py` has Qwen3.5's."""
 
+import json
 from pathlib import Path
 
 import peft
@@ -15,16 +16,18 @@ from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import WEIGHTS_FILE, default_targets, lora_modules
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
 from tandem.inference.merged_model import write_merged_model
+from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LORA_TARGETS, LoraShape
-from tiny import MINISTRAL3, SHAPE, write_random_model
+from tandem.topology.sizes import Sizes
+from tiny import GEMMA4, GEMMA4_MOE, MINISTRAL3, SHAPE, write_random_model
 
-FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mistral3"]
-LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "k_proj", "o_proj"))
+FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma4"]
+LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "v_proj", "o_proj"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tied = {"tie_word_embeddings": request.param == "qwen3_vl"}
+    tied = {"tie_word_embeddings": request.param in ("qwen3_vl", "gemma4")}
     return write_random_model(
         tmp_path_factory.mktemp("vision"), family=request.param, spread=1.0, **tied
     )
@@ -46,8 +49,12 @@ def assert_same_logits(policy, reference) -> None:
 def test_the_adapter_has_the_names_of_transformers_modules(alone, tmp_path, model):
     adapter = write_random_adapter(tmp_path, model, LORA)
     assert_same_logits(make_policy(model, LORA), theirs(model))
-    with_adapter = peft.PeftModel.from_pretrained(theirs(model), adapter)
-    assert_same_logits(make_policy(model, LORA, adapter), with_adapter)
+    if read_arch(str(model)).global_heads:  # the tower has layers of the same names
+        with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
+            peft.PeftModel.from_pretrained(theirs(model), adapter)
+    else:
+        with_adapter = peft.PeftModel.from_pretrained(theirs(model), adapter)
+        assert_same_logits(make_policy(model, LORA, adapter), with_adapter)
     keys = load_file(adapter / WEIGHTS_FILE).keys()
     assert all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
 
@@ -64,16 +71,19 @@ def test_a_merged_model_has_the_tower_as_it_was(alone, tmp_path, model):
 def test_the_tower_is_not_read(model):
     names = {name for rule in weight_rules(read_arch(str(model))) for name in rule.sources}
     stored = set(load_file(model / "model.safetensors"))
-    tower = ("visual", "vision_tower", "multi_modal_projector")
+    tower = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
     assert names <= stored
     assert all(any(word in name for word in tower) for name in stored - names)
 
 
 def test_default_targets(model):
     arch = read_arch(str(model))
-    expected = LORA_TARGETS if arch.moe is None else LORA_TARGETS[:4]
-    assert default_targets(arch) == expected
-    assert len(lora_modules(arch, LoraShape(targets=default_targets(arch)))) == 2 * len(expected)
+    expected = set(LORA_TARGETS if arch.moe is None else LORA_TARGETS[:4])
+    expected -= {"k_proj"} if arch.global_heads else set()
+    assert set(default_targets(arch)) == expected
+    modules = lora_modules(arch, LoraShape(targets=default_targets(arch)))
+    # Gemma's second layer has no v_proj.
+    assert len(modules) == 2 * len(expected) - (1 if arch.global_heads else 0)
 
 
 def test_what_is_refused():
@@ -91,6 +101,52 @@ def test_what_is_refused():
             arch_from_config({**config, **change})
     with pytest.raises(InvalidInput, match="text_config is missing"):
         arch_from_config({"model_type": "qwen3_vl"})
+
+
+GEMMA = {**SHAPE, **GEMMA4, "model_type": "gemma4_text", "layer_types": None}
+GEMMA |= {"num_hidden_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "embeddings of each layer"),
+        ({"hidden_size_per_layer_input": None}, "embeddings of each layer"),
+        ({"num_kv_shared_layers": 2}, "layers that share keys and values"),
+        ({"use_bidirectional_attention": "all"}, "attention in both directions"),
+        ({"num_experts": 8}, "num_experts without enable_moe_block"),
+        ({**GEMMA4_MOE, "top_k_experts": 1}, "2 is the least"),
+        ({"num_global_key_value_heads": 3}, "4 attention heads don't divide into 3 groups"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_types is"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters has full_attention"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config="),
+    ],
+)
+def test_other_variants_of_gemma4_are_refused(change, says):
+    config = {key: value for key, value in {**GEMMA, **change}.items() if value is not None}
+    with pytest.raises((InvalidInput, UnknownArchitecture), match=says):
+        arch_from_config(config)
+
+
+def test_gemma4s_published_configs_mean_what_transformers_writes(tmp_path):
+    """The one has keys of its own for layers without a window, the other `per_layer_config`."""
+    published = {key: value for key, value in GEMMA.items() if value is not None}
+    written = transformers.CONFIG_MAPPING["gemma4_text"](**published).to_dict()
+    assert "per_layer_config" in written
+    assert "global_head_dim" not in written
+    arch = arch_from_config(published)
+    assert arch == arch_from_config(json.loads(json.dumps(written)))
+    assert arch.window.layers == (True,) * 5 + (False,)
+    assert (arch.of_layer(0).head_dim, arch.of_layer(5).head_dim) == (16, 24)
+
+
+def test_what_makes_keys_and_values_has_no_adapter():
+    arch = arch_from_config({key: value for key, value in GEMMA.items() if value is not None})
+    for targets, says in ((("q_proj", "k_proj"), "leave out k_proj"), (("v_proj",), "another")):
+        with pytest.raises(InvalidInput, match=says):
+            lora_modules(arch, LoraShape(targets=targets))
+    with pytest.raises(InvalidInput, match="1 key/value heads of layers without a window"):
+        check_sizes(arch, Sizes(tensor=2))
 
 
 def test_experts_beside_a_tower_have_no_adapters_of_their_own(tmp_path):

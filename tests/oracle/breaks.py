@@ -17,7 +17,8 @@ from oracle.cases import MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import delta_rule, logprobs
 from tandem.model import policy as policy_module
-from tandem.model.layer import gated_delta_net, head_rows, kernels, sublayers
+from tandem.model.layer import decoder_layer, gated_delta_net, head_rows, kernels, sublayers
+from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.training import sharded_adam
@@ -90,7 +91,9 @@ def never_clipped(self, _norm, rate):
     STEP(self, 0.0, rate)
 
 
-ROTATION = policy_module.rotation
+ROTATION, ATTEND = policy_module.rotation, sublayers.attend
+VALUES_PARTS = head_rows.NormalisedValues._parts
+VALUES_BACKWARD, LAYER = head_rows.NormalisedValues.backward, decoder_layer._Sublayers.forward
 DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
@@ -185,6 +188,50 @@ def as_constants(self, gradient, rows, _tree):
 def scaled_again(positions, frequencies, dtype, factor=1.0):
     """Every RoPE has YaRN's factor."""
     return ROTATION(positions, frequencies, dtype, 0.1 * math.log(4.0) + 1)
+
+
+def of_gemma4(case: Case) -> bool:
+    return case.family == "gemma4_text"
+
+
+def of_gemma4_experts(case: Case) -> bool:
+    # Of one layer the adapters before the experts get nothing from them where they are on v alone.
+    return "num_experts" in case.config
+
+
+def capped(case: Case) -> bool:
+    return of_gemma4(case) and case.config["final_logit_softcapping"] == 3.0
+
+
+def keys_alone(self, gradient, rows, tree):
+    shape = self._shape
+    grouped = gradient.view(len(gradient), shape.groups, shape.queries + 2, shape.size).clone()
+    grouped[:, :, -1] = 0
+    return VALUES_BACKWARD(self, grouped.flatten(1), rows, tree)
+
+
+def of_other_keys(self, rows):
+    """K is not V: values are made of the next slot's keys."""
+    queries, keys, values = VALUES_PARTS(self, rows)
+    return [queries, keys, values.roll(1, 0)]
+
+
+def scaled_by_heads(query, key, value, tree, _scale, sinks=None):
+    return ATTEND(query, key, value, tree, query.shape[-1] ** -0.5, sinks)
+
+
+def wholly(positions, frequencies, dtype, factor=1.0):
+    return ROTATION(positions, torch.where(frequencies == 0, 0.1, frequencies), dtype, factor)
+
+
+def without_number(ctx, leaf, x, sublayers, tree, level, _number):
+    return LAYER(ctx, leaf, x, sublayers, tree, level, None)
+
+
+def number_forward_only(ctx, *arguments):
+    output = LAYER(ctx, *arguments)
+    ctx.scalar = None
+    return output
 
 
 def always_open(_self, normalised):
@@ -321,6 +368,48 @@ BREAKS = {
     "growing queries: their gradient does not": Break(
         (head_rows.GrowingQueries, "backward", lambda _self, gradient, *_: gradient),
         small("ministral3", "mistral3"),
+    ),
+    # Gemma 4.
+    "gemma4: values give keys no gradient": Break(
+        (head_rows.NormalisedValues, "backward", keys_alone),
+        lambda c: of_gemma4(c) and c.config["attention_k_eq_v"] and c.lora is None,
+    ),
+    "gemma4: values are normalised keys": Break(
+        (head_rows.NormalisedValues, "_parts", of_other_keys),
+        lambda c: of_gemma4(c) and c.config["attention_k_eq_v"],
+    ),
+    "gemma4: values have no norm": Break(
+        (head_rows, "_normalised", lambda x, _eps: (x, torch.ones(()))), of_gemma4
+    ),
+    "gemma4: the attention's scale is that of its heads": Break(
+        (sublayers, "attend", scaled_by_heads), of_gemma4
+    ),
+    "gemma4: RoPE is on whole heads": Break((policy_module, "rotation", wholly), of_gemma4),
+    "gemma4: a window in all layers": Break(
+        (sublayers.AttentionSublayer, "_layer_tree", lambda _self, tree: tree.windowed or tree),
+        lambda c: of_gemma4(c) and "sliding_attention" in c.config["layer_types"][:-1],
+    ),
+    "gemma4: layers have no number": Break(
+        (decoder_layer._Sublayers, "forward", staticmethod(without_number)), of_gemma4
+    ),
+    "gemma4: its number is not in the gradient": Break(
+        (decoder_layer._Sublayers, "forward", staticmethod(number_forward_only)), of_gemma4
+    ),
+    "gemma4: logits are not capped": Break((logprobs, "_capped", lambda x, _: x), capped),
+    "gemma4: the cap has no slope": Break((torch.Tensor, "square_", torch.Tensor.zero_), capped),
+    "gemma4: the router gets the experts' input": Break(
+        (ExpertsBesideMlp, "_router_rows", lambda self, x: self._normalise(x)), of_gemma4_experts
+    ),
+    "gemma4: the experts get the MLP's input": Break(
+        (ExpertsBesideMlp, "_normalise", lambda self, x: self._mlp._normalise(x)),
+        of_gemma4_experts,
+    ),
+    "gemma4: experts have no factors": Break(
+        (ExpertsBesideMlp, "_weights", lambda _self, probs, _: probs), of_gemma4_experts
+    ),
+    "gemma4: the router's input has no gradient": Break(
+        (ExpertsBesideMlp, "_router_rows_backward", lambda _self, _gradient, _x, plus: plus),
+        of_gemma4_experts,
     ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data),

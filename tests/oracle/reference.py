@@ -82,7 +82,8 @@ class Model:
     def named(self, values: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
         """By the names of the model's files, or PEFT's keys."""
         if self._case.lora is None:
-            return saved(self.base, directory, values)
+            files = saved(self.base, directory, values)
+            return {name: t for name, t in files.items() if not name.endswith("layer_scalar")}
         return {name: value.detach().clone() for name, value in values.items()}
 
 

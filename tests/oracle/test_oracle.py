@@ -18,12 +18,13 @@ import torch
 
 from oracle import oracle_rank, reference
 from oracle.breaks import BREAKS
-from oracle.cases import DELTA_NETS, SMALL, Case, draw
+from oracle.cases import DELTA_NETS, GEMMA4S, SMALL, Case, draw
 from policies import write_random_adapter
 from ranks import run_program
 from tiny import write_random_model
 
 SEEDS = [*range(160), *range(DELTA_NETS, DELTA_NETS + 24), *range(SMALL, SMALL + 36)]
+SEEDS += range(GEMMA4S, GEMMA4S + 36)
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
 
@@ -33,6 +34,7 @@ def case_of(name: str) -> int:
     shows = BREAKS[name].shows
     begin = DELTA_NETS if name.startswith(("delta net", "gated expert")) else 0
     begin = SMALL if name.startswith(("wide norm", "no rope", "growing")) else begin
+    begin = GEMMA4S if name.startswith("gemma4") else begin
     return next(seed for seed in count(begin) if (case := draw(seed)).world <= 4 and shows(case))
 
 
@@ -46,6 +48,7 @@ class Oracle:
         if directory.exists():
             return
         small = ("glm4_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
+        small += ("gemma4_text",)
         wide = 0.5 if case.family in small else 1.0
         model = write_random_model(
             directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config
@@ -64,6 +67,9 @@ class Oracle:
         found: dict[str, Any] = torch.load(
             self.directory / f"{seed}.{broken}.pt", weights_only=False
         )
+        for name in [name for name in found["gradients"] if name.endswith("layer_scalar")]:
+            # Gemma's are no parameters in transformers.
+            assert not found["gradients"].pop(name).any()
         return found
 
     def theirs(self, seed: int, dtype: torch.dtype = torch.float32) -> reference.Reference:

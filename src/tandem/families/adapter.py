@@ -27,8 +27,16 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
     """What a run without named targets adapts: every linear layer, and of a mixture of experts
     attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
     return tuple(
-        target for target in all_targets(arch) if arch.moe is None or target not in EXPERT_TARGETS
+        target
+        for target in all_targets(arch)
+        if (arch.moe is None or target not in EXPERT_TARGETS)
+        and not (target == "k_proj" and _values_of_keys(arch))
     )
+
+
+def _values_of_keys(arch: Arch) -> bool:
+    """Whether some layers make values of keys."""
+    return arch.global_heads is not None and arch.global_heads.keys_are_values
 
 
 def all_targets(arch: Arch) -> tuple[LoraTarget, ...]:
@@ -67,6 +75,13 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
         raise InvalidInput(
             f"{problem}; its targets are {', '.join(all_targets(arch))}", field="lora.targets"
         )
+    if _values_of_keys(arch):
+        problem = f"some layers of {arch.model_type} make values of k_proj's output too"
+        if "k_proj" in lora.targets:
+            problem += ", and vLLM would adapt the keys only; leave out k_proj"
+            raise InvalidInput(problem, field="lora.targets")
+        if lora.targets == ("v_proj",):
+            raise InvalidInput(f"{problem}; name another target too", field="lora.targets")
     fused = arch.moe is not None and arch.moe.fused_adapters
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
         problem = (

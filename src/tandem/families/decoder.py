@@ -130,7 +130,10 @@ class Decoder:
             )
         for layer in range(arch.num_layers):
             rules += self.layer_rules(
-                arch, layer, f"decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+                arch.of_layer(layer),
+                layer,
+                f"decoder.layers.{layer}.",
+                f"{prefix}layers.{layer}.",
             )
         return rules
 
@@ -257,9 +260,10 @@ class Decoder:
 
 
 def attention_features(arch: Arch) -> dict[str, int]:
-    """Output features of q_proj, k_proj and v_proj."""
+    """Output features of q_proj, k_proj and v_proj, if the layer has one."""
     query = arch.query_size * (2 if arch.output_gate else 1)
-    return {"q_proj": query, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+    features = {"q_proj": query, "k_proj": arch.kv_size}
+    return features if arch.keys_are_values else features | {"v_proj": arch.kv_size}
 
 
 def _rope_scaling(

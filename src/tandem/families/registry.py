@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, ministral3, olmo3, qwen3_5, qwen3_vl, smollm3
+from tandem.families import (
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    ministral3,
+    olmo3,
+    qwen3_5,
+    qwen3_vl,
+    smollm3,
+)
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
@@ -27,6 +37,8 @@ FAMILIES: dict[str, Decoder] = {
         Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
         Decoder("qwen3_moe", _QWEN_MOE, qk_norm=True, mixture=True),
         gemma3.FAMILY,
+        gemma4.FAMILY,
+        gemma4.TEXT,
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
         qwen3_5.FAMILY,

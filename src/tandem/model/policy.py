@@ -244,7 +244,7 @@ class Policy(nn.Module):
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
-        first = {type(layer.sublayers[0]): layer for layer in reversed(decoder.layers)}
+        first = {layer.kind: layer for layer in reversed(decoder.layers)}
         for layer in first.values():
             hidden, _ = layer(hidden, **self.decoder_inputs(row))
         if self.stage.last:
@@ -263,6 +263,7 @@ class Policy(nn.Module):
             vocab_start=self.topology.place.tensor * len(self.head),
             temperature=temperature,
             group=self.topology.tensor,
+            softcap=self.arch.softcap,
         )
         if row.deal is not None:
             logprobs, entropy = row.deal.gather_items(logprobs), row.deal.gather_items(entropy)
@@ -299,10 +300,12 @@ class Policy(nn.Module):
         """The arguments of the decoder, and of each of its layers, beside the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
         # A window's RoPE of its own is unscaled.
-        factors = (self.arch.rope_factor, 1.0)
+        kinds = zip(
+            self._inv_freq, self.arch.rope_sizes, (self.arch.rope_factor, 1.0), strict=False
+        )
         rotations = [
-            rotation(row.positions, each, dtype, factor)
-            for each, factor in zip(self._inv_freq, factors, strict=False)
+            rotation(row.positions, each[: size // 2], dtype, factor)
+            for each, size, factor in kinds
         ]
         tree = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:

@@ -12,6 +12,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.decoder import attention_features
 from tandem.families.registry import read_arch
 from tandem.planning.checks import refusal
 from tandem.planning.memory import GIB, Memory, Workload, fullest, stages
@@ -198,7 +199,7 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    attention = 2.0 * slots**2 * arch.query_size * _layers_that_see_all(arch, slots)  # causal
+    attention = 2.0 * slots**2 * _features_that_see_all(arch, slots)  # causal
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -233,27 +234,31 @@ def _step_seconds(
 def _attention_weights(arch: Arch) -> tuple[float, float]:
     """Of the products before and after the attention or the delta net, of a layer on average. The
     delta rule itself is not counted."""
-    queries = arch.query_size * (2 if arch.output_gate else 1)
-    before = arch.hidden_size * (queries + 2 * arch.kv_size)
-    after = arch.hidden_size * arch.query_size
+    kinds = arch.kinds
+    features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
+    before = arch.hidden_size * features
+    after = arch.hidden_size * sum(kind.query_size for kind in kinds) / len(kinds)
     if (gdn := arch.gdn) is None:
         return before, after
     share = sum(gdn.layers) / arch.num_layers
-    features = sum(gdn.sections) + gdn.value_size + 2 * gdn.value_heads
+    of_nets = sum(gdn.sections) + gdn.value_size + 2 * gdn.value_heads
     return (
-        share * arch.hidden_size * features + (1 - share) * before,
+        share * arch.hidden_size * of_nets + (1 - share) * before,
         share * arch.hidden_size * gdn.value_size + (1 - share) * after,
     )
 
 
-def _layers_that_see_all(arch: Arch, slots: int) -> float:
-    """How many layers without a window have as many pairs of tokens, in a row of one sequence."""
+def _features_that_see_all(arch: Arch, slots: int) -> float:
+    """Query features that, without windows, would see as many tokens, in a row of one sequence."""
     if arch.gdn is not None:
-        return arch.gdn.layers.count(False)
+        return arch.query_size * arch.gdn.layers.count(False)
     if arch.window is None:
-        return arch.num_layers
+        return sum(kind.query_size for kind in arch.kinds) / len(arch.kinds) * arch.num_layers
     seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2
-    return sum(seen if windowed else 1.0 for windowed in arch.window.layers)
+    return sum(
+        arch.of_layer(layer).query_size * (seen if windowed else 1.0)
+        for layer, windowed in enumerate(arch.window.layers)
+    )
 
 
 def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tandem.config import Settings
 from tandem.errors import InvalidInput, TandemError
@@ -155,7 +155,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
-        *_delta_net_arguments(settings, device, model),
+        *_family_arguments(settings, device, model),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -218,14 +218,28 @@ def _has_keys(settings: Settings) -> bool:
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
-def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    """Arguments that Qwen3.5 needs. InvalidInput where vLLM can't serve it here."""
+def _family_arguments(settings: Settings, device: Device, model: str) -> list[str]:
+    """Arguments that the model's family needs. InvalidInput where vLLM can't serve it here."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
     except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
         return []
+    # Rows are text. The tower would take memory, and images would not be trained.
+    vision = arch.weight_prefix != "model."
+    argv = ["--language-model-only"] if vision else []
+    if (growth := arch.query_growth) is not None:
+        # vLLM 0.32 reads the growth of queries from this key only, which Hugging Face's configs
+        # lack.
+        of_text: dict[str, Any] = {
+            "llama_4_scaling": {
+                "beta": growth.rate,
+                "original_max_position_embeddings": growth.positions,
+            }
+        }
+        overrides = {"text_config": of_text} if vision else of_text
+        argv += ["--hf-overrides", json.dumps(overrides)]
     if arch.gdn is None:
-        return []
+        return argv
     if find_spec("torchvision") is None:
         raise InvalidInput(
             f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
@@ -234,8 +248,6 @@ def _delta_net_arguments(settings: Settings, device: Device, model: str) -> list
     if device == "cpu" and serving_dtype(settings) != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # Rows are text. The tower would take memory, and images would not be trained.
-    argv = ["--language-model-only"] if arch.weight_prefix != "model." else []
     # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
     return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
 

@@ -7,13 +7,19 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from tandem.families.arch import Arch
+from tandem.families.arch import Arch, MoE
 from tandem.families.decoder import attention_features
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
+from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_delta_net import DeltaNetSublayer, DeltaNetWeights
 from tandem.model.layer.gated_mlp import GatedMlp
-from tandem.model.layer.head_rows import GrowingQueries, HeadRows, WideNorm
+from tandem.model.layer.head_rows import (
+    GrowingQueries,
+    HeadRows,
+    NormalisedValues,
+    WideNorm,
+)
 from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
@@ -41,6 +47,7 @@ class DecoderLayer(MegatronModule):
     ) -> None:
         """`index`: of the layer, counted over all stages."""
         super().__init__(config=config)
+        arch = arch.of_layer(index)
         self._arch, self._index, self._dtype = arch, index, config.params_dtype
         self._adapters: dict[str, Any] = {"lora": lora, "switch": switch, "dtype": self._dtype}
         norm = self._norm = partial(make_norm, arch, self._dtype)
@@ -51,6 +58,9 @@ class DecoderLayer(MegatronModule):
         self.self_attention, self.mlp = nn.Module(), nn.Module()
         mixture = arch.moe is not None and index >= arch.moe.dense_layers
         delta_net = arch.gdn is not None and arch.gdn.layers[index]
+        self.scalar = self._vector(1) if arch.layer_scalars else None
+        self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
+        """Equal where layers have equal attention."""
         self.sublayers = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
@@ -66,10 +76,11 @@ class DecoderLayer(MegatronModule):
         if torch.is_grad_enabled():
             # A leaf, so that autograd comes back here.
             leaf = torch.empty((), requires_grad=True)
-            x = _Sublayers.apply(leaf, x, self.sublayers, tree, self.save_level)
+            x = _Sublayers.apply(leaf, x, self.sublayers, tree, self.save_level, self.scalar)
         else:
             for sublayer in self.sublayers:
                 x, _saved = sublayer.forward(x, tree, None)
+            x = x if self.scalar is None else x * self.scalar
         return x[:, None], None
 
     def _attention_sublayer(self) -> AttentionSublayer:
@@ -136,6 +147,8 @@ class DecoderLayer(MegatronModule):
             assert q_norm is not None
             assert k_norm is not None
             return WideNorm(heads, q_norm, k_norm, current().tensor)
+        if self._arch.value_norm:
+            return NormalisedValues(heads, keys_are_values=self._arch.keys_are_values)
         return GrowingQueries(heads) if self._arch.query_growth else None
 
     def _delta_net_sublayer(self) -> DeltaNetSublayer:
@@ -209,6 +222,8 @@ class DecoderLayer(MegatronModule):
         )
         down = ExpertLinear(moe.num_experts, ffn, {"down_proj": hidden}, "columns", **options)
         self.mlp.experts = nn.ModuleDict({"fc1": gate_up, "fc2": down})
+        if moe.beside_mlp:
+            return self._experts_beside_mlp(moe, router, gate_up, down)
         shared: MlpSublayer | None = None
         if moe.shared_size:
             self.mlp.shared_experts = nn.Module()
@@ -220,6 +235,23 @@ class DecoderLayer(MegatronModule):
             else:
                 shared = MlpSublayer(self.pre_mlp_layernorm, *linears)
         return MoeSublayer(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
+
+    def _experts_beside_mlp(
+        self, moe: MoE, router: nn.Module, gate_up: ExpertLinear, down: ExpertLinear
+    ) -> ExpertsBesideMlp:
+        mlp = self.mlp
+        router.scale = self._vector(self._arch.hidden_size)
+        router.expert_scale = self._vector(moe.num_experts)
+        mlp.input_norm, mlp.mlp_norm, mlp.experts_norm = self._norm(), self._norm(), self._norm()
+        mlp.shared_experts = nn.Module()
+        dense = MlpSublayer(
+            self.pre_mlp_layernorm,
+            *self._mlp(mlp.shared_experts, moe.shared_size),
+            activation=self._arch.activation,
+            post_norm=mlp.mlp_norm,
+        )
+        norms = mlp.input_norm, mlp.experts_norm, self.post_mlp_layernorm
+        return ExpertsBesideMlp(norms, router, gate_up, down, moe, self._index, dense)
 
     def _vector(self, size: int) -> Parameter:
         return Parameter(torch.empty(size, dtype=self._dtype))
@@ -237,20 +269,21 @@ class _Sublayers(torch.autograd.Function):
         sublayers: list[Any],
         tree: TreeParams,
         level: SaveLevel,
+        scalar: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.sublayers, ctx.tree, ctx.saved = sublayers, tree, []
+        ctx.sublayers, ctx.tree, ctx.saved, ctx.scalar = sublayers, tree, [], scalar
         x = x.detach()
         for sublayer in sublayers:
             x, saved = sublayer.forward(x, tree, level)
             ctx.saved.append(saved)
-        return x
+        return x if scalar is None else x * scalar
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         saved: list[Saved] = ctx.saved
-        gradient = gradient.contiguous()
+        gradient = (gradient if ctx.scalar is None else gradient * ctx.scalar).contiguous()
         for index in reversed(range(len(saved))):
             if saved[index].x is None:
                 saved[index].x = ctx.sublayers[index - 1].recompute_output(saved[index - 1])
             gradient = ctx.sublayers[index].backward(gradient, saved.pop(), ctx.tree)
-        return None, gradient, None, None, None
+        return None, gradient, None, None, None, None

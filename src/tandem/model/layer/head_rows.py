@@ -43,6 +43,42 @@ class GrowingQueries:
         return self.forward(gradient, tree)
 
 
+class NormalisedValues:
+    """Values are normalised without a weight, and are keys in layers without values (Gemma 4)."""
+
+    def __init__(self, shape: HeadShape, *, keys_are_values: bool) -> None:
+        self._shape, self._keys_are_values = shape, keys_are_values
+
+    def forward(self, rows: torch.Tensor, _tree: TreeParams) -> torch.Tensor:
+        queries, keys, values = self._parts(rows)
+        return torch.cat(
+            [queries, keys, _normalised(values.float(), self._eps)[0].to(rows.dtype)], 2
+        ).flatten(1)
+
+    def backward(
+        self, gradient: torch.Tensor, rows: torch.Tensor, _tree: TreeParams
+    ) -> torch.Tensor:
+        queries, keys, values = grouped(gradient, self._shape).split([self._shape.queries, 1, 1], 2)
+        normalised, inverse = _normalised(self._parts(rows)[2].float(), self._eps)
+        grad = values.float()
+        grad = inverse * (grad - normalised * (grad * normalised).mean(-1, keepdim=True))
+        parts = [queries, keys, grad.to(gradient.dtype)]
+        if self._keys_are_values:
+            parts = [queries, (keys.float() + grad).to(gradient.dtype)]
+        return torch.cat(parts, 2).flatten(1)
+
+    @property
+    def _eps(self) -> float:
+        return self._shape.eps
+
+    def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys, and values before their norm."""
+        shape, own = self._shape, 1 if self._keys_are_values else 2
+        heads = rows.view(len(rows), shape.groups, shape.queries + own, shape.size)
+        parts = list(heads.split([shape.queries, *[1] * own], 2))
+        return parts + parts[1:] if self._keys_are_values else parts
+
+
 class WideNorm:
     """RMSNorm over all queries of a token and over all its keys (OLMo 3), of all ranks together."""
 
@@ -95,6 +131,12 @@ class WideNorm:
         shape = self._shape
         heads = [part.view(len(part), shape.groups, -1, shape.size) for part in parts]
         return torch.cat(heads, 2).to(like.dtype).flatten(1)
+
+
+def _normalised(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, and 1 / sqrt(...)."""
+    inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * inverse, inverse
 
 
 def grouped(rows: torch.Tensor, shape: HeadShape) -> torch.Tensor:
