@@ -56,7 +56,7 @@ test-all: CASES := --all-cases
 test-all: style  ## the same with every case of the large matrices, of which `make test` runs a sample
 	$(TEST)
 
-test-fast: setup  ## the tests that start neither vLLM nor a whole stack
+test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and take less than 15 seconds each
 	$(PYTEST) -m "not gpu and not docker and not slow"
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)

@@ -17,7 +17,6 @@ from bench.restart import RUN, submit
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import Job, JobResult, Manifest
 from tandem.system import ports
 
@@ -85,7 +84,7 @@ class Senders:
 
     def _end_job(self) -> None:
         if self._job is not None:
-            made = made_checkpoint(self._spool, self._job)
+            made = self._spool.checkpoints.made_by(self._job)
             result = JobResult(state="succeeded" if made else "cancelled", finished=time.time())
             self._spool.queue.finish(self._job, result)
             self._job = None

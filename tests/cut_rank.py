@@ -30,6 +30,7 @@ from tandem.model.rows import RowTensors
 from tandem.model.transfer.parts import buffers
 from tandem.spool.schema import (
     DELTA_NET_TARGETS,
+    LATENT_TARGETS,
     LORA_TARGETS,
     LoraShape,
     OptimizerSettings,
@@ -47,6 +48,8 @@ def lora(family: str) -> LoraShape:
         return LoraShape(rank=4, alpha=2.0, targets=targets)
     if family.startswith("qwen3_5"):
         return LoraShape(rank=4, alpha=2.0, targets=LORA_TARGETS + DELTA_NET_TARGETS)
+    if family == "glm4_moe_lite":
+        return LoraShape(rank=4, alpha=2.0, targets=LATENT_TARGETS + LORA_TARGETS[3:])
     return LoraShape(rank=4, alpha=2.0 if family == "glm4_moe" else 10.0)
 
 

@@ -82,6 +82,24 @@ CASES: dict[str, dict[str, Any]] = {
     "smollm3": {"family": "smollm3", "tie_word_embeddings": True},
     "ministral3": {"family": "ministral3"},
     "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
+    # The norms of latents have transformers' default there, the model's value in vLLM.
+    "glm4_moe_lite": {"family": "glm4_moe_lite", "rms_norm_eps": 1e-6},
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "rms_norm_eps": 1e-6,
+        "q_lora_rank": None,
+        "v_head_dim": 18,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "gpt_oss, truncated": {
         "family": "gpt_oss",
         "rope_parameters": {

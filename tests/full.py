@@ -59,6 +59,11 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def without_buffers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that transformers trains: the router's bias is none of them."""
+    return {name: value for name, value in named.items() if not name.endswith("correction_bias")}
+
+
 def saved(model, directory: Path, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of the model's parameters by the names of its files, as transformers writes
     them."""

@@ -86,10 +86,6 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (MERGED | {"TANDEM_SWAP_REQUESTS": "recompute"}, "should be 'keep' or 'wait'"),
         (MERGED | {"TANDEM_TRANSPORT": "ipc"}, "should be 'auto', 'merge', 'nccl' or 'volume'"),
         (SHARED | {"TANDEM_INFERENCE_REPLICAS": "2"}, "GPUs of its own for each vLLM"),
-        (
-            MERGED | {"TANDEM_TRANSPORT": "nccl", "TANDEM_REPLICA": "pod-1"},
-            "sends whole weights to one vLLM; use volume",
-        ),
         ({"TANDEM_REPLICA": "Pod_1"}, "TANDEM_REPLICA|pattern"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         (

@@ -34,6 +34,27 @@ GLM4_MOE: dict[str, Any] = {
     "use_qk_norm": True,
 }
 
+LATENT: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    # vLLM reads these.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""Of `glm4_moe_lite` and `deepseek_v3`."""
+
 GPT_OSS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
 
 QWEN3_5: dict[str, Any] = {
@@ -158,6 +179,13 @@ def write_random_model(
     from safetensors.torch import load_file, save_file
 
     values = {"tie_word_embeddings": False, **OWN.get(family, {}), **SHAPE, **config}
+    if family in ("glm4_moe_lite", "deepseek_v3"):
+        values = {**SHAPE, **LATENT, "tie_word_embeddings": False, **config}
+        del values["head_dim"]
+        if family == "glm4_moe_lite":
+            dense = values["first_k_dense_replace"]
+            kinds = ["dense"] * dense + ["sparse"] * (values["num_hidden_layers"] - dense)
+            values["mlp_layer_types"] = kinds
     delta_nets = family.startswith("qwen3_5")
     if delta_nets or family.startswith("gemma4"):
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]

@@ -20,7 +20,6 @@ from ranks import start_rank
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import Job, JobResult, Manifest
 from waiting import until
 
@@ -97,7 +96,7 @@ class Senders:
 
     def end_job(self) -> None:
         if self._job is not None:
-            made = made_checkpoint(self.spool, self._job)
+            made = self.spool.checkpoints.made_by(self._job)
             result = JobResult(state="succeeded" if made else "cancelled", finished=time.time())
             self.spool.queue.finish(self._job, result)
             self._job = None

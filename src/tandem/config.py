@@ -237,11 +237,11 @@ class Settings(BaseSettings):
                 f"{several} needs GPUs of its own for each vLLM; set TANDEM_GPU_MODE=dedicated, or"
                 " one replica"
             )
-        if self.transport == "nccl":
-            raise ValueError(
-                f"{several}: TANDEM_TRANSPORT=nccl sends whole weights to one vLLM; use volume, or"
-                " one replica"
-            )
+
+    @property
+    def local_replicas(self) -> int:
+        """Inference servers of this machine. With a name of its own it has one of them."""
+        return 1 if self.replica is not None else self.inference_replicas
 
     @property
     def way(self) -> Literal["merge", "nccl", "volume"]:

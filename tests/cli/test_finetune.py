@@ -14,8 +14,9 @@ import pytest
 
 from api_server import KEY, Server, claim, fail, run_one, serve
 from tandem.client import Tandem
-from tandem.client.chain import Chain, SFTTraining
+from tandem.client.chain import Chain
 from tandem.config import Settings
+from tandem.data.chain_plan import SFTTraining
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict
 from tandem.spool.removal import prune

@@ -39,6 +39,26 @@ def test_the_command_recommends_what_fits(command, tmp_path, monkeypatch):
     assert "DP=2" in out
 
 
+def test_the_number_of_inference_servers_follows_from_a_given_speed(command, tmp_path):
+    """Without it nothing is said: no speed of a server is known beforehand."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen3"}))
+    arguments = ["plan", str(tmp_path), "--gpus", "1", "--sequence-length", "512", "--json"]
+    data = json.loads(command(*arguments)[1])
+    assert "inference" not in data
+    trained = data["topologies"][0]["tokens_per_second"]
+    for speed, share, servers in (
+        (2 * trained, 1, 1),
+        (trained / 3.5, 1, 4),
+        (trained / 3.5, 0.5, 2),
+    ):
+        options = ["--server-speed", str(speed), "--generated", str(share)]
+        found = json.loads(command(*arguments, *options)[1])["inference"]
+        assert found["servers"] == servers, (speed, share)
+        assert "nobody has measured" in found["why"]
+    status, out, _ = command(*arguments[:-1], "--server-speed", str(trained))
+    assert (status, "(given)" in out) == (0, True)
+
+
 def test_what_does_not_fit_is_refused(command, tmp_path):
     config = SHAPE | {"model_type": "qwen3", "vocab_size": 300_000, "hidden_size": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -92,6 +92,7 @@ def test_a_head_has_64_KiB(process: Process) -> None:
                 assert expected in answer(peer).partition(b"\r\n")[0]
 
 
+@pytest.mark.slow
 def test_a_half_sent_request_is_closed(process: Process) -> None:
     """All peers at once, because each waits as long as the server waits for it."""
     sent = {
@@ -131,6 +132,7 @@ def test_a_half_sent_request_is_closed(process: Process) -> None:
     assert "Traceback" not in process.output()
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_not_cut_off(process: Process) -> None:
     """A peer that has sent its request owes nothing, however long the answer takes."""
     key = {"Authorization": f"Bearer {KEY}"}

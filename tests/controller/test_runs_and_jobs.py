@@ -36,7 +36,7 @@ from tandem.controller import app
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NotServed
 from tandem.spool.schema import DELTA_NET_TARGETS, JobError, LoraShape
-from tiny import SHAPE
+from tiny import LATENT, SHAPE
 from waiting import until
 
 
@@ -433,6 +433,21 @@ def test_a_delta_net_has_targets_of_its_own(deploy):
         client.create_run("z", lora={"targets": ["in_proj_z"]})
     with refused(InvalidInput, "lora.targets", "its targets are q_proj"):
         deploy(MIXTURE)[1].create_run("none", lora={"targets": ["out_proj"]})
+
+
+def test_latent_attention_has_targets_of_its_own(deploy):
+    latent = {**LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 2}
+    latent |= {"num_hidden_layers": 2, "architectures": ["DeepseekV3ForCausalLM"]}
+    _, client = deploy(latent)
+    targets = client.create_run("default").spec.lora.targets
+    assert targets == ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    with refused(InvalidInput, "lora.targets", "vLLM ignores LoRA on kv_b_proj"):
+        client.create_run("kv_b", lora={"targets": ["o_proj", "kv_b_proj"]})
+    with refused(InvalidInput, "lora.targets", "has no q_proj; its targets are q_a_proj"):
+        client.create_run("q", lora={"targets": ["q_proj"]})
+    without = latent | {"q_lora_rank": None}
+    targets = deploy(without)[1].create_run("without").spec.lora.targets
+    assert targets == ("q_proj", "kv_a_proj_with_mqa", "o_proj")
 
 
 def test_a_mixture_of_experts_has_adapters_on_attention_by_default(deploy):

@@ -77,11 +77,13 @@ _SETS: dict[str, dict[str, Any]] = {
     "ephemeral cache": {"cache": {"type": "ephemeral"}},
     "tiny model on GPUs": {"baseModel": "", "tinyModel": True},
     "OpenShift": {"podSecurity": {"assignedUser": True}},
+    "two inference servers": {"inference": {"replicas": 2}},
     "everything": EVERYTHING,
     "everything by services": merged(EVERYTHING, _SERVICES),
     "everything, shared": merged(EVERYTHING, SHARED),
     "everything, shared, by services": merged(merged(EVERYTHING, SHARED), _SERVICES),
     "everything, one node": merged(EVERYTHING, ONE_NODE),
+    "everything, two inference servers": merged(EVERYTHING, {"inference": {"replicas": 2}}),
 }
 VALUES = {name: merged(BASE, values) for name, values in _SETS.items()} | {
     p.name: load_values(p) for p in _FILES
@@ -94,6 +96,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gateway.enabled": {"gateway": {**HOSTS, "parentRefs": [{"name": "public"}]}},
     "gpuMode": {"shared": {"via": "resource"}},
     "shared.via": {"gpuMode": "shared"},
+    **{
+        f"inference.{name}": {"inference": {"replicas": 2}}
+        for name in (
+            "drainSeconds",
+            "proxy.clusterDomain",
+            "proxy.resources.requests.cpu",
+            "proxy.resources.requests.memory",
+            "proxy.resources.limits.memory",
+        )
+    },
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},
 }
 """Values without which a value is refused or has no effect."""

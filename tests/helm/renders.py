@@ -89,8 +89,11 @@ def preflight_of(rendered: Rendered, role: str) -> Object:
 
 
 def environment(container: Object) -> dict[str, str]:
-    """A container's variables, each of which is set once."""
-    variables = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+    """A container's variables, each of which is set once. One may be the pod's name."""
+    variables = {
+        variable["name"]: variable.get("value", "metadata.name")
+        for variable in container.get("env", [])
+    }
     assert len(variables) == len(container.get("env", [])), "a variable is set twice"
     return variables
 

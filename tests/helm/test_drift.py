@@ -57,6 +57,10 @@ OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
         },
     ),
     "inference.gpus": (at("inference.gpus", 3), {"TANDEM_INFERENCE_TENSOR_PARALLEL": "3"}),
+    "inference.replicas": (
+        at("inference.replicas", 2),
+        {"TANDEM_INFERENCE_REPLICAS": "2", "TANDEM_REPLICA": "metadata.name"},
+    ),
     **{
         f"{role}.extraEnv": (
             at(f"{role}.extraEnv", [{"name": "NCCL_DEBUG", "value": "INFO"}]),
@@ -72,6 +76,8 @@ ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
 """Kubernetes chooses the devices."""
 ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES"}
 """The controller's image sets it too, but clusters may override an image's variables."""
+OF_A_POD = {"TANDEM_REPLICA"}
+"""Under compose `tandem up` gives each inference server its name."""
 WITHOUT_VALUE = ONLY_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
@@ -83,8 +89,6 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         "INFERENCE_HOST",
         # Services and policies name the containers' ports.
         "METRICS_PORT",
-        # `tandem up` sets it for each of several inference servers.
-        "REPLICA",
         "CONTROLLER_PORT",
         "INFERENCE_PORT",
         # Files, not variables.
@@ -152,7 +156,7 @@ def services(*files: str) -> dict[str, Any]:
 def test_compose_and_chart_set_the_same_variables(role):
     files = ((MAIN,), (MAIN, CPU), (MAIN, SHARED))
     compose = {name for some in files for name in services(*some)[role]["environment"]}
-    assert compose - ONLY_COMPOSE - ONLY_CHART == chart_variables()[role] - ONLY_CHART
+    assert compose - ONLY_COMPOSE - ONLY_CHART == chart_variables()[role] - ONLY_CHART - OF_A_POD
     if role != "controller":
         assert compose & chart_variables()[role] >= ONLY_CHART
 

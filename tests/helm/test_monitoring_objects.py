@@ -104,9 +104,12 @@ def test_each_monitor_finds_the_target_of_its_job_and_no_other(name):
         {"PodMonitor": "ServiceMonitor", "ServiceMonitor": "PodMonitor"}[kind]
     )
     for job, monitor in monitors.items():
-        (static,) = JOBS[job]["static_configs"]
-        (address,) = static["targets"]
-        role = static["labels"]["role"]
+        if "static_configs" in JOBS[job]:
+            (static,) = JOBS[job]["static_configs"]
+            (address,) = static["targets"]
+            role = static["labels"]["role"]
+        else:  # each vLLM of the container; here a pod has one
+            address, role = "inference:8000", "inference"
         assert target(rendered, monitor) == (
             component_of(name, role),
             int(address.rpartition(":")[2]),

@@ -12,7 +12,7 @@ import pytest
 from helm import charts, matrix
 from helm.charts import merged
 from helm.matrix import CASES, ROLES, SHARED, VALUES
-from helm.pods import FIELDS, breaches, containers, quantity
+from helm.pods import FIELDS, breaches, containers, pod_template, quantity
 from helm.renders import (
     case,
     component_of,
@@ -254,12 +254,16 @@ def test_workloads_have_one_pod_and_never_a_second_beside_it(name):
         for kind in ("Deployment", "StatefulSet")
         for o in rendered.all(kind)
     }
-    assert set(workloads) == {component_of(name, role) for role in ROLES}
+    several = "two inference servers" in name
+    assert set(workloads) == {component_of(name, role) for role in ROLES} | (
+        {"proxy"} if several else set()
+    )
     for component, workload in workloads.items():
-        assert workload["spec"]["replicas"] == 1
+        assert workload["spec"]["replicas"] == 1 + (several and component == "inference")
         # A Deployment may start a second pod during an update.
-        assert workload["kind"] == ("Deployment" if component == "controller" else "StatefulSet")
-        if component != "controller":
+        may = component in ("controller", "proxy")
+        assert workload["kind"] == ("Deployment" if may else "StatefulSet")
+        if not may:
             strategy = "OnDelete" if component == lead else "RollingUpdate"
             assert workload["spec"]["updateStrategy"] == {"type": strategy}
     annotations = workloads[lead]["spec"]["template"]["metadata"]["annotations"]
@@ -396,3 +400,36 @@ def test_a_breach_is_seen(kind):
     }[kind]
     node["automountServiceAccountToken" if kind == "token" else "privileged"] = True
     assert breaches(pod)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "two inference servers" in name])
+def test_an_upgrade_stops_one_of_several_inference_servers_after_the_other(name):
+    """The proxy takes it out, its requests end, and the next one waits until it is ready again."""
+    rendered = case(name)
+    inference = container_of(rendered, "inference")
+    seconds = value(name, "inference.drainSeconds")
+    assert inference["lifecycle"]["preStop"]["exec"]["command"] == [
+        *("python", "-m", "tandem.supervise.drain"),
+        str(seconds),
+    ]
+    pod = pod_of(rendered, "inference")["spec"]
+    assert pod["terminationGracePeriodSeconds"] == STOP_SECONDS["inference"] + seconds + 10
+    assert inference["readinessProbe"]["exec"]["command"][-1] == "tandem.supervise.health"
+    budget = rendered.one("PodDisruptionBudget", "-inference")["spec"]
+    assert budget["maxUnavailable"] == 1, "a drained node takes one at a time"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "two inference servers" in name])
+def test_the_proxy_finds_every_server_and_ends_its_answers(name):
+    rendered = case(name)
+    (container,) = pod_template(rendered.one("Deployment", "-proxy"))["spec"]["containers"]
+    assert container["args"][:3] == ["python", "-m", "tandem.supervise.proxy"]
+    service, namespace, *domain = container["args"][4].removesuffix(":8000").split(".")
+    assert (container["args"][3], domain) == ("--resolve", ["svc", "cluster", "local"])
+    headless = rendered.one("Service", "-inference-pods")
+    assert headless["metadata"] | {"name": service, "namespace": namespace} == headless["metadata"]
+    assert headless["spec"]["publishNotReadyAddresses"], "HAProxy asks each whether it is ready"
+    assert "kill -USR1 1" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    public = rendered.one("Service", "-inference")["spec"]["selector"]
+    labels = pod_template(rendered.one("Deployment", "-proxy"))["metadata"]["labels"]
+    assert labels.items() >= public.items()

@@ -26,6 +26,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"gpuMode=shared and trainer\.enabled=false",
     ),
     ({"trainer": {"replicas": 2}}, "'/trainer/replicas': maximum: got 2, want 1"),
+    (
+        merged(ONE_NODE, {"inference": {"replicas": 2}}),
+        r"inference\.replicas=2 and accessMode ReadWriteOnce: .* use ReadWriteMany",
+    ),
     ({"gpuMode": "shared", "trainer": {"gpus": 2}}, r"trainer\.gpus=2 and inference\.gpus=1"),
     (
         {"trainer": {"gpus": 3, "settings": {"tensorParallel": 2}}},

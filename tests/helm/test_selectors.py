@@ -26,6 +26,8 @@ def selector(name: str, obj: Object, own: str) -> tuple[Object, str] | None:
         case "PodMonitor":
             return obj["spec"]["selector"]["matchLabels"], component_of(name, role)
         case "Service":
+            if own == "inference" and "two inference servers" in name:
+                return obj["spec"]["selector"], "proxy"
             return obj["spec"]["selector"], component_of(name, role)
     return None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from helm import charts, schemas
 from helm.charts import merged
-from helm.matrix import BASE, ROLES, SHARED_BY_RESOURCE, at, defaults, leaves, schema_of
+from helm.matrix import BASE, NEEDS, ROLES, SHARED_BY_RESOURCE, at, defaults, leaves, schema_of
 
 _POD_PEER = [{"podSelector": {"matchLabels": {"a": "MARK"}}}]
 _RELABELING = [{"action": "replace", "targetLabel": "MARK", "replacement": "x"}]
@@ -74,6 +74,7 @@ NOT_VERBATIM = {
     "global",
 }
 _LOAD_BALANCER = {"service": {"type": "LoadBalancer"}}
+OF_SEVERAL = {path for path in NEEDS if path.startswith("inference.")}
 ON = {
     "controller": _LOAD_BALANCER,
     "inference": _LOAD_BALANCER,
@@ -124,6 +125,7 @@ def test_every_value_arrives():
         (charts.NEWEST, plain | OVERRIDING | DIGESTS, merged(ON, SHARED_BY_RESOURCE)),
         (charts.NEWEST, plain | OVERRIDING | DIGESTS, ON),
         (charts.NEWEST, {"shared.deviceClassName"}, {"gpuMode": "shared"}),
+        (charts.NEWEST, OF_SEVERAL, {"inference": {"replicas": 2}}),
     ):
         given = BASE
         for path in keys:

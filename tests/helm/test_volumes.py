@@ -104,7 +104,7 @@ def test_pods_must_share_a_node_only_if_a_volume_is_read_write_once(name):
         assert [term["topologyKey"] for term in required(pod)] == [HOSTNAME] * together, obj[
             "metadata"
         ]["name"]
-    strategy = case(name).one("Deployment")["spec"]["strategy"]["type"]
+    strategy = case(name).one("Deployment", "-controller")["spec"]["strategy"]["type"]
     assert strategy == ("Recreate" if together else "RollingUpdate"), (
         "a second pod may not get the volume"
     )

@@ -15,7 +15,7 @@ from tandem.errors import InvalidInput
 from tandem.inference.server.command import ServerCommand, server_command, serving_device
 from tandem.system.api_keys import name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
-from tiny import SHAPE, write_random_model
+from tiny import LATENT, SHAPE, write_random_model
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
@@ -67,7 +67,7 @@ def test_the_model_decides_about_middlewares_and_the_kernels_of_experts(
     argv = command(weights=weights, device="cuda", base_model=str(model)).argv
     inner = ["merged_server.MergedServer"] if weights == "merged" else []
     # vLLM puts each around those before it.
-    expected = [*inner, "rollout.RolloutDoor", "guard.AdminGuard"]
+    expected = [*inner, "rollout.RolloutDoor", "fine_tuned.FineTunedNames", "guard.AdminGuard"]
     given = [value for name, value in pairwise(argv) if name == "--middleware"]
     assert given == [f"tandem.inference.server.{name}" for name in expected]
     # Merged experts stay in the order of their files.
@@ -89,7 +89,7 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the vision tower, in bfloat16, and with torchvision, which vLLM's module imports."""
     monkeypatch.setattr(
-        "tandem.inference.server.command.find_spec", lambda _: True if installed else None
+        "tandem.inference.server.family_arguments.find_spec", lambda _: True if installed else None
     )
     text = {"model_type": "qwen3_5_text", **SHAPE}
     (tmp_path / "config.json").write_text(
@@ -128,6 +128,20 @@ def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> N
         of_text = given["text_config"] if family == "mistral3" else given
         growth = {"beta": 0.3, "original_max_position_embeddings": 9}
         assert of_text == {"llama_4_scaling": growth}
+
+
+def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:
+    """vLLM's kernel of RoPE is left out there, and there are latents of one width only."""
+    config = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = {"base_model": str(tmp_path)}
+    with pytest.raises(InvalidInput, match=r"is 18 here; .* where it is 576"):
+        command(**model)
+    assert "--compilation-config" not in command(device="cuda", **model).argv
+    config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    without = json.loads(option(command(**model).argv, "--compilation-config"))
+    assert without == {"custom_ops": ["-rotary_embedding"]}
 
 
 @pytest.mark.parametrize(("key", "names"), [("one", False), ("ann:one", True)])

@@ -16,7 +16,7 @@ from tandem.inference.tensor_files import TensorFile
 from tandem.spool import Spool
 from tandem.spool.paths import Paths
 from tandem.spool.runs import verify_files, write_manifest
-from tandem.spool.schema import LoraShape, Manifest, RunSpec
+from tandem.spool.schema import ONLY, LoraShape, Manifest, RunSpec
 from tandem.system import liveness
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import MergedPhase
@@ -24,7 +24,12 @@ from tiny import write_random_model
 from waiting import until
 
 RUN = RunSpec(name="r", base_model="m", trainable="full", lora=None, weights="merged", created=0.0)
-OFFER = {"transport": "nccl", "address": "127.0.0.1", "meeting": "jobs/work/j/1/meeting"}
+OFFER = {
+    "transport": "nccl",
+    "address": "127.0.0.1",
+    "meeting": "jobs/work/j/1/meeting",
+    "servers": [ONLY],
+}
 
 
 class FakeVllm:
@@ -60,9 +65,10 @@ class Scene:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = write_random_model(directory / "model")
         self.log: list[str] = []
+        self.attempt = 1  # that runs now
         bare = Manifest(run="r", step=1, created=1.0, job="j", files={})
         self.manifest = write_manifest(self.model, bare)
-        self.offers = [SimpleNamespace(type="offered", data=OFFER)]
+        self.offers = [SimpleNamespace(type="offered", attempt=1, data=OFFER)]
 
         def verify(directory: Path, manifest: Manifest) -> None:
             self.log.append("verify")
@@ -81,7 +87,9 @@ class Scene:
             paths=Paths(self.model.parent),
             checkpoints=SimpleNamespace(path=lambda _run, _step: self.model),
             events=SimpleNamespace(read=lambda _job: self.offers),
-            jobs=SimpleNamespace(get=lambda _job: ("running", None)),
+            jobs=SimpleNamespace(
+                get=lambda _job: ("running", SimpleNamespace(attempt=self.attempt))
+            ),
         )
         client = cast(VllmClient, FakeVllm(self.model, self.log, broken, state))
         settings = Settings(
@@ -110,9 +118,25 @@ def test_ranks_that_wait_are_asked_before_files_are_read(scene: Scene) -> None:
 def test_a_meeting_outside_of_the_jobs_own_directory_is_passed_over(scene: Scene) -> None:
     """A trainer that was taken over can't have vLLM open other files of the volume."""
     for meeting in ("runs/r/served.json", "/etc/passwd", "jobs/work/other/1/meeting"):
-        scene.offers = [SimpleNamespace(type="offered", data=OFFER | {"meeting": meeting})]
+        scene.offers = [
+            SimpleNamespace(type="offered", attempt=1, data=OFFER | {"meeting": meeting})
+        ]
         scene.load()
     assert "nccl" not in scene.log
+
+
+def test_a_server_that_the_ranks_do_not_await_reads_files(scene: Scene) -> None:
+    """It was not ready when they offered the weights."""
+    data = OFFER | {"servers": ["1"]}
+    scene.offers = [SimpleNamespace(type="offered", attempt=1, data=data)]
+    scene.load()
+    assert scene.log == ["verify", "volume"]
+
+
+def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> None:
+    scene.attempt = 2
+    scene.load()
+    assert scene.log == ["verify", "volume"]
 
 
 def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:

@@ -16,8 +16,9 @@ from inference.worker_models import SCALE, Model, Workers
 from policies import LORA
 from tandem.inference.server.worker import landing
 from tandem.inference.server.worker.landing import Source
+from tandem.model.transfer import members
 from tandem.spool import Spool
-from tandem.spool.schema import LORA_TARGETS
+from tandem.spool.schema import LORA_TARGETS, ONLY, Replica
 from whole_weights_sender import Senders
 
 BOUND = 40.0
@@ -50,12 +51,12 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "BUFFER_BYTES", BUFFER_BYTES)
 
 
-def offered(senders: Senders, adapter: Path) -> Source:
-    """Offer the adapter's weights; what vLLM's workers are told of it."""
+def offered(senders: Senders, adapter: Path, server: str = ONLY) -> Source:
+    """Offer the adapter's weights; what vLLM's workers of a server are told of it."""
     job = senders.offer(adapter)
     [event] = [event for event in senders.spool.events.read(job) if event.type == "offered"]
     meeting = str(senders.spool.root / event.data["meeting"])
-    return {**event.data, "way": event.data["transport"], "meeting": meeting}
+    return {**event.data, "way": event.data["transport"], "meeting": meeting, "server": server}
 
 
 @pytest.mark.sample(3)
@@ -233,3 +234,121 @@ def test_another_version_takes_the_landing_place(
     assert "error" in ranks.sent(2 * BOUND)
     workers.serve(second)
     workers.check(second)
+
+
+@pytest.fixture
+def servers(ranks: Senders) -> Iterator[None]:
+    """Two inference servers are ready, and one lives and isn't."""
+    record = Replica(replica="0", url="", host="", pid=1, started=0, beat=time.time() + 20)
+    (ranks.spool.root / "replicas").mkdir(exist_ok=True)
+    for name in "012":
+        change = {"replica": name, "ready": name != "2"}
+        ranks.spool.replicas.put(record.model_copy(update=change))
+    yield
+    for name in "012":
+        (ranks.spool.root / "replicas" / f"{name}.json").unlink()
+
+
+@pytest.mark.usefixtures("servers")
+def test_two_servers_get_the_weights_at_once(
+    ranks: Senders, dense: Model, adapters: list[Path]
+) -> None:
+    """In one group, whatever their tensor parallelism; a server that isn't ready is not awaited."""
+    both = [Workers(dense, 2, whole=True), Workers(dense, 1, whole=True)]
+    for adapter in adapters:
+        source = offered(ranks, adapter, "0")
+        assert source["servers"] == ["0", "1"]
+        both[1].order(adapter, {**source, "server": "1"})
+        ranks.send()
+        assert both[0].serve(adapter, source) == "nccl"
+        assert both[1].serve(adapter, {**source, "server": "1"}) == "nccl"
+        assert ranks.sent()["servers"] == ["0", "1"]
+        for workers in both:
+            workers.check(adapter)
+
+
+@pytest.mark.usefixtures("servers")
+def test_ranks_go_on_without_a_server_that_does_not_come(
+    ranks: Senders, dense: Model, adapters: list[Path]
+) -> None:
+    """Who comes when the list is fixed is told at once to take another way."""
+    there, late = Workers(dense, whole=True), Workers(dense, 2, whole=True)
+    source = offered(ranks, adapters[0], "0")
+    late.weights[0].stage(str(adapters[0]), SCALE, {**source, "server": "1"})  # its other one waits
+    ranks.send()
+    begin = time.monotonic()
+    assert there.serve(adapters[0], source) == "nccl"
+    assert ranks.sent()["servers"] == ["0"]
+    assert members.JOIN_SECONDS <= time.monotonic() - begin < BOUND
+    late.weights[1].stage(str(adapters[0]), SCALE, {**source, "server": "1"})
+    with pytest.raises(RuntimeError, match="the ranks send to 0: it came too late"):
+        until_failed(late, adapters[0])
+    late.serve(adapters[0])
+    for workers in (there, late):
+        workers.check(adapters[0])
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_server_that_is_cut_off_in_mid_transfer_stops_nobody_for_long(
+    ranks: Senders, dense: Model, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' job goes on, and both servers take the weights another way."""
+    both = [Workers(dense, whole=True), Workers(dense, whole=True)]
+    source = offered(ranks, adapters[0], "0")
+
+    def cut() -> None:
+        raise ConnectionError("cut")
+
+    arriving(monkeypatch, 9, cut)  # of one of the two
+    both[1].order(adapters[0], {**source, "server": "1"})
+    both[0].order(adapters[0], source)
+    ranks.send()
+    begin = time.monotonic()
+    for workers in both:
+        assert failed(workers, adapters[0]) < BOUND
+    assert "error" in ranks.sent(2 * BOUND)
+    assert time.monotonic() - begin < BOUND
+    for workers in both:
+        workers.check(None)
+        workers.serve(adapters[0])
+        workers.check(adapters[0])
+    source = offered(ranks, adapters[1], "0")
+    both[1].order(adapters[1], {**source, "server": "1"})
+    ranks.send()
+    assert both[0].serve(adapters[1], source) == "nccl"
+    assert ranks.sent()["servers"] == ["0", "1"]
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_server_that_starts_again_does_not_come_twice(
+    ranks: Senders, dense: Model, adapters: list[Path]
+) -> None:
+    source = offered(ranks, adapters[0], "0")
+    Workers(dense, whole=True).order(adapters[0], source)
+    ranks.send()
+    again = Workers(dense, whole=True)
+    again.order(adapters[0], source)
+    with pytest.raises(RuntimeError, match="an earlier vLLM of this server has come"):
+        until_failed(again, adapters[0])
+    assert ranks.sent()["servers"] == ["0"]
+
+
+def test_ranks_do_not_wait_where_no_server_is_ready(
+    ranks: Senders, servers: None, adapters: list[Path]
+) -> None:
+    for name, record in ranks.spool.replicas.all().items():
+        ranks.spool.replicas.put(record.model_copy(update={"ready": False, "replica": name}))
+    assert offered(ranks, adapters[0])["servers"] == []
+    begin = time.monotonic()
+    ranks.send()
+    assert "none was ready" in ranks.sent()["error"]["message"]
+    assert time.monotonic() - begin < members.JOIN_SECONDS
+
+
+def until_failed(workers: Workers, version: Path) -> None:
+    """Raises what a worker says of weights that did not arrive."""
+    end = time.monotonic() + BOUND
+    while time.monotonic() < end:
+        for weights in workers.weights:
+            weights.staged(str(version))
+        time.sleep(0.01)

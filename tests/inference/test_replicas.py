@@ -3,6 +3,10 @@ slow, dead or new is never asked for a step that it doesn't have."""
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import fake_vllm
 from fake_vllm import FakeVllm
+from inference import replica_and_stop
 from inference.stage import Stage
 from tandem.errors import SpoolUnusable
 from tandem.inference.publisher import __main__ as program
@@ -23,6 +29,7 @@ from tandem.spool import replicas as replicas_module
 from tandem.spool.schema import Replica
 from tandem.vllm_client.client import VllmClient
 from tandem.vllm_client.names import READY_MARGIN_SECONDS
+from waiting import until
 
 
 class Several:
@@ -99,13 +106,14 @@ def several(
         one.close()
 
 
-def die(several: Several, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def die(several: Several, name: str, seconds: float = replicas_module.DEAD_SECONDS + 1) -> None:
     """A replica whose record nobody renews, long after."""
     several.member(name).stop()
-    path = several.stage.spool.paths.replicas / f"{name}.json"
-    record = Replica.model_validate_json(path.read_bytes())
-    old = record.model_copy(update={"beat": time.time() - replicas_module.DEAD_SECONDS - 1})
-    path.write_text(old.model_dump_json())
+    replicas = several.stage.spool.replicas, *(several.member(n)._replicas for n in several.vllms)
+    for each in replicas:
+        each.living()  # they have seen it once
+        beat, since = each._seen[name]
+        each._seen[name] = beat, since - seconds
     several.vllms[name].ready_until = 0.0  # by then
 
 
@@ -184,7 +192,7 @@ def test_nobody_waits_for_a_dead_replica(
     stage.step(0.3, job="job")
     three.once("a", "b")
     assert three.announced() == 0
-    die(three, "c", monkeypatch)
+    die(three, "c")
     three.member("a").beat()
     assert (three.announced(), three.served_events("job")) == (1, 1)
     three.check()
@@ -196,6 +204,91 @@ def test_nobody_waits_for_a_dead_replica(
     three.once("c")
     assert three.ready() == "abc"
     three.check()
+
+
+@pytest.mark.parametrize("phase", list(replica_and_stop.PHASES))
+def test_a_publisher_that_is_killed_in_any_phase(
+    several: Callable[..., Several], stage: Stage, tmp_path: Path, phase: str
+) -> None:
+    """No server answers without the announced step, the others go on, and it comes back."""
+    two = several()
+    two.once("a", "b", "a")
+    two.member("b").stop()
+    variables = {
+        "TANDEM_ROOT": str(stage.spool.root),
+        "TANDEM_INFERENCE_URL": two.vllms["b"].url,
+        "TANDEM_REPLICA": "b",
+        "TANDEM_API_KEY": fake_vllm.API_KEY,
+        "TANDEM_ADMIN_TOKEN": fake_vllm.ADMIN_TOKEN,
+        "TANDEM_DEVICE": "cpu",
+        "TANDEM_MAX_LORAS": "25",
+        "TMPDIR": str(tmp_path),
+    }
+    go = tmp_path / "go"
+    with subprocess.Popen(
+        [sys.executable, replica_and_stop.__file__, phase, str(go)], env=os.environ | variables
+    ) as publisher:
+        until("b is ready", go.with_suffix(".ready").exists, 60)
+        assert two.ready() == "ab"
+        stage.step(0.3, job="job")
+        two.once("a")
+        assert two.announced() == 0
+        go.touch()
+        assert publisher.wait(60) == -signal.SIGKILL
+    two.check()
+    assert two.announced() == (1 if phase == "after the announcement" else 0)
+    two.member("a").beat()
+    has = phase in ("between record and announcement", "after the announcement")
+    assert two.announced() == (1 if has else 0), "b's vLLM answers still, so it counts"
+    two.check()
+    die(two, "b")
+    two.member("a").beat()
+    assert (two.ready(), two.announced(), two.served_events("job")) == ("a", 1, 1)
+    two.check()
+    two.publish("b")
+    assert two.ready() == "a", "not before it has the step"
+    two.once("b")
+    assert (two.ready(), two.announced(), two.served_events("job")) == ("ab", 1, 1)
+    two.check()
+
+
+def test_a_clock_that_is_wrong_kills_nobody(
+    several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts' clocks differ, and are set: only a record that does not change is of a dead one."""
+    two = several()
+    two.once("a", "b", "a")
+    stage.step(0.3)
+    for seconds in (-1000.0, 1000.0):
+        path = stage.spool.paths.replicas / "b.json"
+        record = Replica.model_validate_json(path.read_bytes())
+        wrong = record.model_copy(update={"beat": time.time() + seconds})
+        path.write_text(wrong.model_dump_json())
+        two.once("a")
+        two.member("a").beat()
+        assert two.announced() == 0, "b lives, and does not serve the step yet"
+        two.check()
+
+
+def test_one_that_is_about_to_be_stopped_leaves(
+    several: Callable[..., Several], stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy has it no more, its requests end, and the others announce without it."""
+    two = several()
+    two.once("a", "b", "a")
+    leaving = stage.spool.root.parent / "leaving"
+    monkeypatch.setattr(replica_module, "leaving_file", lambda _root: leaving)
+    leaving.write_text(str(time.time() + 60))
+    two.member("b").beat()
+    time.sleep(0.02)
+    two.member("b").beat()
+    assert not two.vllms["b"].ready
+    assert two.member("b")._record.why == "it is about to be stopped"
+    two.once("b")
+    assert not two.vllms["b"].ready
+    leaving.write_text(str(time.time() - 1))  # of a container that has started again
+    two.once("b", "a")
+    assert two.ready() == "ab"
 
 
 def test_permission_ends_before_a_replica_counts_as_dead() -> None:
@@ -344,7 +437,7 @@ def test_retention_keeps_what_a_living_replica_serves(
     settings = stage.settings(keep_checkpoints=1)
     removal.prune(stage.spool, settings)
     assert stage.spool.checkpoints.steps("run") == [0, 1, 4], "b serves 1"
-    die(two, "b", monkeypatch)
+    die(two, "b")
     two.member("a").beat()
     two.once("a")  # unloads 1, which is announced no more
     removal.prune(stage.spool, settings)
@@ -356,10 +449,10 @@ def test_records_of_a_replica_that_is_gone_for_good_are_removed(
 ) -> None:
     two = several()
     two.once("a", "b")
-    die(two, "b", monkeypatch)
+    die(two, "b")
     two.member("a").beat()
     assert stage.spool.replicas.all().keys() == {"a", "b"}
-    monkeypatch.setattr(replicas_module, "FORGET_SECONDS", 1.0)
+    die(two, "b", replicas_module.FORGET_SECONDS)
     two.member("a").beat()
     assert stage.spool.replicas.all().keys() == {"a"}
     assert [path.name for path in (stage.spool.root / "runs/run/served").iterdir()] == ["a.json"]

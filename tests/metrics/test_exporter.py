@@ -16,8 +16,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from metrics.metric_tools import Scraped
 from tandem.config import Settings
-from tandem.metrics.exporter import exported_sides, make_collectors
+from tandem.metrics.collector import Page
+from tandem.metrics.exporter import MetricsServer, exported_sides, make_collectors
 from tandem.spool import Spool
+from tandem.supervise.supervisord import inference_ports
 from tandem.system import ports
 from waiting import until
 
@@ -129,3 +131,23 @@ def test_the_role_decides_what_is_collected_and_of_which_devices(
     }
     assert collectors.keys() == everything - without
     assert list(collectors["nvml"]._selected) == list(devices)
+
+
+def test_prometheus_is_told_where_each_vllm_is() -> None:
+    """At the name by which it has reached the exporter; of one vLLM without a label."""
+    several = inference_ports(Settings(inference_port=8000, inference_replicas=2))
+    one = inference_ports(Settings(inference_port=8000))
+    of_pod = inference_ports(Settings(inference_port=8000, inference_replicas=2, replica="pod-1"))
+    expected: list[tuple[dict[str, int], list[tuple[str, dict[str, str]]]]] = [
+        (several, [("inference:8001", {"replica": "0"}), ("inference:8002", {"replica": "1"})]),
+        (one, [("inference:8000", {})]),
+        (of_pod, [("inference:8000", {"replica": "pod-1"})]),
+    ]
+    for targets, answer in expected:
+        server = MetricsServer("127.0.0.1", 0, Page([]), targets)
+        server.serve_in_background()
+        url = f"http://127.0.0.1:{server.server_port}/targets"
+        found = httpx.get(url, headers={"Host": "inference:9401"}).json()
+        assert found == [{"targets": [at], "labels": labels} for at, labels in answer]
+        server.shutdown()
+        server.server_close()

@@ -398,6 +398,22 @@ def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkey
     assert seen.get("tandem_train_tokens_total") == 640
 
 
+def test_events_of_an_attempt_that_was_ended_are_not_counted(volume: Spool) -> None:
+    exported = exported_jobs(volume)
+    submit(volume, "j")
+    exported.collect()
+    job = volume.queue.claim("runner")
+    Attempt(volume, "j", 1).event("step", step=1, steps=2, metrics=STEP)
+    volume.queue.requeue(job, JobError(type="runner_lost", message="gone", retriable=True))
+    late = {"attempt": 1, "step": 2, "steps": 2, "metrics": STEP}
+    volume.events.append("j", "step", **late)  # as a client does that has lost its lock
+    volume.queue.claim("runner")
+    volume.events.append("j", "step", **late)
+    assert exported.collect().get("tandem_train_tokens_total") == 640
+    Attempt(volume, "j", 2).event("step", step=1, steps=2, metrics=STEP)
+    assert exported.collect().get("tandem_train_tokens_total") == 1280
+
+
 def test_damaged_jobs_are_left_out_and_the_others_are_counted(volume: Spool, monkeypatch) -> None:
     exported = exported_jobs(volume)
     submit(volume, "j1")

@@ -4,6 +4,7 @@ spool."""
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +12,7 @@ import pytest
 
 import fake_vllm
 from fake_vllm import FakeVllm
+from free_ports import free_ports
 from metrics.metric_tools import Exported, opener
 from spool.spool_tools import run_spec, train_one, write_adapter
 from tandem.config import Settings
@@ -152,7 +154,9 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
         assert seen.get("tandem_merged_runs") == 1
     volume.root.rename(tmp_path / "gone")
     seen = exported.collect()
-    assert seen.get("tandem_merged_phase", phase="torn") == 1, "the volume has no say in it"
+    assert seen.get("tandem_merged_phase", replica="", phase="torn") == 1, (
+        "the volume has no say in it"
+    )
     assert seen.get("tandem_collector_success", collector="merged") == 0
     (tmp_path / "gone").rename(volume.root)
     vllm.merged_phase = ""  # a vLLM that serves adapters
@@ -163,6 +167,24 @@ def test_the_phase_of_merged_weights_is_what_the_server_says(volume: Spool, tmp_
         "vLLM takes minutes to start"
     )
     assert not seen.all("tandem_merged_phase")
+
+
+def test_each_of_several_servers_is_asked_for_its_phase(volume: Spool) -> None:
+    while True:  # three ports in a row: of the proxy, and of two servers
+        [first] = free_ports(1)
+        with suppress(OSError):
+            servers = [FakeVllm(), FakeVllm()]
+            for number, server in enumerate(servers):
+                server.start(first + 1 + number)
+            break
+    servers[0].merged_phase, servers[1].merged_phase = "served", "torn"
+    keys = {"api_key": fake_vllm.API_KEY, "admin_token": fake_vllm.ADMIN_TOKEN}
+    settings = Settings(inference_port=first, inference_replicas=2, **keys)
+    seen = Exported(MergedCollector(opener(volume), settings)).collect()
+    for replica, phase in (("0", "served"), ("1", "torn")):
+        assert seen.get("tandem_merged_phase", replica=replica, phase=phase) == 1
+    for server in servers:
+        server.stop()
 
 
 def test_records_and_events_that_no_publisher_writes(volume: Spool, monkeypatch) -> None:

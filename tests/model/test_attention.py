@@ -6,6 +6,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from policies import LORA, logits, make_policy, write_random_adapter
+from tandem.families.adapter import all_targets
+from tandem.families.registry import read_arch
 from tandem.model import attention, flex_attention
 from tandem.model.rows import RowTensors
 from tandem.trainer.rank import probe
@@ -80,7 +82,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers":
 
 
 @pytest.mark.parametrize(
-    "config", [{}, WINDOW, {"family": "gpt_oss"}], ids=["whole", "window", "sinks"]
+    "config",
+    [{}, WINDOW, {"family": "gpt_oss"}, {"family": "deepseek_v3", "spread": 1.0}],
+    ids=["whole", "window", "sinks", "values of another width"],
 )
 def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config):
     """Forward only: FlexAttention has no backward on the CPU. `test_gpu_like_cpu.py` compares
@@ -88,7 +92,7 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config
     # Not compiled: PyTorch's reference, with the same blocks.
     monkeypatch.setattr(attention, "flex", flex_attention._attend)
     model = write_random_model(tmp_path / "model", **config)
-    lora = LORA.model_copy(update={"targets": ("q_proj", "k_proj", "v_proj", "o_proj")})
+    lora = LORA.model_copy(update={"targets": all_targets(read_arch(str(model)))[:4]})
     policy = make_policy(model, lora, write_random_adapter(tmp_path / "adapter", model, lora))
     generator = torch.Generator().manual_seed(3)
     tokens, positions = (
@@ -101,6 +105,26 @@ def test_flex_and_sdpa_give_the_same_logits(alone, monkeypatch, tmp_path, config
             by_kernel[policy.attention_kernel] = logits(policy, row)
     assert torch.isfinite(by_kernel["flex"]).all()
     assert (by_kernel["flex"] - by_kernel["sdpa"]).abs().max() <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "value_size"), [(192, 128), (256, 256), (96, 160)])
+def test_flex_and_sdpa_give_the_same_gradients_where_values_have_another_width(size, value_size):
+    dtype, generator = torch.bfloat16, torch.Generator().manual_seed(3)
+    end = random_tree(300, 280, generator)
+    q, k, v, weight = (
+        torch.randn(300, 4, width, generator=generator).to("cuda", dtype)
+        for width in (size, size, value_size, value_size)
+    )
+    rotation = attention.rotation(torch.zeros(300), torch.ones(32), dtype)
+    found = []
+    for kernel in ("sdpa", "flex"):
+        row = attention.tree_params(end, kernel, tuple(part.cuda() for part in rotation))
+        own = one, two, three = [head.detach().requires_grad_() for head in (q, k, v)]
+        output = attention.attend(one, two, three, row, size**-0.5)
+        found.append([output, *torch.autograd.grad((output * weight).sum(), own)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).float().norm() <= 1e-2 * other.float().norm()
 
 
 @pytest.mark.gpu

@@ -60,6 +60,7 @@ def output_and_gradients(called, x, weight, scale):
     return [output, *torch.autograd.grad(output.square().sum(), (x, weight))]
 
 
+@pytest.mark.slow
 def test_a_later_process_loads_the_function_and_its_gradients(compiles, files):
     made = output_and_gradients(Compiled(function), *arguments())
     assert len(compiles) == len(list(files.iterdir())) == 1

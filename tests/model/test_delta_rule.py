@@ -16,8 +16,8 @@ Tree = tuple[torch.Tensor, list[list[int]]]
 
 
 def random_tree(choose: random.Random, slots: int) -> Tree:
-    """`subtree_end` of a row of random trees with padding, and the slots of each sequence. A root has
-    two slots at least: a sequence of one slot predicts nothing, and counts as padding."""
+    """`subtree_end` of a row of random trees with padding, and the slots of each sequence. Each
+    root has two slots or more: a sequence of one slot predicts nothing, and counts as padding."""
     ends: list[int] = []
     paths: list[list[int]] = []
 

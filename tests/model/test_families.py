@@ -24,12 +24,15 @@ from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 from tandem.topology.sizes import Sizes
-from tiny import GLM4_MOE, GPT_OSS, MOE, SHAPE, VISIONS, write_random_model
+from tiny import GLM4_MOE, GPT_OSS, LATENT, MOE, SHAPE, VISIONS, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
 GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
 GLM4 = {**SHAPE, **GLM4_MOE, "model_type": "glm4_moe"}
+FLASH = {**SHAPE, **LATENT, "model_type": "glm4_moe_lite"}
+DEEPSEEK = {**FLASH, "model_type": "deepseek_v3"}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 OSS = {**SHAPE, **GPT_OSS, "model_type": "gpt_oss"}
 
 
@@ -87,7 +90,9 @@ REQUIRED = {
 
 def theirs(config: dict[str, Any]) -> Any:
     values = {key: value for key, value in config.items() if key != "model_type"}
-    return transformers.CONFIG_MAPPING[config["model_type"]](**values)
+    # vLLM reads Kimi K2's config as DeepSeek V3's; transformers does not know the name.
+    family = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    return transformers.CONFIG_MAPPING[family](**values)
 
 
 NOT_BUILT = {
@@ -117,6 +122,10 @@ OF_SOME = {  # models with windows, or of mixtures
     "per_layer_config",  # transformers' own way to write `global_head_dim`
     "attn_output_gate",  # which transformers and vLLM do not read
     "output_gate_type",
+    "topk_method",  # read by vLLM, as the next three; in transformers they are no choice
+    "scoring_func",
+    "moe_layer_freq",
+    "index_topk",
 }
 
 
@@ -230,13 +239,27 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
             )
             del found["n_shared_experts"]
         if moe.router == "sigmoid":
-            found["first_k_dense_replace"] = (moe.dense_layers, hf.first_k_dense_replace)
+            kinds = getattr(hf, "mlp_layer_types", None)
+            dense = hf.first_k_dense_replace if kinds is None else kinds.count("dense")
+            found["first_k_dense_replace"] = (moe.dense_layers, dense)
             found["n_group"], found["topk_group"] = (
                 (moe.groups, hf.n_group),
                 (moe.groups_per_token, hf.topk_group),
             )
             found["routed_scaling_factor"] = (moe.scale, hf.routed_scaling_factor)
-            found["use_qk_norm"] = (arch.qk_norm, hf.use_qk_norm)
+            found["use_qk_norm"] = (arch.qk_norm, getattr(hf, "use_qk_norm", False))
+    if mla := arch.mla:
+        found["q_lora_rank"] = (mla.q_rank, hf.q_lora_rank)
+        found["kv_lora_rank"] = (mla.kv_rank, hf.kv_lora_rank)
+        found["qk_nope_head_dim"] = (mla.nope_size, hf.qk_nope_head_dim)
+        found["qk_rope_head_dim"] = (mla.rope_size, hf.qk_rope_head_dim)
+        found["v_head_dim"] = (mla.value_size, hf.v_head_dim)
+        found["rope_interleave"] = (True, hf.rope_interleave)
+        found["mlp_layer_types"] = found["first_k_dense_replace"]
+        found["head_dim"] = (arch.head_dim, hf.qk_head_dim)
+        found["partial_rotary_factor"] = (mla.rope_size, hf.head_dim)
+        # Their default is that of one published model, whatever the number of heads.
+        found["num_key_value_heads"] = (arch.num_kv_heads, arch.num_heads)
     return found
 
 
@@ -279,12 +302,18 @@ def differing(config: dict[str, Any], hf: Any) -> list[str]:
     return [key for key, (ours, theirs) in found.items() if ours != theirs]
 
 
+DEEPSEEKS = ("deepseek_v3", "kimi_k2")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path, family):
     from vllm.transformers_utils.config import get_config
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        values = dict(values)  # Mistral 3's class in transformers writes into it
+        # As many layers and experts as its defaults need. Mistral 3's class in transformers writes
+        # into what it is given.
+        more = {"num_hidden_layers": 4, "n_routed_experts": 32} if family in DEEPSEEKS else {}
+        values = {key: more.get(key, value) for key, value in values.items()}
         if family.startswith("gemma4"):
             values["hidden_size_per_layer_input"] = 0  # left out, it is 256, which is refused
             del values["num_experts"]
@@ -300,6 +329,7 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert differing(config, get_config(tmp_path, trust_remote_code=False)) == []
     moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts", "gpt_oss": "num_experts"}
+    moe |= dict.fromkeys(("glm4_moe_lite", *DEEPSEEKS), "n_routed_experts")
     size = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
     moe |= dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"), "num_experts")
     own = [moe[family], "num_experts_per_tok", size] if family in moe else []
@@ -404,7 +434,24 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
         ),
         (OSS, {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (FLASH, {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        (FLASH, {"attention_bias": True}, "biases on attention"),
+        (FLASH, {"rope_interleave": False}, "pairs are not neighbours"),
+        (FLASH, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "a part of each head"),
+        (FLASH, {"rope_parameters": YARN}, "'yarn'"),
+        (FLASH, {"first_k_dense_replace": 0}, "mlp_layer_types"),
+        (FLASH, {"mlp_layer_types": ["sparse", "sparse"]}, "mlp_layer_types"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "without a sigmoid"),
+        (DEEPSEEK, {"topk_method": "group_limited_greedy"}, "noaux_tc"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK, {"index_topk": 2048}, "indexer"),
+        (DEEPSEEK, {"rope_parameters": {**YARN, "mscale": 1.0}}, "one of mscale"),
+        (DEEPSEEK, {"rope_parameters": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
+        (DEEPSEEK, {"rope_parameters": {**YARN, "truncate": False}}, "truncation"),
+        (DEEPSEEK, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         # Wrong values.
+        (DEEPSEEK, {"num_key_value_heads": 2}, "2 key/value heads"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         (QWEN3_MOE, {"hidden_size": None}, "hidden_size is None"),
         (QWEN3_MOE, {"vocab_size": -1}, "vocab_size is -1"),
         (QWEN3_MOE, {"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),

@@ -10,10 +10,11 @@ from policies import gradients, linear_row, make_policy, write_random_adapter
 from tandem.model import recompute
 from tandem.model.layer.sublayers import AttentionSublayer, SaveLevel
 from tandem.planning.memory import SavedBytes, choose_levels
-from tandem.spool.schema import LoraShape
+from tandem.spool.schema import LATENT_TARGETS, LoraShape
 from tiny import write_random_model
 
 EXPERTS = LoraShape(rank=4, targets=("q_proj", "o_proj", "gate_proj", "down_proj"))
+LATENT = LoraShape(rank=4, targets=(*LATENT_TARGETS, "o_proj", "down_proj"))
 
 
 def make(directory, family, lora=None):
@@ -45,6 +46,7 @@ def backward(policy):
         ("qwen2", None),
         ("glm4_moe", EXPERTS),
         ("qwen3_5_moe_text", EXPERTS),
+        ("deepseek_v3", LATENT),
     ],
 )
 def test_every_level_gives_the_same_gradients_bit_for_bit(alone, tmp_path, family, lora):

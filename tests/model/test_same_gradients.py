@@ -16,7 +16,7 @@ from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tiny import write_random_model
 from wide import computed_in
 
@@ -46,6 +46,9 @@ def lora_of(case: str) -> LoraShape:
         targets = ("q_proj", "v_proj", "o_proj", *(() if experts else LORA_TARGETS[4:]))
         own = CASES[case].get("attention_k_eq_v", True) is False
         return LORA.model_copy(update={"targets": LORA_TARGETS if own else targets})
+    if (family := CASES[case]["family"]) in ("glm4_moe_lite", "deepseek_v3"):
+        queries = LATENT_TARGETS[:2] if family == "glm4_moe_lite" else ("q_proj",)
+        return LORA.model_copy(update={"targets": queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]})
     return ATTENTION if CASES[case]["family"] == "gpt_oss" else LORA
 
 

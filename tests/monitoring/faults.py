@@ -105,6 +105,7 @@ ENGINE = {"model_name": "tiny", "engine": "0"}
 LAST_STEP = "tandem_train_last_step_timestamp_seconds"
 PROGRESS = "tandem_job_last_progress_timestamp_seconds"
 STEPS = "tandem_train_step_duration_seconds"
+STEPS_OF_VLLM = "vllm:iteration_tokens_total_count"
 START = "tandem_supervisor_process_start_time_seconds"
 UP = "tandem_supervisor_process_up"
 NEW_POD = {"pod": "tandem-controller-2", "instance": "tandem-controller-2:8080"}
@@ -533,6 +534,52 @@ fault(
     replicas,
     {28: NONE, 40: {"TandemReplicaGone"}},
     setting("inference", "tandem_replica_ready", lambda m: 1.0 if m < 20 else None, replica="1"),
+)
+fault(
+    "one of two inference servers is given no weights",
+    replicas,
+    {95: NONE},
+    phase(lambda m: "served" if m < 70 else "empty", "1"),
+)
+fault(
+    "both inference servers are given no weights",
+    replicas,
+    {79: NONE, 81: {"TandemMergedNotServed"}},
+    phase(lambda m: "served" if m < 70 else "empty", "0"),
+    phase(lambda m: "served" if m < 70 else "empty", "1"),
+)
+fault(
+    "the engine of one of two inference servers hangs",
+    replicas,
+    {81: NONE, 85: {"TandemVLLMEngineHung"}},
+    setting("vllm", STEPS_OF_VLLM, lambda m: 1000.0 * min(m, 70), **ENGINE, replica="1"),
+)
+fault(
+    "requests of a rollout go to all inference servers",
+    replicas,
+    {435: NONE, 449: {"TandemPrefixCacheCold"}},
+    *(
+        setting(
+            "vllm",
+            "vllm:prefix_cache_hits_total",
+            lambda m: 30000.0 * min(m, 420) + 2000 * max(m - 420, 0),
+            **ENGINE,
+            replica=replica,
+        )
+        for replica in "01"
+    ),
+)
+fault(
+    "clients of one inference server change what they ask",
+    training,
+    {449: NONE},
+    setting("vllm", "vllm:prefix_cache_hits_total", lambda m: 30000.0 * min(m, 400), **ENGINE),
+)
+fault(
+    "one of two vLLM of a machine is gone, and the other has the GPU",
+    replicas,
+    {70: {"TandemProcessDown"}},
+    setting("inference", UP, since(20, 0, before=1), program="vllm-1"),
 )
 fault(
     "vLLM starts again and is given no weights",

@@ -15,10 +15,21 @@ _ENGINE = {"model_name": "tiny", "engine": "0"}
 
 
 def replicas() -> Stack:
-    """Two inference servers behind one address."""
+    """Two inference servers behind one address, with merged weights."""
     stack = training()
     put(stack, "inference", "tandem_replicas_wanted", 2)
+    put(stack, "inference", "tandem_merged_runs", 1)
+    for series in [series for series in stack if 'job="tandem-vllm"' in series]:
+        values = stack.pop(series)
+        for replica in "01":
+            stack[series.replace("{", f'{{replica="{replica}",')] = list(values)
+    for series in [series for series in stack if re.search('program="(vllm|publisher)"', series)]:
+        values = stack.pop(series)
+        for replica in "01":
+            name = re.sub(r'program="(\w+)"', rf'program="\1-{replica}"', series)
+            stack[name] = list(values)
     for replica in "01":
+        phase_of_merged(stack, lambda _: "served", replica)
         # The second starts later; a slow publication takes a server out for minutes.
         late = (lambda m: float(m > 10 and not 60 <= m < 66)) if replica == "1" else 1
         put(stack, "inference", "tandem_replica_ready", late, replica=replica)
@@ -119,6 +130,9 @@ def _vllm(stack: Stack, *, pace: float) -> None:
     engine("vllm:kv_cache_usage_perc", 0.97 * pace)
     engine("vllm:num_preemptions_total", per_minute(6 * pace))
     engine("vllm:generation_tokens_total", per_minute(60000 * pace))
+    # Bursts of other traffic share less.
+    engine("vllm:prefix_cache_queries_total", per_minute(40000 * pace))
+    engine("vllm:prefix_cache_hits_total", lambda m: pace * (30000 * m - 10000 * min(m % 90, 30)))
     engine("vllm:iteration_tokens_total_count", per_minute(1000 * pace))
     engine("vllm:request_generation_tokens_bucket", 0, le="1.0")
     for reason, share in (("stop", 95), ("length", 5), ("abort", 0)):
@@ -344,7 +358,7 @@ def merged() -> Stack:
     return stack
 
 
-def phase_of_merged(stack: Stack, phase: Callable[[int], str]) -> None:
+def phase_of_merged(stack: Stack, phase: Callable[[int], str], replica: str = "") -> None:
     for name in ("empty", "swapping", "unverified", "served", "torn"):
         put(
             stack,
@@ -352,6 +366,7 @@ def phase_of_merged(stack: Stack, phase: Callable[[int], str]) -> None:
             "tandem_merged_phase",
             lambda minute, name=name: phase(minute) == name,
             phase=name,
+            replica=replica,
         )
 
 

@@ -140,6 +140,7 @@ def test_the_files_are_valid(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_fault_fires_its_alerts_and_no_others(faults):
     wrong = re.findall(r"expr: \"group by [^\n]*time: [^\n]*\n[^\n]*\n[^\n]*", faults)
     assert not wrong, "\n".join(wrong)

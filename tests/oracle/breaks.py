@@ -7,20 +7,31 @@ can show it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 import cut_rank
-from oracle.cases import MIXTURES, Case
+from oracle.cases import LATENTS, MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
-from tandem.model import delta_rule, logprobs
+from tandem.model import delta_rule, logprobs, parallel
 from tandem.model import policy as policy_module
-from tandem.model.layer import decoder_layer, gated_delta_net, head_rows, kernels, sublayers
+from tandem.model.layer import (
+    decoder_layer,
+    gated_delta_net,
+    head_rows,
+    kernels,
+    latent_attention,
+    sublayers,
+)
 from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_mlp import GatedMlp
+from tandem.model.layer.latent_attention import LatentAttentionSublayer
 from tandem.model.layer.moe_sublayer import MoeSublayer
+from tandem.model.lora import LoraLinear
+from tandem.spool.schema import LATENT_TARGETS
 from tandem.training import sharded_adam
 from tandem.training.optimizer import AdapterOptimizer
 from tandem.training.sharded_adam import ShardedAdam
@@ -102,6 +113,9 @@ STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
 REDUCE, STEP = AdapterOptimizer.reduce_gradients, AdapterOptimizer.step
 IN_CHUNKS, ANCESTORS = delta_rule._in_chunks, delta_rule._ancestors
 NORM, GATES = gated_delta_net._norm_and_gate, GatedMlp._gates
+MAKE_HEADS, INPUTS = latent_attention.make_heads, LatentAttentionSublayer._inputs
+MAKE_HEADS_BACKWARD = latent_attention.make_heads_backward
+ATTEND, ADD_GRADIENTS = sublayers.attend, LoraLinear.add_gradients
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 
@@ -238,6 +252,75 @@ def always_open(_self, normalised):
     return torch.ones(len(normalised), 1)
 
 
+def of_latents(shows: Callable[[Case], object] = lambda _: True) -> Callable[[Case], object]:
+    return lambda case: case.seed >= LATENTS and shows(case)
+
+
+def rope_first(parts, mla, cos, sin, length):
+    """RoPE turns the first features of queries, not the last."""
+    queries, *others = parts
+    rolled = queries.roll(mla.rope_size, -1)
+    made, keys, values = MAKE_HEADS((rolled, *others), mla, cos, sin, length)
+    return made.roll(-mla.rope_size, -1), keys, values
+
+
+def values_first(parts, mla, *rest):
+    queries, keys_values, shared = parts
+    return MAKE_HEADS((queries, keys_values.roll(mla.nope_size, -1), shared), mla, *rest)
+
+
+def values_widened(parts, mla, *rest):
+    """The width of values is that of keys: the rest is what follows in memory."""
+    q, k, v = MAKE_HEADS(parts, mla, *rest)
+    return q, k, v.flatten(1).roll(1, -1).view(v.shape)
+
+
+def halves(heads, cos, sin):
+    first, second = heads.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def normed_together(self, latents, normalised):
+    """The norm is that of all of kv_a's output."""
+    q_in, kv_in, shared = INPUTS(self, latents, normalised)
+    *_, latent, _ = self._split_latents(latents)
+    alone, whole = (
+        (part.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        for part in (latent, torch.cat([latent, shared], -1))
+    )
+    return q_in, kv_in * alone / whole, shared
+
+
+def normed_shared(self, latents, normalised):
+    q_in, kv_in, shared = INPUTS(self, latents, normalised)
+    return q_in, kv_in, shared / (shared.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def of_one_head(gradients, mla, cos, sin):
+    queries, keys, values = gradients
+    *others, _ = MAKE_HEADS_BACKWARD(gradients, mla, cos, sin)
+    first = queries[:, :1], keys[:, :1], values[:, :1]
+    return *others, MAKE_HEADS_BACKWARD(first, mla, cos, sin)[2]
+
+
+def scaled_by(size: Callable[..., int]) -> Callable[..., torch.Tensor]:
+    def attend(query, key, value, tree, _scale, sinks):
+        return ATTEND(query, key, value, tree, size(query, value) ** -0.5, sinks)
+
+    return attend
+
+
+def of_own_heads(tensor, group):
+    return tensor.chunk(group.size())[group.rank()]
+
+
+def of_own_tokens(self, *arguments):
+    summed, self._own_tokens = self._own_tokens, self.sequence
+    ADD_GRADIENTS(self, *arguments)
+    self._own_tokens = summed
+
+
 BREAKS = {
     "positions count slots, not the path": Break(
         (policy_module, "deal_row", slots_as_positions),
@@ -262,7 +345,7 @@ BREAKS = {
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
     # Where all weights are trained.
-    "norms have no gradient": Break((sublayers, "_add_norm_gradient", nothing), full()),
+    "norms have no gradient": Break((sublayers, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
     ),
@@ -410,6 +493,63 @@ BREAKS = {
     "gemma4: the router's input has no gradient": Break(
         (ExpertsBesideMlp, "_router_rows_backward", lambda _self, _gradient, _x, plus: plus),
         of_gemma4_experts,
+    ),
+    # Latent attention.
+    "latents: RoPE turns the first features": Break(
+        (latent_attention, "make_heads", rope_first), of_latents()
+    ),
+    "latents: RoPE turns halves, not neighbours": Break(
+        (latent_attention, "rotate_pairs", halves), of_latents()
+    ),
+    "latents: values come before keys": Break(
+        (latent_attention, "make_heads", values_first), of_latents()
+    ),
+    "latents: values are read a feature off": Break(
+        (latent_attention, "make_heads", values_widened), of_latents()
+    ),
+    "latents: the norm is over the shared features too": Break(
+        (LatentAttentionSublayer, "_inputs", normed_together), of_latents()
+    ),
+    "latents: the shared features are normalised": Break(
+        (LatentAttentionSublayer, "_inputs", normed_shared), of_latents()
+    ),
+    "latents: the scale is that of values": Break(
+        (sublayers, "attend", scaled_by(lambda _query, value: value.shape[-1])),
+        of_latents(
+            lambda c: (
+                c.config["v_head_dim"]
+                != c.config["qk_nope_head_dim"] + c.config["qk_rope_head_dim"]
+            )
+        ),
+    ),
+    "latents: the scale is without YaRN's": Break(
+        (sublayers, "attend", scaled_by(lambda query, _value: query.shape[-1])),
+        of_latents(lambda c: "mscale" in c.config.get("rope_parameters", ())),
+    ),
+    "latents: the shared features have one head's gradient": Break(
+        (latent_attention, "make_heads_backward", of_one_head), of_latents()
+    ),
+    "latents, tp: the shared features have a rank's gradient": Break(
+        (
+            latent_attention,
+            "parallel",
+            SimpleNamespace(gather=parallel.gather, scatter_sum=of_own_heads),
+        ),
+        of_latents(lambda c: cut(c, "tensor")),
+    ),
+    "latents, sp: adapters have the gradient of a rank's tokens": Break(
+        (LoraLinear, "add_gradients", of_own_tokens),
+        of_latents(
+            lambda c: (
+                cut(c, "tensor")
+                and c.lora
+                and set(c.lora.targets) & {"q_a_proj", LATENT_TARGETS[2]}
+            )
+        ),
+    ),
+    "latents, sp: norms' gradients of the ranks' tokens are not summed": Break(
+        (ShardedAdam, "_sum_over_tensor_ranks", nothing),
+        of_latents(lambda c: cut(c, "tensor") and c.lora is None),
     ),
     "experts are summed over the wrong ranks": Break(
         (ShardedAdam, "_group", lambda self, _: self._topology.data),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tandem.model.rows import RowTensors, pad_row
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tiny import GEMMA4_MOE, SHAPE, VISIONS
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
@@ -21,11 +21,16 @@ SERVED_FAMILIES = (
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
-"""From this seed on the cases are of Qwen3.5, every third one of its mixtures."""
+"""From this seed on the cases are of Qwen3.5."""
+DELTA_MIXTURES = 3000
+"""From this seed on the cases are of Qwen3.5's mixtures."""
 SMALL = 4000
 """From this seed on the cases are of these families in turn."""
 SMALL_FAMILIES = ("olmo3", "smollm3", "ministral3", "qwen3_vl", "qwen3_vl_moe", "mistral3")
-GEMMA4S = 5000
+LATENTS = 5000
+"""From this seed on the cases are of latent attention."""
+LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
+GEMMA4S = 6000
 """From this seed on the cases are of Gemma 4, every third one of its mixtures."""
 VOCABULARY = SHAPE["vocab_size"]
 
@@ -107,13 +112,16 @@ def draw(seed: int) -> Case:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
     if DELTA_NETS <= seed < SMALL:
-        mixture = seed % 3 == 0
+        mixture = seed >= DELTA_MIXTURES
         family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
-    if seed >= GEMMA4S:
-        family, mixture = "gemma4_text", seed % 3 == 0
-    if SMALL <= seed < GEMMA4S:
+    if SMALL <= seed < LATENTS:
         family = SMALL_FAMILIES[seed % len(SMALL_FAMILIES)]
         mixture = family == "qwen3_vl_moe"
+    latents = LATENTS <= seed < GEMMA4S
+    if latents:
+        family, mixture = LATENT_FAMILIES[seed % 2], True
+    if seed >= GEMMA4S:
+        family, mixture = "gemma4_text", seed % 3 == 0
     gemma4 = family == "gemma4_text"
     delta_nets = family.startswith("qwen3_5")
     world = rng.choice((1, 2, 2, 4, 4, 8))
@@ -136,6 +144,9 @@ def draw(seed: int) -> Case:
             targets = ("q_proj", "v_proj", "o_proj") if mixture else targets
         if delta_nets:
             targets = LORA_TARGETS + DELTA_NET_TARGETS
+        if latents:
+            queries = LORA_TARGETS[:1] if _one_projection(seed) else LATENT_TARGETS[:2]
+            targets = queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
         if chosen == ["v_proj"] and gemma4:  # which not all layers have
             chosen = ["q_proj", "v_proj"]
@@ -144,7 +155,7 @@ def draw(seed: int) -> Case:
             rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen)
         )
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
-    config = _config(rng, family)
+    config = _latent_config(rng, seed, family) if latents else _config(rng, family)
     if gemma4:
         config |= _gemma4(rng, config["num_hidden_layers"], tensor, mixture)
     if SERVED <= seed < DELTA_NETS:
@@ -165,6 +176,40 @@ def draw(seed: int) -> Case:
         kept,
         temperature,
     )
+
+
+def _one_projection(seed: int) -> bool:
+    """Whether queries have no latent."""
+    return seed // 2 % 3 == 2
+
+
+def _latent_config(rng: random.Random, seed: int, family: str) -> dict[str, Any]:
+    config = _config(rng, family)
+    del config["head_dim"]
+    layers = config["num_hidden_layers"]
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": None if _one_projection(seed) else rng.randint(8, 24),
+        "kv_lora_rank": rng.randint(8, 20),
+        "qk_nope_head_dim": rng.choice((6, 8, 10)),
+        "qk_rope_head_dim": rng.choice((4, 6, 8)),
+        "v_head_dim": rng.choice((6, 8, 12, 20)),
+        "first_k_dense_replace": rng.randint(0, min(1, layers - 1)),
+        "norm_topk_prob": rng.random() < 0.7,
+        "n_group": (groups := rng.choice((1, 2, 4))),
+        "topk_group": min(groups, 2),
+    }
+    if family == "deepseek_v3" and rng.random() < 0.6:
+        config["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 16,
+            **rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 0.7})),
+        }
+    return config
 
 
 def _staged(seed: int, sizes: dict[str, Any], layers: int) -> dict[str, Any]:

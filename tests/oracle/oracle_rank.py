@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
-from full import make_full, tensors
+from full import make_full, tensors, without_buffers
 from oracle.breaks import BREAKS
 from oracle.cases import Case, draw
 from policies import make_policy
@@ -99,7 +99,8 @@ def compute(case: Case, directory: Path) -> dict[str, Any]:
     made = iter(range(2))
 
     def files(of: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return tensors(full.write(directory / f"made-{os.environ['ORACLE_RUN']}-{next(made)}", of))
+        path = directory / f"made-{os.environ['ORACLE_RUN']}-{next(made)}"
+        return without_buffers(tensors(full.write(path, of)))
 
     def whole() -> dict[str, torch.Tensor]:
         full.optimizer._gather(full.optimizer._gradients)

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from full import saved
+from full import saved, without_buffers
 from oracle.cases import Case
 from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
 from policies import merged
@@ -39,6 +39,10 @@ class Model:
         self.base = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
             directory / "model", dtype=dtype, experts_implementation="eager"
         )
+        for name, module in self.base.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                # transformers' default there; in vLLM, and so in Tandem, the model's.
+                module.variance_epsilon = self.base.config.rms_norm_eps
         self.parameters = dict(self.base.named_parameters())
         if case.lora is None:
             self.logits = lambda tokens: self.base(tokens[None]).logits[0]
@@ -82,8 +86,11 @@ class Model:
     def named(self, values: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
         """By the names of the model's files, or PEFT's keys."""
         if self._case.lora is None:
-            files = saved(self.base, directory, values)
-            return {name: t for name, t in files.items() if not name.endswith("layer_scalar")}
+            return {
+                name: value
+                for name, value in without_buffers(saved(self.base, directory, values)).items()
+                if not name.endswith("layer_scalar")
+            }
         return {name: value.detach().clone() for name, value in values.items()}
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from tandem.config import Settings
-from tandem.inference.server.command import _family_arguments
+from tandem.inference.server.family_arguments import family_arguments
 
 Order = dict[str, Any]
 """`model` and `adapter` (or null): directories; `sequences`: token ids."""
@@ -37,7 +36,7 @@ def logprobs(order: Order) -> list[torch.Tensor]:
             "lora_target_modules": adapted["target_modules"],
         }
     # As `tandem serve-inference` starts it.
-    given = _family_arguments(Settings(), "cuda", order["model"])
+    given = family_arguments(order["model"], "float32", on_cpu=False)
     options = dict(pairwise(given))
     llm = LLM(
         order["model"],

@@ -28,7 +28,7 @@ from tandem.planning.memory import (
     rank_memory,
 )
 from tandem.planning.plan import _share, _step_seconds, describe, plan
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
@@ -294,6 +294,19 @@ def test_what_a_delta_net_keeps_between_its_products_is_what_the_formula_says(al
     kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
     assert kept == 3 * 2 * (saved.attention - saved.input)
     assert held[SaveLevel.ALL] - held[SaveLevel.ATTENTION] > 3 * (saved.all - saved.attention)
+
+
+def test_what_latent_attention_keeps_is_what_the_formula_says(alone, tmp_path):
+    lora = LoraShape(rank=4, targets=LATENT_TARGETS + LORA_TARGETS[3:])
+    model = write_random_model(tmp_path / "model", family="glm4_moe_lite", num_hidden_layers=3)
+    held = bytes_held(make_policy(model, lora=lora))
+    workload = Workload(read_arch(str(model)), lora, 50)
+    saved = rank_memory(workload, Sizes()).saved
+    # Here elements have four bytes instead of two, and the attention's kernel keeps copies of the
+    # heads, of two times 16 and 14 features, at each level.
+    kept = held[SaveLevel.ATTENTION] - held[SaveLevel.INPUT]
+    heads = 4 * (2 * 16 + 14)
+    assert kept == 3 * (2 * (saved.attention - saved.input) - 50 * 4 * heads)
 
 
 def test_layers_of_two_kinds_count_with_their_shares():

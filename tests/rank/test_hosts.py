@@ -112,6 +112,7 @@ def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tu
     return [agent.returncode for agent in agents], "\n".join([*told, *logs])
 
 
+@pytest.mark.slow
 def test_two_hosts_train_what_one_host_trains(
     tmp_path: Path, model: Path, hosts: list[str]
 ) -> None:

@@ -47,6 +47,7 @@ def results(
     return dict(zip(cases, found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "topology"), CASES)
 def test_a_job_tried_again_makes_the_same_bytes(results: Any, kind: str, topology: str) -> None:

@@ -91,6 +91,7 @@ def test_every_end_of_a_rank_is_a_state_with_a_reason(
     ]
 
 
+@pytest.mark.slow
 def test_a_fork_server_may_take_longer_to_start_than_stall_seconds(tmp_path):
     """Each attempt would end it in its imports, and the next would begin them again."""
     stack = Stack(tmp_path / "spool", "fork", entry="rank_that_imports_slowly")

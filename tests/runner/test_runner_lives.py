@@ -128,6 +128,7 @@ def test_a_process_that_outlives_a_killed_runner_is_ended_by_the_next_before_it_
     )
 
 
+@pytest.mark.slow
 def test_kills_leave_nothing_more_in_tmpdir(make, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     stack = make("resident")

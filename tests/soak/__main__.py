@@ -1,7 +1,8 @@
 """Kills and disturbs a stack at random moments, and checks between the rounds that no promise was
 broken.
 
-    python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--real-vllm] [--work DIRECTORY]
+    python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--servers 2 | --real-vllm]
+        [--work DIRECTORY]
 
 Each round has one way to start ranks. After it the trainer is stopped and started again, every job
 ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
@@ -39,7 +40,8 @@ from soak.disturb import (
     Moments,
     Strikes,
 )
-from soak.stack import TRAINER, Stack, Victim, Volume
+from soak.stack import API_KEY, TRAINER, Stack, Victim, Volume
+from soak.stranger import Stranger
 
 ROUND = 40
 LAUNCHES = {"fork": 70, "resident": 15, "torchrun": 15}
@@ -56,7 +58,12 @@ class Soak:
         self.volume = Volume(work / "volume", VOLUME_MIB)
         self.root = self.volume.root
         self._ledger = Ledger(work / "ledger")
-        self.stack = Stack(work, self.volume, real_vllm=options.real_vllm)
+        self.stack = Stack(work, self.volume, real_vllm=options.real_vllm, servers=options.servers)
+        self.stranger: Stranger | None = None
+        if options.servers > 1:
+            keys = {"Authorization": f"Bearer {API_KEY}"}
+            self.stranger = Stranger(self.root, self.stack.vllm_urls, keys)
+            self.stranger.start()
         self.client = Client(self.root, self.stack.url, self._ledger, self._rng.getrandbits(32))
         self._moments = Moments(self.root, self.client, self._rng)
         self._strikes = Strikes(self._rng, self._ledger)
@@ -176,6 +183,8 @@ class Soak:
         ledger = check.Ledger.read(self.work / "ledger")
         problems += check.violations(self.root, ledger) + self.client.problems
         self.client.problems = []
+        if self.stranger is not None:
+            problems += self.stranger.problems
         return problems
 
     def _roll_back(self) -> None:
@@ -261,11 +270,14 @@ class Soak:
             ),
             "attempts": dict(sorted(Counter(job["attempt"] for job in jobs).items())),
             "starts": self.stack.starts,
+            **({} if self.stranger is None else {"answers": self.stranger.answers}),
             "CPU seconds": round(sum(os.times()[:4])),
             **counts,
         }
 
     def close(self) -> None:
+        if self.stranger is not None:
+            self.stranger.stop()
         self._strikes.follow(all_now=True)
         self._conditions.end(all_now=True)
         self.stack.close(1.0)
@@ -331,6 +343,7 @@ def main() -> int:
     parser.add_argument(
         "--real-vllm", action="store_true", help="vLLM itself under `tandem up --role inference`"
     )
+    parser.add_argument("--servers", type=int, default=1, help="inference servers on the one spool")
     parser.add_argument(
         "--work", type=Path, default=None, help="a new directory for everything; kept"
     )

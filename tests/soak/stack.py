@@ -105,10 +105,10 @@ class Volume:
 
 
 class Stack:
-    """`tandem up --role trainer`, a controller, a publisher and a vLLM. A program that ends is
-    started again, as an orchestrator does."""
+    """`tandem up --role trainer`, a controller, and a publisher and a vLLM for each of `servers`
+    inference servers. A program that ends is started again, as an orchestrator does."""
 
-    def __init__(self, work: Path, volume: Volume, *, real_vllm: bool) -> None:
+    def __init__(self, work: Path, volume: Volume, *, real_vllm: bool, servers: int = 1) -> None:
         self.work, self.root = work, volume.root
         self.conditions = work / "conditions.json"
         self.logs = work / "logs"
@@ -155,12 +155,21 @@ class Stack:
         self._commands = {"controller": ["tandem.controller"]}
         if real_vllm:
             self._commands["inference"] = ["tandem", "up", "--role", "inference"]
-        else:
-            self._commands |= {
-                "publisher": ["tandem.inference.publisher"],
-                "vllm": ["soak.vllm"],
-            }
         self._extra: dict[str, dict[str, str]] = {"inference": {"TANDEM_METRICS_PORT": metrics_2}}
+        self.vllm_urls: list[str] = []
+        for number in range(0 if real_vllm else servers):
+            port = inference if servers == 1 else str(free_ports(1)[0])
+            self.vllm_urls.append(f"http://127.0.0.1:{port}")
+            own = {"TANDEM_INFERENCE_PORT": port}
+            if servers > 1:
+                own["TANDEM_REPLICA"] = str(number)
+            for program, module in (
+                ("publisher", "tandem.inference.publisher"),
+                ("vllm", "soak.vllm"),
+            ):
+                name = program if servers == 1 else f"{program}-{number}"
+                self._commands[name] = [module]
+                self._extra[name] = own
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()

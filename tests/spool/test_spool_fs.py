@@ -336,6 +336,7 @@ def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
     assert growth(lambda number: parse(text.replace(NAME, f"{kind}-{number:026d}"))) < 20_000
 
 
+@pytest.mark.slow
 def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) -> None:
     spool = spool_with_run(memory_path)
     top = str(spool.paths.state_dir("failed"))

@@ -166,17 +166,17 @@ def test_whole_weights_of_the_two_newest_and_the_served_step_stay(spool):
         train_one(spool)
     alone = spool.checkpoints.size("r")
     for step in range(1, 6):
-        directory = spool.root / f"runs/r/merged/{step:08d}"
+        directory = spool.root / f"runs/r/merged/{step:08d}-0123456789ab"
         directory.mkdir(parents=True)
         (directory / "model.safetensors").write_bytes(b"x" * 100)
     assert spool.checkpoints.size("r") == alone + 500
     serve(spool, 2)
     prune(spool, Settings())
-    assert list(spool.merged.steps("r")) == [2, 4, 5]
+    assert list(spool.merged.steps("r").values()) == [2, 4, 5]
     spool.served.withdraw("r")
     spool.checkpoints.rollback("r", 3)  # its newest are 2 and 3
     prune(spool, Settings())
-    assert list(spool.merged.steps("r")) == [2]
+    assert list(spool.merged.steps("r").values()) == [2]
     assert not list(spool.root.glob("runs/r/merged/.*"))
     for _ in range(2):
         train_one(spool)  # by another transport

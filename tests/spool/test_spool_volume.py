@@ -196,8 +196,9 @@ def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     job = spool.queue.claim("me")
     assert len(synced) == 7 + 4  # the job and its first event, each with its directory
     spool.queue.finish(job, failed())
-    # The result with its directory, the event, the directory that the job moves to.
-    assert len(synced) == 11 + 4
+    # The fence: its mark with its directory, and the directory above. The result with its
+    # directory, the event, the directory that the job moves to.
+    assert len(synced) == 11 + 3 + 4
 
 
 def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):

@@ -33,7 +33,7 @@ RUN = "both"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """It takes minutes: for --all-cases."""
-    ways = ["adapter", "merged"] if metafunc.config.option.all_cases else []
+    ways = ["adapter", "merged", "nccl"] if metafunc.config.option.all_cases else []
     metafunc.parametrize("stack", ways, indirect=True, scope="module")
 
 
@@ -54,7 +54,8 @@ def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalStack]:
     variables = {
-        "TANDEM_WEIGHTS": request.param,
+        "TANDEM_WEIGHTS": "adapter" if request.param == "adapter" else "merged",
+        "TANDEM_TRANSPORT": "nccl" if request.param == "nccl" else "auto",
         "TANDEM_INFERENCE_REPLICAS": "2",
         "TANDEM_INFERENCE_PORT": str(three_ports()),
         "TANDEM_MAX_LORA_RANK": "16",
@@ -139,6 +140,10 @@ def test_two_servers_learn_as_one_does_although_one_dies(stack: LocalStack) -> N
     for replica in "01":
         assert record.step in [s.step for s in stack.spool.replicas.serves(RUN, replica).steps]
     jobs = [stack.spool.checkpoints.manifest(RUN, n).job for n in range(1, record.step + 1)]
-    served = [[e.type for e in stack.spool.events.read(str(job))].count("served") for job in jobs]
+    events = [stack.spool.events.read(str(job)) for job in jobs]
+    served = [[event.type for event in of].count("served") for of in events]
     assert set(served) == {1}, "one event for each step"
+    if stack.environment["TANDEM_TRANSPORT"] == "nccl":
+        sent = [e.data for of in events for e in of if e.type == "sent"]
+        assert sum(data.get("servers") == ["0", "1"] for data in sent) > len(jobs) / 2, sent
     print(f"answers {stranger.answers}, unanswered {stranger.unanswered}, {report['rl_reward']}")

@@ -22,10 +22,12 @@ import aiohttp
 import httpx
 import pytest
 
+import fake_vllm
+from fake_vllm import FakeVllm
 from free_ports import free_ports
 from tandem.config import Settings
 from tandem.errors import InvalidInput
-from tandem.supervise import proxy
+from tandem.supervise import drain, proxy
 from tandem.supervise.supervisord import PROGRAMS, programs_of
 from tandem.vllm_client.names import ADMIN_HEADER, GROUP_HEADER, READY_ROUTE, SESSION_HEADER
 from waiting import until
@@ -310,3 +312,33 @@ def test_the_programs_of_several_servers_are_pairs_behind_one_proxy() -> None:
         assert own["TANDEM_INFERENCE_URL"] == "http://127.0.0.1:9002"
         assert own["TANDEM_INFERENCE_PORT"] == "9002"
     assert programs_of(two, "trainer") == PROGRAMS["trainer"]
+
+
+def test_a_server_that_is_about_to_be_stopped_ends_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a rolling upgrade does it: no request fails, and none is cut off."""
+    vllm = FakeVllm()
+    vllm.start()
+    vllm.ready_until, vllm.in_use = time.monotonic() + 3600, {"run@1"}
+    leaving = tmp_path / "leaving"
+    monkeypatch.setattr(drain, "leaving_file", lambda _root: leaving)
+    keys = {"api_key": fake_vllm.API_KEY, "admin_token": fake_vllm.ADMIN_TOKEN}
+    settings = Settings(root=tmp_path, inference_url=vllm.url, replica="a", device="cpu", **keys)
+    ended: list[bool] = []
+    thread = threading.Thread(target=lambda: ended.append(drain.drain(settings, 30)))
+    thread.start()
+    until("the publisher is told", leaving.exists)
+    time.sleep(2)
+    vllm.ready_until = 0.0  # its publisher has read it
+    time.sleep(2)
+    assert not ended, "a request runs"
+    vllm.in_use = set()
+    begin = time.monotonic()
+    thread.join(20)
+    assert ended == [True]
+    assert time.monotonic() - begin >= drain.CHECKED_SECONDS - 0.5, "the proxy has seen it"
+    vllm.in_use = {"run@1"}
+    assert not drain.drain(settings, 1.0), "it is stopped in any case"
+    vllm.stop()
+    assert drain.drain(settings, 30.0), "nobody to wait for"

@@ -102,6 +102,7 @@ def test_a_costly_program_that_is_about_to_start_again_stays_up(tmp_path, monkey
     assert stack._check(a, Status("FATAL", 0, 0.0)) == up_module.EXIT_FATAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"), [("start-fails", "b can't be started"), ("crash-loop", "b crashes again")]
 )

@@ -138,6 +138,7 @@ def test_time_in_which_nobody_watched_does_not_count():
     assert watched.see(300, Sample(2, 5)) is None
 
 
+@pytest.mark.slow
 def test_a_hung_vllm_is_killed_with_its_engine_and_started_again(up, tmp_path):
     answers = tmp_path / "answers"
     answers.mkdir()

@@ -14,7 +14,7 @@ this one added; then refuses what can't be. */}}
 {{- $name := printf "%s-%s" (include "tandem.fullname" $) (include "tandem.componentOf" (dict "root" $ "role" $role)) -}}
 {{- $kind := ternary "Deployment" "StatefulSet" (eq $role "controller") -}}
 {{- $found := dig "spec" "replicas" 1 (lookup "apps/v1" $kind $.Release.Namespace $name) | int -}}
-{{- if gt $found 1 -}}
+{{- if and (gt $found 1) (ne $role "inference") -}}
 {{- fail (printf "%s %s has %d replicas, and each role is one pod: run `kubectl -n %s scale %s %s --replicas=1` and upgrade again" $kind $name $found $.Release.Namespace (lower $kind) $name) -}}
 {{- end -}}
 {{- $_ := set $values "replicas" $found -}}
@@ -61,6 +61,14 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- if and (eq $v.shared.via "claim") (semverCompare "<1.34.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "shared.via=claim needs Kubernetes 1.34 (ResourceClaims), this is %s: set shared.via=resource" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- end -}}
+{{- if include "tandem.several" . -}}
+{{- if include "tandem.oneNode" . -}}
+{{- fail (printf "inference.replicas=%d and accessMode ReadWriteOnce: that volume holds all pods on one node, and its loss ends every server; use ReadWriteMany for data and cache, or inference.replicas=1" (int $v.inference.replicas)) -}}
+{{- end -}}
+{{- if and $v.trainer.enabled (eq $v.gpuMode "shared") -}}
+{{- fail (printf "gpuMode=shared and inference.replicas=%d: each inference server needs GPUs of its own; set gpuMode=dedicated" (int $v.inference.replicas)) -}}
 {{- end -}}
 {{- end -}}
 {{- range $role := list "trainer" "inference" -}}

@@ -53,7 +53,13 @@
 - name: TANDEM_INFERENCE_URL
   value: http://127.0.0.1:8000
 - name: TANDEM_INFERENCE_TENSOR_PARALLEL
-  value: {{ ternary (max 1 (div $v.inference.gpus (default 1 $v.inference.settings.inferenceReplicas))) 1 (eq $v.device "cuda") | int | quote }}
+  value: {{ ternary $v.inference.gpus 1 (eq $v.device "cuda") | int | quote }}
+{{- if include "tandem.several" .root }}
+- name: TANDEM_INFERENCE_REPLICAS
+  value: {{ int $v.inference.replicas | quote }}
+- name: TANDEM_REPLICA
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
 - name: TANDEM_ADMIN_TOKEN_FILE
   value: /etc/tandem/secrets/admin_token
 {{- end }}

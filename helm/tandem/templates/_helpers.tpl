@@ -46,6 +46,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- if eq .Values.gpuMode "shared" }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether several inference servers are behind one address. */}}
+{{- define "tandem.several" -}}
+{{- if gt (int .Values.inference.replicas) 1 }}true{{ end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "inference"): the component whose pods a role's public Service selects. */}}
+{{- define "tandem.frontOf" -}}
+{{- if and (eq .role "inference") (include "tandem.several" .root) }}proxy{{ else }}{{ include "tandem.componentOf" . }}{{ end -}}
+{{- end -}}
+
 {{/* Whether the GPUs come by a ResourceClaim that two containers use. */}}
 {{- define "tandem.claimed" -}}
 {{- if and (include "tandem.shared" .) (eq .Values.shared.via "claim") }}true{{ end -}}

@@ -149,7 +149,16 @@ number of inference servers behind a proxy; tests compare. */}}
 
 {{/* (dict "root" $ "role" "trainer"): with what comes before SIGTERM, and a margin. */}}
 {{- define "tandem.graceSeconds" -}}
-{{- add (include "tandem.stopSeconds" .role | int) (int (default 0 (index .root.Values .role).preStopSeconds)) 10 -}}
+{{- add (include "tandem.stopSeconds" .role | int) (include "tandem.preStopSeconds" . | int) 10 -}}
+{{- end -}}
+
+{{/* (dict "root" $ "role" "trainer"): the longest time before SIGTERM. */}}
+{{- define "tandem.preStopSeconds" -}}
+{{- if and (eq .role "inference") (include "tandem.several" .root) -}}
+{{ int .root.Values.inference.drainSeconds }}
+{{- else -}}
+{{ int (default 0 (index .root.Values .role).preStopSeconds) }}
+{{- end -}}
 {{- end -}}
 
 {{/* (dict "root" $ "role" "trainer" "name" "tmp"): volumes' names in a pod with two roles. */}}
@@ -316,7 +325,7 @@ volumeMounts:
     failureThreshold: {{ ternary 60 (mul 6 (int (default 10 $role.startupMinutes))) (eq .role "trainer") }}
   readinessProbe:
     exec: {command: {{ toJson $health }}}
-    periodSeconds: 15
+    periodSeconds: {{ ternary 5 15 (and (eq .role "inference") (eq (include "tandem.several" .root) "true")) }}
     timeoutSeconds: 10
     failureThreshold: 2
   # Whether its programs go on, not whether a port answers. vLLM may load a model meanwhile, and a job may train.
@@ -326,7 +335,11 @@ volumeMounts:
     timeoutSeconds: 20
     failureThreshold: 4
   {{- end }}
-  {{- if $role.preStopSeconds }}
+  {{- if and (eq .role "inference") (include "tandem.several" .root) }}
+  # The proxy takes the server out, and running requests end.
+  lifecycle:
+    preStop: {exec: {command: [python, -m, tandem.supervise.drain, {{ int $role.drainSeconds | quote }}]}}
+  {{- else if $role.preStopSeconds }}
   lifecycle:
     preStop: {exec: {command: [sleep, {{ int $role.preStopSeconds | quote }}]}}
   {{- end }}

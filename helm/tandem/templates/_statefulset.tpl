@@ -1,5 +1,5 @@
-{{/* (dict "root" $ "component" "trainer" "roles" (list "trainer") "lead" "trainer"): the one pod of a component.
-`lead`: the role whose values say where and how the pod runs. */}}
+{{/* (dict "root" $ "component" "trainer" "roles" (list "trainer") "lead" "trainer"): the one pod of a component, or one for
+each of several inference servers, of which an upgrade stops one after the other. `lead`: the role whose values say where and how the pod runs. */}}
 {{- define "tandem.statefulset" -}}
 {{- $root := .root -}}
 {{- $lead := index .root.Values .lead -}}
@@ -112,7 +112,7 @@ spec:
   loadBalancerClass: {{ . | quote }}
   {{- end }}
   selector:
-    {{- include "tandem.selectorLabels" . | nindent 4 }}
+    {{- include "tandem.selectorLabels" (dict "root" .root "component" (include "tandem.frontOf" .)) | nindent 4 }}
   ports:
     - name: http
       port: {{ int $service.port }}

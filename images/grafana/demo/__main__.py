@@ -37,7 +37,11 @@ def write_configuration(directory: Path, ports: dict[str, int], interval: str | 
             ("scrape_interval", "scrape_timeout", "evaluation_interval"), interval
         )
     for job in config["scrape_configs"]:
-        job["static_configs"][0]["targets"] = [f"127.0.0.1:{ports[job['job_name']]}"]
+        if "http_sd_configs" in job:
+            url = f"http://127.0.0.1:{ports['tandem-inference']}/targets"
+            job["http_sd_configs"][0] |= {"url": url, "refresh_interval": "1s"}
+        else:
+            job["static_configs"][0]["targets"] = [f"127.0.0.1:{ports[job['job_name']]}"]
         if interval is not None:
             job.pop("scrape_interval", None)
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -52,7 +56,11 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="that train; as many more serve")
     arguments = parser.parse_args()
     world = World(arguments.gpus)
-    servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job)) for job in JOBS}
+    replicas = dict[str, int]()  # name -> port of each vLLM
+    servers = {job: MetricsServer("127.0.0.1", 0, DemoPage(world, job), replicas) for job in JOBS}
+    second = MetricsServer("127.0.0.1", 0, DemoPage(world, "tandem-vllm", 1), {})
+    replicas |= {"0": servers["tandem-vllm"].server_port, "1": second.server_port}
+    second.serve_in_background()
     for job, server in servers.items():
         server.serve_in_background()
         print(f"{job}: http://127.0.0.1:{server.server_port}/metrics")

@@ -22,7 +22,7 @@ TOTAL, RESERVED = 141 * GIB, 1 * GIB
 RUN = "countdown"
 _PROGRAMS: dict[Exporter, tuple[str, ...]] = {
     "trainer": ("runner", "exporter"),
-    "inference": ("vllm", "publisher", "exporter"),
+    "inference": ("proxy", "vllm-0", "vllm-1", "publisher-0", "publisher-1", "exporter"),
 }
 _COLLECTORS: dict[Exporter, tuple[str, ...]] = {
     "trainer": ("build", "nvml", "policy", "supervisor", "volumes", "ranks", "jobs", "checkpoints"),
@@ -41,10 +41,10 @@ _COLLECTORS: dict[Exporter, tuple[str, ...]] = {
 
 
 class DemoPage(Collector):
-    """The page that Prometheus' job `job` scrapes."""
+    """The page that Prometheus' job `job` scrapes; of vLLM that of one `server`."""
 
-    def __init__(self, world: World, job: str) -> None:
-        self._world = world
+    def __init__(self, world: World, job: str, server: int = 0) -> None:
+        self._world, self._server = world, server
         self._exporter = next((name for name in ALL if job == f"tandem-{name}"), None)
 
     def collect(self) -> Iterator[Family]:
@@ -52,8 +52,9 @@ class DemoPage(Collector):
         with world.lock:
             world.advance(time.time())
             if self._exporter is None:
-                vllm.set_gauges(world.vllm, world.random, busy=world.sampling, now=time.time())
-                yield from world.vllm.families()
+                samples = world.vllm[self._server]
+                vllm.set_gauges(samples, world.random, busy=world.sampling, now=time.time())
+                yield from samples.families()
                 return
             yield from gauges(world, self._exporter).families()
             yield from world.counts[self._exporter].families()
@@ -81,11 +82,12 @@ def gauges(world: World, exporter: Exporter) -> Samples:
         samples.set("tandem_policy_info", 1, run=RUN, weights="merged", transport="merge")
         for part, seconds in world.publication.items():
             samples.set("tandem_publish_seconds", seconds, run=RUN, part=part)
-        for phase in PHASES:
-            samples.set("tandem_merged_phase", float(phase == "served"), phase=phase)
         samples.set("tandem_merged_runs", 1)
         samples.set("tandem_replicas_wanted", 2)
         for replica in ("0", "1"):
+            for phase in PHASES:
+                served = float(phase == "served")
+                samples.set("tandem_merged_phase", served, replica=replica, phase=phase)
             samples.set("tandem_replica_ready", 1, replica=replica)
             samples.set("tandem_replica_steps_behind", 0, replica=replica)
             samples.set("tandem_replica_publish_seconds", 1.1 + 0.1 * int(replica), replica=replica)

@@ -74,7 +74,7 @@ class World:
         self.now = 0.0  # seconds since it began
         self.random = random.Random(3)
         self.counts = {exporter: new_samples(exporter, gauges=False) for exporter in ALL}
-        self.vllm = vllm.new_samples()
+        self.vllm = vllm.new_samples(), vllm.new_samples()  # of two servers
         self.sampling = False  # whether clients sample for the next job
         self.held = 0.0  # bytes that each rank holds of its device
         self._phase = ""
@@ -100,7 +100,8 @@ class World:
     def _second(self) -> None:
         self.now += 1
         next(self._life)
-        vllm.count_second(self.vllm, self.random, busy=self.sampling)
+        for samples in self.vllm:
+            vllm.count_second(samples, self.random, busy=self.sampling)
         for exporter, uuids in self.uuids.items():
             for uuid in uuids:
                 watts = (

@@ -291,7 +291,7 @@ def _inference() -> list[Json]:
                 gpu('tandem:gpu_memory_used:ratio{@pod,role="inference",uuid=~"$uuid"}'),
                 "{{gpu}} device",
             ),
-            query("vllm:kv_cache_usage_perc{@pod}", "{{pod}} KV cache"),
+            query("vllm:kv_cache_usage_perc{@pod}", "{{pod}} {{replica}} KV cache"),
             width=12,
             defaults={"min": 0, "max": 1},
         ),

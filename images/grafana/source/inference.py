@@ -17,15 +17,16 @@ from panels import (
     timeseries,
 )
 
+EACH = "sum by (pod, replica)"
 VLLM = '@pod,model_name=~"$model_name"'
 
 
 def quantiles(title: str, metric: str, text: str, **more: object) -> Json:
     targets = [
         query(
-            f"histogram_quantile({share}, sum by (pod, le) "
+            f"histogram_quantile({share}, sum by (pod, replica, le) "
             f"(rate(vllm:{metric}_bucket{{{VLLM}}}[$__rate_interval])))",
-            "{{pod}} p" + name,
+            "{{pod}} {{replica}} p" + name,
         )
         for share, name in ((0.5, "50"), (0.95, "95"), (0.99, "99"))
     ]
@@ -40,8 +41,8 @@ def quantiles(title: str, metric: str, text: str, **more: object) -> Json:
 
 def mean(metric: str) -> str:
     return (
-        f"sum by (pod) (rate(vllm:{metric}_sum{{{VLLM}}}[$__rate_interval])) / "
-        f"sum by (pod) (rate(vllm:{metric}_count{{{VLLM}}}[$__rate_interval]))"
+        f"sum by (pod, replica) (rate(vllm:{metric}_sum{{{VLLM}}}[$__rate_interval])) / "
+        f"sum by (pod, replica) (rate(vllm:{metric}_count{{{VLLM}}}[$__rate_interval]))"
     )
 
 
@@ -126,10 +127,13 @@ def _requests() -> list[Json]:
             "`vllm:num_requests_running`; `vllm:num_requests_waiting_by_reason`: "
             "capacity means that the KV cache or the batch is full.",
             "short",
-            query(f"sum by (pod) (vllm:num_requests_running{{{VLLM}}})", "{{pod}} running"),
             query(
-                f"sum by (pod, reason) (vllm:num_requests_waiting_by_reason{{{VLLM}}})",
-                "{{pod}} waiting: {{reason}}",
+                f"sum by (pod, replica) (vllm:num_requests_running{{{VLLM}}})",
+                "{{pod}} {{replica}} running",
+            ),
+            query(
+                f"sum by (pod, replica, reason) (vllm:num_requests_waiting_by_reason{{{VLLM}}})",
+                "{{pod}} {{replica}} waiting: {{reason}}",
             ),
             defaults={"min": 0},
         ),
@@ -139,16 +143,16 @@ def _requests() -> list[Json]:
             "`vllm:prompt_tokens_cached_total`; `vllm:generation_tokens_total`.",
             "short",
             query(
-                f"sum by (pod) (rate(vllm:prompt_tokens_total{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}} prompt",
+                f"{EACH} (rate(vllm:prompt_tokens_total{{{VLLM}}}[$__rate_interval]))",
+                "{{pod}} {{replica}} prompt",
             ),
             query(
-                f"sum by (pod) (rate(vllm:prompt_tokens_cached_total{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}} prompt, cached",
+                f"{EACH} (rate(vllm:prompt_tokens_cached_total{{{VLLM}}}[$__rate_interval]))",
+                "{{pod}} {{replica}} prompt, cached",
             ),
             query(
-                f"sum by (pod) (rate(vllm:generation_tokens_total{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}} generated",
+                f"{EACH} (rate(vllm:generation_tokens_total{{{VLLM}}}[$__rate_interval]))",
+                "{{pod}} {{replica}} generated",
             ),
             defaults={"min": 0},
         ),
@@ -157,11 +161,11 @@ def _requests() -> list[Json]:
             "Mean of `vllm:iteration_tokens_total`: how well batches are filled. Its count is the"
             " engine's heartbeat; if it stops while requests run, TandemVLLMEngineHung fires.",
             "short",
-            query(mean("iteration_tokens_total"), "{{pod}} tokens"),
+            query(mean("iteration_tokens_total"), "{{pod}} {{replica}} tokens"),
             query(
-                "sum by (pod)"
+                "sum by (pod, replica)"
                 f" (rate(vllm:iteration_tokens_total_count{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}} steps/s",
+                "{{pod}} {{replica}} steps/s",
             ),
             none="no requests",
             defaults={"min": 0},
@@ -170,7 +174,7 @@ def _requests() -> list[Json]:
             "KV cache",
             "`vllm:kv_cache_usage_perc`. Dashed: TandemVLLMKVThrash, if requests are evicted too.",
             "percentunit",
-            query(f"vllm:kv_cache_usage_perc{{{VLLM}}}", "{{pod}}"),
+            query(f"vllm:kv_cache_usage_perc{{{VLLM}}}", "{{pod}} {{replica}}"),
             defaults={"min": 0, "max": 1},
             limits=[(RED, LIMITS["TandemVLLMKVThrash"])],
             line=True,
@@ -180,8 +184,8 @@ def _requests() -> list[Json]:
             "Requests evicted, and later computed again, per second: `vllm:num_preemptions_total`.",
             "cps",
             query(
-                f"sum by (pod) (rate(vllm:num_preemptions_total{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}}",
+                f"{EACH} (rate(vllm:num_preemptions_total{{{VLLM}}}[$__rate_interval]))",
+                "{{pod}} {{replica}}",
             ),
             defaults={"min": 0},
         ),
@@ -192,9 +196,9 @@ def _requests() -> list[Json]:
             " falls after each new step.",
             "percentunit",
             query(
-                f"sum by (pod) (rate(vllm:prefix_cache_hits_total{{{VLLM}}}[$__rate_interval])) / "
-                f"sum by (pod) (rate(vllm:prefix_cache_queries_total{{{VLLM}}}[$__rate_interval]))",
-                "{{pod}}",
+                f"{EACH} (rate(vllm:prefix_cache_hits_total{{{VLLM}}}[$__rate_interval])) / "
+                f"{EACH} (rate(vllm:prefix_cache_queries_total{{{VLLM}}}[$__rate_interval]))",
+                "{{pod}} {{replica}}",
             ),
             none="no requests",
             defaults={"min": 0, "max": 1},
@@ -226,7 +230,7 @@ def _latency() -> list[Json]:
             "`vllm:request_prefill_time_seconds` and `vllm:request_decode_time_seconds`.",
             "s",
             *(
-                query(mean(f"request_{part}_time_seconds"), "{{pod}} " + part)
+                query(mean(f"request_{part}_time_seconds"), "{{pod}} {{replica}} " + part)
                 for part in ("queue", "prefill", "decode")
             ),
             stack="normal",
@@ -285,8 +289,8 @@ def _samples() -> list[Json]:
             "Mean lengths",
             "`vllm:request_prompt_tokens`, `vllm:request_generation_tokens`.",
             "short",
-            query(mean("request_prompt_tokens"), "{{pod}} prompt"),
-            query(mean("request_generation_tokens"), "{{pod}} answer"),
+            query(mean("request_prompt_tokens"), "{{pod}} {{replica}} prompt"),
+            query(mean("request_generation_tokens"), "{{pod}} {{replica}} answer"),
             none="no requests",
             defaults={"min": 0},
         ),
@@ -295,9 +299,9 @@ def _samples() -> list[Json]:
             "`http_requests_total` of vLLM's server.",
             "reqps",
             query(
-                "sum by (pod, status)"
+                "sum by (pod, replica, status)"
                 ' (rate(http_requests_total{job="tandem-vllm",@pod}[$__rate_interval]))',
-                "{{pod}} {{status}}",
+                "{{pod}} {{replica}} {{status}}",
             ),
             none="no requests",
             defaults={"min": 0},
@@ -398,7 +402,7 @@ def _serving_what_is_trained() -> list[Json]:
             "The engine's state: `vllm:engine_sleep_state`. It sleeps only while a job of a trainer"
             " that shares its GPUs runs.",
             "none",
-            query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{sleep_state}}"),
+            query(f"vllm:engine_sleep_state{{{VLLM}}}", "{{pod}} {{replica}} {{sleep_state}}"),
             width=6,
             height=6,
             texts={"0": ("no", GREY), "1": ("yes", "green")},
@@ -410,6 +414,7 @@ def _serving_what_is_trained() -> list[Json]:
             query("vllm:cache_config_info{@pod}", kind="table"),
             columns={
                 "pod": "Pod",
+                "replica": "Server",
                 "num_gpu_blocks": "Blocks",
                 "block_size": "Tokens per block",
                 "cache_dtype": "Type",
@@ -477,9 +482,9 @@ def _how_weights_arrive() -> list[Json]:
                 "{{run}} {{part}}",
             ),
             query(
-                "histogram_quantile(0.999, sum by (pod, le) "
+                "histogram_quantile(0.999, sum by (pod, replica, le) "
                 f"(rate(vllm:inter_token_latency_seconds_bucket{{{VLLM}}}[$__rate_interval])))",
-                "{{pod}} between tokens",
+                "{{pod}} {{replica}} between tokens",
             ),
             none="no merged weights",
             defaults={"min": 0},
@@ -490,7 +495,7 @@ def _how_weights_arrive() -> list[Json]:
             " unverified, and get 503 in empty (TandemMergedNotServed after 10 minutes) and torn"
             " (TandemMergedTorn).",
             "none",
-            query("tandem_merged_phase{@pod}", "{{pod}} {{phase}}"),
+            query("tandem_merged_phase{@pod}", "{{pod}} {{replica}} {{phase}}"),
             texts={"0": ("no", GREY), "1": ("yes", "blue")},
             none="no merged weights",
         ),

@@ -13,7 +13,7 @@ from tandem.errors import InvalidInput, from_validation_error
 from tandem.families.adapter import default_targets
 from tandem.families.registry import read_arch
 from tandem.planning.memory import GIB, Memory, Workload
-from tandem.planning.plan import ROW, Candidate, describe
+from tandem.planning.plan import ROW, Candidate, describe, servers_to_keep_busy
 from tandem.planning.plan import plan as make_plan
 from tandem.spool.schema import LoraShape
 
@@ -53,6 +53,22 @@ def plan(
     full: Annotated[
         bool, typer.Option("--full", help="All weights instead of a LoRA; not measured.")
     ] = False,
+    server_speed: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="New tokens per second of one inference server, as you measured them: how many"
+            " servers keep this trainer busy.",
+        ),
+    ] = None,
+    generated: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="With --server-speed: the share of a row's slots that is generated.",
+        ),
+    ] = 1.0,
     every: Annotated[
         bool, typer.Option("--all", help="Show all topologies, also those that don't fit.")
     ] = False,
@@ -84,13 +100,27 @@ def plan(
         if every
         else [one for one in made.candidates if one.levels is not None][:SHOWN]
     )
-    data = {
+    data: dict[str, Any] = {
         "recommended": made.recommended.sizes.settings(),
         "why": made.why,
         "source": f"{SOURCE} {ALL_WEIGHTS}" if full else SOURCE,
         "topologies": [_row(one) for one in shown],
     }
+    if server_speed is not None:
+        data["inference"] = _servers(made.recommended, server_speed, generated)
     show(data, json, lambda _: _rendered(data, made.recommended.memory))
+
+
+def _servers(best: Candidate, speed: float, share: float) -> dict[str, Any]:
+    count = servers_to_keep_busy(best.tokens_per_second, speed, share)
+    what = "inference servers" if count > 1 else "inference server"
+    why = (
+        f"{count} {what} of {speed:,.0f} new tokens/s (given) generate what this trainer trains"
+        f" meanwhile: {best.tokens_per_second:,.0f} slots/s, of which {share:.0%} are generated."
+        " Assumed: rollouts go on while a job trains, each token is trained once, and servers add"
+        " up, which nobody has measured."
+    )
+    return {"servers": count, "why": why}
 
 
 def _row(one: Candidate) -> dict[str, Any]:
@@ -137,8 +167,11 @@ def _rendered(data: dict[str, Any], best: Memory) -> object:
         [f"activations, if layers keep {name}", f"{best.activations(kept) / GIB:.2f}"]
         for name, kept in levels
     ]
+    lines = [data["why"], data["recommended"], data["source"]]
+    if "inference" in data:
+        lines.append(data["inference"]["why"])
     return Group(
         table("GiB on each GPU", columns, rows),
         table("The recommended one", ["part", "GiB#"], parts),
-        escape(f"{data['why']}\n{data['recommended']}\n{data['source']}"),
+        escape("\n".join(map(str, lines))),
     )

@@ -31,7 +31,8 @@ from tandem.cli.common import (
 )
 from tandem.cli.jobs import job_details
 from tandem.client import Event, JobStatus, Tandem
-from tandem.client.chain import Chain, DPOTraining, SFTTraining
+from tandem.client.chain import Chain
+from tandem.data.chain_plan import DPOTraining, SFTTraining
 from tandem.errors import InvalidInput
 
 app = typer.Typer(

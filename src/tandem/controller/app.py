@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from pydantic import TypeAdapter
@@ -20,6 +21,8 @@ from tandem.controller import routes_checkpoints, routes_jobs, routes_runs, rout
 from tandem.controller.deployment import CurrentDeployment, Deployment
 from tandem.controller.http_errors import install_handlers
 from tandem.controller.middleware import Authentication, BodyLimit, CountRequests
+from tandem.controller.openai import routes_files, routes_tunings
+from tandem.controller.openai.tuner import Tuner
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
 from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, downloads
@@ -30,6 +33,7 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
+_OPENAI = (routes_files.router, routes_tunings.router, routes_tunings.uploads)
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow
 the job, take the checkpoint.
@@ -70,6 +74,8 @@ def create_app(settings: Settings) -> FastAPI:
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
+    for router in _OPENAI:
+        app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
     async def live() -> Health:
@@ -107,7 +113,11 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
         """For Prometheus. Needs no key, and contains no names of runs or jobs."""
         return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    for path, methods in app.openapi()["paths"].items():
+    routes: dict[str, set[str]] = {path: {*of} for path, of in app.openapi()["paths"].items()}
+    for route in (route for router in _OPENAI for route in router.routes):
+        if isinstance(route, APIRoute):
+            routes.setdefault(route.path, set()).update(route.methods)
+    for path, methods in routes.items():
         for method in methods:
             # increase() misses the first request of a series without a 0.
             for status_class in ("2xx", "4xx", "5xx"):
@@ -117,11 +127,13 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
-    """Runs the collectors and the sweeper. Does not wait for their ends, because the volume may
-    hang."""
+    """Runs the collectors, the sweeper, and what carries fine-tunings on. Does not wait for their
+    ends, because the volume may hang."""
     deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
+    tuner = Tuner(deployment)
+    threading.Thread(target=tuner.run, args=(stop,), name="fine-tunings", daemon=True).start()
     for collector in app.state.collectors:
         collector.start(stop)
     yield

@@ -1,5 +1,5 @@
 """Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its
-TandemError."""
+TandemError; on the routes of OpenAI's API OpenAI's body."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from tandem.controller.openai.errors import is_openai, openai_error
 from tandem.controller.schemas import ErrorBody
 from tandem.errors import InvalidInput, TandemError, Unauthorized, invalid_input
 from tandem.spool.fs import volume_error
@@ -32,19 +33,20 @@ _NOT_JSON = InvalidInput("the body is not JSON", field="body")
 log = Log("controller")
 
 
-def response_of(error: TandemError) -> JSONResponse:
+def response_of(error: TandemError, path: str) -> JSONResponse:
+    """The answer to a request for `path`."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_SECONDS)
     return _response(
-        error.http_status, headers, type=error.code, message=error.message, field=error.field
+        path, error.http_status, headers, type=error.code, message=error.message, field=error.field
     )
 
 
-def refuse(error: TandemError) -> JSONResponse:
+def refuse(error: TandemError, path: str) -> JSONResponse:
     """The response to a request whose body is not read: the connection cannot carry another
     request."""
-    response = response_of(error)
+    response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response
 
@@ -100,10 +102,10 @@ def install_handlers(app: FastAPI) -> None:
     """Answer every kind of exception with an `ErrorBody`."""
 
     @app.exception_handler(TandemError)
-    async def _tandem_error(_: Request, error: TandemError) -> JSONResponse:
+    async def _tandem_error(request: Request, error: TandemError) -> JSONResponse:
         if error.http_status >= 500:
             log.error(f"{error.code}: {error}")
-        return response_of(error)
+        return response_of(error, request.url.path)
 
     @app.exception_handler(OSError)
     async def _volume_error(request: Request, error: OSError) -> JSONResponse:
@@ -113,13 +115,13 @@ def install_handlers(app: FastAPI) -> None:
         return await _tandem_error(request, unusable)
 
     @app.exception_handler(RequestValidationError)
-    async def _wrong_request(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _wrong_request(request: Request, error: RequestValidationError) -> JSONResponse:
         errors = list(error.errors())
         if errors[0]["type"] == "json_invalid":
-            return response_of(_NOT_JSON)
+            return response_of(_NOT_JSON, request.url.path)
         where, *rest = errors[0]["loc"]
         path = _path_in(error.body, errors[0] | {"loc": rest}) if where == "body" else rest[:1]
-        return response_of(invalid_input(errors, path))
+        return response_of(invalid_input(errors, path), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http_exception(request: Request, error: HTTPException) -> JSONResponse:
@@ -127,26 +129,31 @@ def install_handlers(app: FastAPI) -> None:
         if isinstance(error.__cause__, TandemError):
             return await _tandem_error(request, error.__cause__)
         if isinstance(error.__cause__, ValueError):  # so are those of a body that is not UTF-8
-            return response_of(_NOT_JSON)
+            return response_of(_NOT_JSON, request.url.path)
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:
             message += f": {request.method} {request.url.path}"
         # Starlette names only the methods of the path's first route.
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
             headers = {"Allow": ", ".join(sorted(_methods(request)))}
-        return _response(status, headers, type=status.name.lower(), message=message)
+        kind = status.name.lower()
+        return _response(request.url.path, status, headers, type=kind, message=message)
 
     @app.exception_handler(ClientDisconnect)
     # Nobody reads it, but it is counted.
-    async def _hung_up(_: Request, __: ClientDisconnect) -> JSONResponse:
+    async def _hung_up(request: Request, __: ClientDisconnect) -> JSONResponse:
         return _response(
-            400, type="bad_request", message="the client hung up before its request was complete"
+            request.url.path,
+            400,
+            type="bad_request",
+            message="the client hung up before its request was complete",
         )
 
     @app.exception_handler(Exception)
-    async def _bug(_: Request, error: Exception) -> JSONResponse:  # uvicorn logs the traceback
+    # uvicorn logs the traceback.
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
         message = f"{type(error).__name__} in the controller; its log has the traceback"
-        return _response(500, type="internal", message=message)
+        return _response(request.url.path, 500, type="internal", message=message)
 
 
 def _methods(request: Request) -> set[str]:
@@ -157,6 +164,8 @@ def _methods(request: Request) -> set[str]:
 
 
 def _response(
-    status: int, headers: Mapping[str, str] | None = None, **detail: str | None
+    path: str, status: int, headers: Mapping[str, str] | None = None, **detail: str | None
 ) -> JSONResponse:
+    if is_openai(path):
+        return openai_error(status, headers, **detail)
     return JSONResponse(ErrorBody.model_validate({"error": detail}).model_dump(), status, headers)

@@ -21,7 +21,7 @@ from tandem.system.loopback import foreign_header
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
 OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
-_LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render)$")
+_LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render|files)$")
 
 
 class CountRequests:
@@ -85,7 +85,7 @@ class Authentication:
             try:
                 self._check_key(scope) if self.digests else _check_host(scope)
             except TandemError as error:
-                await refuse(error)(scope, receive, send)
+                await refuse(error, scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -115,7 +115,8 @@ def _check_host(scope: Scope) -> None:
 
 
 class BodyLimit:
-    """ASGI middleware: requests with examples may have `max_bytes`, all others 1 MiB."""
+    """ASGI middleware: requests with examples, and files of them, may have `max_bytes`, all others
+    1 MiB."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -132,7 +133,7 @@ class BodyLimit:
         )
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdigit() or int(declared) > limit:
-            await refuse(_too_large(limit))(scope, receive, send)
+            await refuse(_too_large(limit), scope["path"])(scope, receive, send)
             return
         received = 0
 

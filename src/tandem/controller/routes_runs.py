@@ -20,7 +20,7 @@ from tandem.controller.schemas import (
     RunStatus,
 )
 from tandem.errors import CheckpointDamaged, Conflict, InvalidInput, NotFound
-from tandem.families.adapter import default_targets
+from tandem.families.adapter import UNSERVED, default_targets
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import weight_rules
@@ -51,22 +51,25 @@ def run_status(deployment: Deployment, spec: RunSpec) -> RunStatus:
     )
 
 
-def _create(
-    deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec], response: Response
-) -> RunStatus:
-    """`create` the run `spec`, or return the existing one with status 200; raises Conflict where
-    that one differs."""
+def _answer(deployment: Deployment, run: str, new: bool, response: Response) -> RunStatus:
+    if not new:
+        response.status_code = 200
+    return run_status(deployment, deployment.spool.runs.get(run))
+
+
+def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]) -> bool:
+    """`create` the run `spec`; False where it exists. Raises Conflict where that one differs."""
     try:
-        spec = create()
+        create()
+        return True
     except Conflict:
         existing = deployment.spool.runs.get(spec.name)
         if spec.model_copy(update={"created": existing.created}) != existing:
             raise
-        spec, response.status_code = existing, 200
-    return run_status(deployment, spec)
+        return False
 
 
-def _check(deployment: Deployment, spec: RunSpec) -> None:
+def check_run(deployment: Deployment, spec: RunSpec) -> None:
     """Raises InvalidInput for a run that this deployment can't train or serve."""
     settings = deployment.settings
     if spec.weights != settings.weights:
@@ -114,6 +117,9 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
             "vLLM serves no LoRA on in_proj_z without one on in_proj_qkv; name both, or neither",
             field="lora.targets",
         )
+    if wrong := [target for target in lora.targets if target in UNSERVED]:
+        problem = f"vLLM ignores LoRA on {', '.join(wrong)} in the tokens that it generates"
+        raise InvalidInput(f"{problem}; leave it out", field="lora.targets")
     on_experts = [target for target in lora.targets if target in EXPERT_TARGETS]
     if deployment.arch.moe and on_experts and not settings.expert_lora:
         problem = (
@@ -124,16 +130,8 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
         raise InvalidInput(f"{problem}; {remedy}", field="lora.targets")
 
 
-@router.post(
-    "",
-    status_code=201,
-    responses={200: {"model": RunStatus, "description": "The run existed already."}},
-)
-def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
-    """Create a run. Its step 0 is made here, on the CPU, from the model's configuration alone.
-
-    Step 0 of a run of all weights has no files: it is the base model.
-    """
+def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
+    """The run that is asked for. InvalidInput where it is of another base model."""
     full = request.trainable == "full"
     if request.base_model and not deployment.is_base_model(request.base_model):
         problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
@@ -145,7 +143,7 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
     lora = request.lora
     if "targets" not in lora.model_fields_set:
         lora = lora.model_copy(update={"targets": default_targets(deployment.arch)})
-    spec = RunSpec(
+    return RunSpec(
         name=request.name,
         base_model=deployment.base_model,
         trainable=request.trainable,
@@ -155,6 +153,11 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
         created=time.time(),
     )
 
+
+def make_run(deployment: Deployment, spec: RunSpec) -> bool:
+    """Makes a run; False where it exists. Its step 0 is made here, on the CPU, from the model's
+    configuration alone."""
+
     def write_files(directory: Path) -> None:
         if spec.lora is not None:
             write_identity_adapter(
@@ -162,10 +165,28 @@ def create_run(request: CreateRun, response: Response, deployment: CurrentDeploy
             )
 
     with deployment.merged_runs if spec.weights == "merged" else nullcontext():
-        _check(deployment, spec)
-        return _create(
-            deployment, spec, lambda: deployment.spool.runs.create(spec, write_files), response
-        )
+        check_run(deployment, spec)
+        return _create(deployment, spec, lambda: deployment.spool.runs.create(spec, write_files))
+
+
+def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
+    """Makes the run `name`, whose step 0 is the checkpoint `origin`; False where it exists."""
+    source = deployment.spool.runs.get(origin.run)
+    new = source.model_copy(update={"name": name, "created": time.time(), "forked_from": origin})
+    return _create(
+        deployment, new, lambda: deployment.spool.checkpoints.fork(origin.run, origin.step, new)
+    )
+
+
+@router.post(
+    "",
+    status_code=201,
+    responses={200: {"model": RunStatus, "description": "The run existed already."}},
+)
+def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
+    """Create a run. Step 0 of a run of all weights has no files: it is the base model."""
+    new = make_run(deployment, run_spec(deployment, request))
+    return _answer(deployment, request.name, new, response)
 
 
 @router.get("")
@@ -221,14 +242,8 @@ def fork_run(
     run: RunName, request: Fork, response: Response, deployment: CurrentDeployment
 ) -> RunStatus:
     """Create a run whose step 0 is a checkpoint of this one: weights and optimizer state."""
-    source = deployment.spool.runs.get(run)
-    origin = Origin(run=run, step=request.step)
-    new = source.model_copy(
-        update={"name": request.name, "created": time.time(), "forked_from": origin}
-    )
-    return _create(
-        deployment, new, lambda: deployment.spool.checkpoints.fork(run, request.step, new), response
-    )
+    new = make_fork(deployment, Origin(run=run, step=request.step), request.name)
+    return _answer(deployment, request.name, new, response)
 
 
 @router.post("/{run}/rollback")

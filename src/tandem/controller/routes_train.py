@@ -76,7 +76,7 @@ async def train(
     the next one."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
-        job, new = _submit(deployment, run, body)
+        job, new = queue_job(deployment, run, body)
         return (
             job_status(
                 deployment, *(("queued", job) if new else deployment.spool.jobs.get(job.spec.id))
@@ -152,7 +152,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
         yield body
 
 
-def _submit(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
+def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
     """Queue the job that the JSON `body` asks for; returns it, and whether it is new.
 
     Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A

@@ -13,11 +13,21 @@ from pathlib import Path
 from tandem.errors import InvalidInput
 from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import weight_rules
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape, LoraTarget
+from tandem.spool.schema import (
+    DELTA_NET_TARGETS,
+    LATENT_TARGETS,
+    LORA_TARGETS,
+    LoraShape,
+    LoraTarget,
+)
 from tandem.topology.sizes import Sizes
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+
+UNSERVED: tuple[LoraTarget, ...] = ("kv_b_proj",)
+"""Targets whose adapters vLLM reads and ignores: it multiplies kv_b_proj's weight into the queries
+and outputs of the tokens that it generates, without the adapter."""
 
 _OLD_PREFIX = "language_model.model."
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
@@ -25,11 +35,13 @@ _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
     """What a run without named targets adapts: every linear layer, and of a mixture of experts
-    attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so."""
+    attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so. Nor
+    `kv_b_proj`, see `UNSERVED`."""
     return tuple(
         target
         for target in all_targets(arch)
-        if (arch.moe is None or target not in EXPERT_TARGETS)
+        if target not in UNSERVED
+        and (arch.moe is None or target not in EXPERT_TARGETS)
         and not (target == "k_proj" and _values_of_keys(arch))
     )
 
@@ -41,6 +53,9 @@ def _values_of_keys(arch: Arch) -> bool:
 
 def all_targets(arch: Arch) -> tuple[LoraTarget, ...]:
     """The names of the model's linear layers."""
+    if arch.mla is not None:
+        queries = LORA_TARGETS[:1] if arch.mla.q_rank is None else LATENT_TARGETS[:2]
+        return queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
     return LORA_TARGETS if arch.gdn is None else LORA_TARGETS + DELTA_NET_TARGETS
 
 

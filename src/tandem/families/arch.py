@@ -132,6 +132,31 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): queries, and keys with
+    values, are made of a latent vector each, which is normalised. RoPE turns features of their own:
+    the last ones of each query, and of keys those that all heads share."""
+
+    q_rank: int | None  # of the queries' latent; None: queries are made of the hidden state
+    kv_rank: int
+    nope_size: int  # of a query and of a key, without the features that RoPE turns
+    rope_size: int
+    value_size: int
+
+    @property
+    def down(self) -> dict[str, int]:
+        """Output features of the projections to latents; the shared features of keys are among
+        kv_a's."""
+        queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
+        return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
+
+    @property
+    def key_value_size(self) -> int:
+        """Output features of kv_b_proj for a head."""
+        return self.nope_size + self.value_size
+
+
+@dataclass(frozen=True)
 class Arch:
     """Sizes are numbers of elements unless noted."""
 
@@ -163,6 +188,8 @@ class Arch:
     # Each head has a logit of its own in the attention's softmax, without a value.
     sinks: bool = False
     gdn: GatedDeltaNet | None = None
+    # `head_dim` is then that of queries and keys, of which the last `rotary_size` are turned.
+    mla: LatentAttention | None = None
     # q_proj has a gate for each query feature, whose sigmoid the attention's output is multiplied
     # by.
     output_gate: bool = False
@@ -220,6 +247,16 @@ class Arch:
         return self.num_heads * self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Input features of o_proj."""
+        return self.num_heads * (self.head_dim if self.mla is None else self.mla.value_size)
+
+    @property
     def kv_size(self) -> int:
         """Output features of k_proj, and of v_proj."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Features of all heads' values."""
+        return self.kv_size if self.mla is None else self.output_size

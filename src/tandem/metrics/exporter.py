@@ -1,5 +1,5 @@
 """`python -m tandem.metrics.exporter`: serves the metrics of the trainer's and the inference
-container to Prometheus.
+container to Prometheus, and tells it where each vLLM of the container serves its own.
 
 It needs nothing of what it watches: it imports no torch, makes no CUDA context and writes nothing
 but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts
@@ -7,15 +7,18 @@ before the spool and the programs exist; until they do, `tandem_collector_succes
 0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler
 from socket import AF_INET6
 from socketserver import ThreadingTCPServer
 from typing import Any, override
+from urllib.parse import urlsplit
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector as PrometheusCollector
@@ -36,6 +39,7 @@ from tandem.metrics.policy import CheckpointsCollector, PolicyCollector
 from tandem.metrics.publish import MergedCollector, PublishCollector, ReplicasCollector
 from tandem.metrics.ranks import RanksCollector
 from tandem.spool import Spool
+from tandem.supervise.supervisord import inference_ports
 from tandem.system.environment import current_role
 from tandem.system.logs import Log, configure
 
@@ -76,7 +80,10 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """Serves `page` at `/metrics`. Raises OSError if the address is taken.
+    """Serves `page` at `/metrics`, and at `/targets` the vLLM servers beside it as Prometheus' HTTP
+    service discovery reads them. Raises OSError if the address is taken.
+
+    `targets`: the port of each vLLM, by its name, which is empty of the only one.
 
     Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
     """
@@ -85,11 +92,13 @@ class MetricsServer(ThreadingTCPServer):
     # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT.
     allow_reuse_address = True
 
-    def __init__(self, host: str, port: int, page: PrometheusCollector) -> None:
+    def __init__(
+        self, host: str, port: int, page: PrometheusCollector, targets: Mapping[str, int]
+    ) -> None:
         if ":" in host:
             self.address_family = AF_INET6
         super().__init__((host, port), _Handler)
-        self.page = page
+        self.page, self.targets = page, targets
         self.server_port = int(self.server_address[1])
 
     def serve_in_background(self) -> None:
@@ -102,13 +111,26 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        found = self.path.partition("?")[0] == "/metrics"
-        body = generate_latest(self.server.page) if found else b"see /metrics\n"
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        path = self.path.partition("?")[0]
+        status, kind, body = 404, CONTENT_TYPE_PLAIN_0_0_4, b"see /metrics\n"
+        if path == "/metrics":
+            status, body = 200, generate_latest(self.server.page)
+        elif path == "/targets":
+            status, kind, body = 200, "application/json", json.dumps(self._targets()).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _targets(self) -> list[dict[str, Any]]:
+        """Each vLLM at the host by which Prometheus has reached this server."""
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or "127.0.0.1"
+        host = f"[{host}]" if ":" in host else host
+        return [
+            {"targets": [f"{host}:{port}"], "labels": {"replica": name} if name else {}}
+            for name, port in self.server.targets.items()
+        ]
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
@@ -128,7 +150,9 @@ def main() -> int:
         return 2
     collectors = make_collectors(settings, sides)
     try:
-        server = MetricsServer(settings.metrics_host, settings.metrics_port, Page(collectors))
+        targets = inference_ports(settings) if "inference" in sides else {}
+        page = Page(collectors)
+        server = MetricsServer(settings.metrics_host, settings.metrics_port, page, targets)
     except OSError as error:
         log.error(
             f"can't listen on {settings.metrics_host}:{settings.metrics_port}: {error}; set"

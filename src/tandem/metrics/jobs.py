@@ -6,7 +6,7 @@ jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from tandem.errors import NotFound
 from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric, Samples, number
 from tandem.spool import Spool
+from tandem.spool.fence import LivingAttempts
 from tandem.spool.schema import TERMINAL, Event, JobKey
 from tandem.system.gpus import beyond
 
@@ -192,6 +193,7 @@ class _Followed:
     kind: str
     created: float  # Unix seconds
     offset: int = 0  # bytes of its event file that have been read
+    attempts: LivingAttempts = field(default_factory=LivingAttempts)
     first_claimed: float | None = None  # Unix seconds
     ended: bool = False  # its terminal event was read, which is written before the job's file moves
 
@@ -277,6 +279,8 @@ class JobsCollector(SpoolCollector):
 
     def _read_event(self, event: Event, job: _Followed) -> None:
         counts, data = self.counts if self._caught_up else self._uncounted, event.data
+        if not job.attempts.admits(event):
+            return
         if event.type in (*TERMINAL, "requeued", "claimed"):
             self._last.pop(_LAST_STEP_AT, None)
         if event.type == "claimed" and job.first_claimed is None:

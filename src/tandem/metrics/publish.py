@@ -10,6 +10,8 @@ from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import OPEN, Metric, Samples, number
 from tandem.spool import Spool
 from tandem.spool.schema import Served
+from tandem.supervise.supervisord import inference_ports
+from tandem.system.ports import local_url
 from tandem.vllm_client.client import InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import MergedPhase
 
@@ -123,11 +125,11 @@ class MergedCollector(SpoolCollector):
             "tandem_merged_phase",
             "1 for the phase of vLLM's merged weights, else 0. Requests are answered in phase"
             " served, wait up to a minute in swapping and unverified, and get 503 in empty (nothing"
-            " was served yet) and torn (a swap failed). Absent while vLLM does not answer, of"
-            " several inference servers on one machine, and with TANDEM_WEIGHTS=adapter.",
+            " was served yet) and torn (a swap failed). replica: each of several inference servers;"
+            " else empty. Absent while vLLM does not answer, and with TANDEM_WEIGHTS=adapter.",
             "GET /tandem/merged",
             exporters=("inference",),
-            labels={"phase": PHASES},
+            labels={"replica": OPEN, "phase": PHASES},
             perishable=True,
         ),
         Metric(
@@ -141,17 +143,28 @@ class MergedCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool, settings: Settings) -> None:
         super().__init__(open_spool)
-        self._settings = settings
-        self._client: VllmClient | None = None
+        ports = inference_ports(settings)
+        self._servers = {
+            name: settings
+            if len(ports) == 1
+            else settings.model_copy(
+                update={"inference_url": local_url(settings.inference_host, port)}
+            )
+            for name, port in ports.items()
+        }
+        self._clients: dict[str, VllmClient] = {}
 
     def collect(self, gauges: Samples) -> None:
-        if self._settings.inference_replicas == 1:
-            self._client = self._client or VllmClient(self._settings, timeout=5.0)
+        for replica, settings in self._servers.items():
+            if replica not in self._clients:
+                self._clients[replica] = VllmClient(settings, timeout=5.0)
             # It starts, or is gone: Prometheus' `up` of vLLM says so.
             with suppress(InferenceUnavailable):
-                current = self._client.merged()["phase"]
+                current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:
-                    gauges.set("tandem_merged_phase", phase == current, phase=phase)
+                    gauges.set(
+                        "tandem_merged_phase", phase == current, replica=replica, phase=phase
+                    )
         with self.part("runs"):  # what vLLM says does not depend on the volume
             gauges.set(
                 "tandem_merged_runs",
@@ -208,7 +221,7 @@ class ReplicasCollector(SpoolCollector):
         gauges.set("tandem_replicas_wanted", self._settings.inference_replicas)
         spool = self.spool()
         runs = [run.name for run in spool.runs.list() if run.weights == self._settings.weights]
-        for replica, record in spool.replicas.living().items():
+        for replica, record in spool.replicas.fresh().items():
             gauges.set("tandem_replica_ready", record.ready, replica=replica)
             behind = [0]
             newest: Served | None = None

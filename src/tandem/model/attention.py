@@ -111,9 +111,9 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key and value
-    [keys, key heads, head_dim] -> [length, heads, head_dim]. `sinks` [heads]: one more logit of
-    each head's softmax, without a value.
+    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key [keys,
+    key heads, head_dim], value [keys, key heads, value's dim] -> [length, heads, value's dim].
+    `sinks` [heads]: one more logit of each head's softmax, without a value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -124,7 +124,7 @@ def attend(
         # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        mask, size = tree.mask, query.shape[-1]
+        mask, size = tree.mask, value.shape[-1]
         if sinks is not None:
             query, key, value, mask = _with_sinks(query, key, value, mask, sinks / scale)
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[

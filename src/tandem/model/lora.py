@@ -19,6 +19,8 @@ column-parallel layer, output and A x of a row-parallel layer.
   rank's own tokens, and sums A's gradient over the ranks.
 - Row-parallel layers sum the output and A x, of the rank's own tokens, in forward. Backward gathers
   the gradients of the output and A x, and sums B's gradient.
+- Layers that no rank cuts (those to MLA's latents) compute the rank's own tokens. Backward sums A's
+  gradient and B's.
 
 So every rank's gradient is complete: a replicated tensor's gradient is the same on all ranks.
 """
@@ -84,6 +86,7 @@ class Adapters(nn.Module):
         has one per key head. `sections`: see `WeightRule`, by target."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
+        self._cut = cut
         self.rank, self.scale = (lora.rank, lora.alpha / lora.rank) if lora else (0, 0.0)
         self.targets = [target for target in out_features if lora and target in lora.targets]
         self.blocks = groups if experts is None else experts
@@ -101,8 +104,8 @@ class Adapters(nn.Module):
 
     def lora_tensors(self) -> dict[str, tuple[LoraTensor, LoraTensor]]:
         """Adapted target -> A and B."""
-        cut_a: Cut = "whole" if self.column else "columns"
-        cut_b: Cut = "rows" if self.column else "whole"
+        cut_a: Cut = "columns" if self._cut == "columns" else "whole"
+        cut_b: Cut = "rows" if self._cut == "rows" else "whole"
         return {
             target: (
                 LoraTensor(a, cut_a, self.stacked),
@@ -178,7 +181,7 @@ class Adapters(nn.Module):
 
 class LoraLinear(Adapters):
     """A linear layer: frozen, with adapters; or trained itself. Column parallel if its rows are
-    cut, else row parallel. Uninitialised."""
+    cut, row parallel if its columns are. Uninitialised."""
 
     def __init__(
         self,
@@ -199,16 +202,14 @@ class LoraLinear(Adapters):
         parts = topology.sizes.tensor
         if cut == "rows":
             out_features = {target: count // parts for target, count in out_features.items()}
-        else:
+        elif cut == "columns":
             in_features //= parts
         super().__init__(
             in_features, out_features, cut, lora, switch, groups=groups, sections=sections
         )
-        self.group, self.sequence, self._alone = (
-            topology.tensor,
-            topology.sizes.sequence,
-            parts == 1,
-        )
+        self.group, self._alone = topology.tensor, parts == 1 or cut == "whole"
+        self._own_tokens = topology.sizes.sequence
+        self.sequence = topology.sizes.sequence and cut != "whole"
         self.weight = nn.Parameter(
             torch.empty(sum(out_features.values()), in_features, dtype=dtype)
         )
@@ -237,6 +238,13 @@ class LoraLinear(Adapters):
             output.addmm_(inner, b.t())
         # Last: bf16 rounds a sum in proportion to it, and the residual is the largest part.
         return (output if residual is None else output.add_(residual)), inner
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor | None:
+        """A x of a column-parallel layer, as `forward` returns it."""
+        if not self.adapted:
+            return None
+        x = parallel.gather(x, self.group) if self.sequence else x
+        return linear(x, self.cast(x.dtype)[0])
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the gradient of the output [S, out] those of x and of A x."""
@@ -268,8 +276,11 @@ class LoraLinear(Adapters):
         if grad_inner is None or inner is None:
             return
         grad_a, grad_b = gradients.product(grad_inner, x), gradients.product(gradient, inner)
-        if self.sequence:  # each rank has that of its own tokens
-            parallel.all_reduce(grad_a if self.column else grad_b, group=self.group)
+        if self._own_tokens:  # each rank has that of its own tokens
+            if self.column or not self.sequence:
+                parallel.all_reduce(grad_a, group=self.group)
+            if not self.column:
+                parallel.all_reduce(grad_b, group=self.group)
         self._add_gradients(grad_a, grad_b)
 
     def _add_base_gradients(self, gradient: torch.Tensor, x: torch.Tensor) -> None:

@@ -49,6 +49,12 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
             f"{arch.model_type} has gated delta nets, whose states don't travel between"
             f" {sizes.context} context-parallel ranks",
         )
+    if sizes.context > 1 and arch.mla is not None:
+        return (
+            "context_parallel",
+            f"{arch.model_type} has latent attention, whose keys and values differ in width, and"
+            f" {sizes.context} context-parallel ranks exchange equal ones",
+        )
     if sizes.sequence and sizes.tensor == 1:
         return (
             "sequence_parallel",

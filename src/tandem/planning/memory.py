@@ -324,8 +324,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
     # and down.
     kinds = arch.kinds
-    query = sum(kind.query_size for kind in kinds) // len(kinds) // sizes.tensor
-    qkv = query + 2 * sum(kind.kv_size for kind in kinds) // len(kinds) // sizes.tensor
+    query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
+    sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
+    qkv = sent // len(kinds) // sizes.tensor
     gates = query if arch.output_gate else 0  # beside the output, or in the rows of qkv
     least = (
         residual_slots * hidden
@@ -339,11 +340,12 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
     # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
-    attention = (
-        least
-        + residual_slots * hidden
-        + slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
-    )
+    attention = least + residual_slots * hidden
+    if arch.mla is None:
+        attention += slots * (made * qkv + adapted("q_proj", "k_proj", "v_proj"))
+    else:  # the latents and their A x, and q, k and v
+        latents = sum(arch.mla.down.values()) + adapted(*arch.mla.down)
+        attention += residual_slots * latents + slots * qkv
     # ALL: gate and up, and their A x.
     everything = attention + rows * (2 * features + adapted("gate_proj", "up_proj"))
     log_sums = slots * arch.num_heads // sizes.tensor * _FP32
@@ -367,4 +369,9 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
             working += moe.num_experts // sizes.expert * adapters
     # Gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
+    if arch.mla is not None:
+        # Gradients of heads, and of what they are made of; beside that the heads, and what they
+        # are made of. Computed, not measured.
+        gradients = slots * 2 * qkv + 2 * slots * hidden
+        working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -6,6 +6,7 @@ Speed is an estimate: the model's operations over rates measured on one H200
 two ranks reached of that (bench/results/topologies.json).
 """
 
+import math
 from dataclasses import dataclass
 
 from tandem.config import Settings
@@ -109,6 +110,16 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
     return Plan(found, _why(found, fitting))
 
 
+def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
+    """How many inference servers generate what a trainer trains meanwhile: the least number.
+
+    `trained`: slots that the trainer trains per second; `generated`: new tokens that one server
+    generates per second; `share`: of the slots that are new tokens. Prompts that trajectories share
+    are one slot each, and no server generates them.
+    """
+    return max(1, math.ceil(trained * share / generated))
+
+
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of
     `ROW` slots, or as many as the model has positions, and the largest LoRA that a run may have by
@@ -159,7 +170,7 @@ def _candidate(workload: Workload, sizes: Sizes, gpu_memory: float) -> Candidate
         slowest = max(_step_seconds(workload, sizes, *stage) for stage in fitting)
         speed = _share(workload, sizes) * workload.sequence_length * workload.rows / slowest
     data_only = sizes == Sizes(data=sizes.data) and workload.lora is not None
-    data_only = data_only and workload.arch.gdn is None
+    data_only = data_only and workload.arch.gdn is None and workload.arch.mla is None
     return Candidate(sizes, needs, levels, speed, measured=data_only)
 
 
@@ -199,7 +210,8 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    attention = 2.0 * slots**2 * _features_that_see_all(arch, slots)  # causal
+    # Causal: half of the products with keys and of those with values.
+    attention = slots**2 * _features_that_see_all(arch, slots)
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -237,7 +249,11 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
     kinds = arch.kinds
     features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
     before = arch.hidden_size * features
-    after = arch.hidden_size * sum(kind.query_size for kind in kinds) / len(kinds)
+    after = arch.hidden_size * sum(kind.output_size for kind in kinds) / len(kinds)
+    if (mla := arch.mla) is not None:
+        up = (mla.q_rank or arch.hidden_size) * arch.query_size
+        up += mla.kv_rank * arch.num_heads * mla.key_value_size
+        return arch.hidden_size * sum(mla.down.values()) + up, after
     if (gdn := arch.gdn) is None:
         return before, after
     share = sum(gdn.layers) / arch.num_layers
@@ -249,15 +265,18 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
-    """Query features that, without windows, would see as many tokens, in a row of one sequence."""
+    """Features of queries and of outputs that, without windows, would see as many tokens, in a row
+    of one sequence."""
     if arch.gdn is not None:
-        return arch.query_size * arch.gdn.layers.count(False)
-    if arch.window is None:
-        return sum(kind.query_size for kind in arch.kinds) / len(arch.kinds) * arch.num_layers
-    seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2
+        return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
+    seen = 1.0
+    if arch.window is not None:
+        seen -= max(0.0, 1 - arch.window.tokens / slots) ** 2
+    layers = [arch.of_layer(layer) for layer in range(arch.num_layers)]
+    windowed = arch.window.layers if arch.window is not None else [False] * len(layers)
     return sum(
-        arch.of_layer(layer).query_size * (seen if windowed else 1.0)
-        for layer, windowed in enumerate(arch.window.layers)
+        (layer.query_size + layer.output_size) * (seen if narrow else 1.0)
+        for layer, narrow in zip(layers, windowed, strict=True)
     )
 
 

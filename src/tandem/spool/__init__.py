@@ -25,6 +25,7 @@ from tandem.spool.queue import Queue
 from tandem.spool.replicas import Replicas
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
+from tandem.spool.tunings import Tunings, Uploads
 
 
 def real_root(root: Path | str) -> Path:
@@ -52,6 +53,8 @@ class Spool:
         self.queue = Queue(
             self.paths, self.runs, self.checkpoints, self.jobs, self.events, self.leases
         )
+        self.uploads = Uploads(self.paths)
+        self.tunings = Tunings(self.paths)
         self.check()
 
     @classmethod

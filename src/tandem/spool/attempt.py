@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.spool import Spool, fs
+from tandem.errors import Conflict
+from tandem.spool import Spool, fence, fs
 from tandem.spool.schema import Beat, EventType
 
 
@@ -41,12 +42,12 @@ class Attempt:
     @property
     def staged(self) -> Path:
         """The directory that the ranks fill with the next checkpoint before it is committed."""
-        return self.work / "checkpoint"
+        return self.work / f"checkpoint-{self.number}"
 
     @property
     def staged_model(self) -> Path:
         """The directory that the ranks fill with the merged model before it is committed."""
-        return self.work / "merged"
+        return self.work / f"merged-{self.number}"
 
     @property
     def meeting(self) -> Path:
@@ -54,8 +55,23 @@ class Attempt:
         return self.work / "meeting"
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event of this attempt to the job's events."""
-        self.spool.events.append(self.job, kind, attempt=self.number, **data)
+        """Append an event of this attempt to the job's events. Conflict as in `check`."""
+        with self.spool.job_lock(self.job):
+            self.check()
+            self.spool.events.append(self.job, kind, attempt=self.number, **data)
+
+    def check(self) -> None:
+        """Conflict if the attempt was ended: nothing of it may reach the run or the job any
+        more."""
+        located = self.spool.jobs.locate(self.job)
+        current = (
+            located is not None
+            and located[0] == "running"
+            and located[1].result is None
+            and located[1].attempt == self.number
+        )
+        if not current or not fs.exists(self.work) or fs.exists(fence.mark(self.work)):
+            raise Conflict(f"attempt {self.number} of job {self.job!r} was ended", field="attempt")
 
     def beats(self) -> dict[int, Beat]:
         """The last heartbeat of each rank that has a readable one."""
@@ -82,5 +98,4 @@ class Attempt:
         It may fill the volume, on which the attempt's end must be written. A commit has renamed
         what was complete.
         """
-        for staged in (self.staged, self.staged_model):
-            fs.remove_tree(staged)
+        fence.take_staged(self.work)

@@ -1,9 +1,10 @@
 """Checkpoints, `runs/<run>/checkpoints/<8 digits>/`, and whole merged weights,
-`runs/<run>/merged/<8 digits>/`.
+`runs/<run>/merged/<8 digits>-<12 hex digits>/`, of which the latter name the checkpoint.
 
 Both are immutable once they have that name.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -20,10 +21,11 @@ from tandem.spool import fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
-from tandem.spool.schema import STEPS, Manifest, Origin, RunSpec, Served
+from tandem.spool.schema import STEPS, Job, Manifest, Origin, RunSpec, Served
 from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
+_is_merged = re.compile(r"[0-9]{8}-[0-9a-f]{12}").fullmatch
 _COPY_BYTES = 2**24  # at a time
 
 
@@ -148,12 +150,14 @@ class Checkpoints:
         step: int,
         job: str,
         sha256: Mapping[str, str] | None = None,
+        check: Callable[[], None] = lambda: None,
         **details: Any,
     ) -> Manifest:
         """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if
         this fails, it stays where it was. `sha256`: hashes of files whose writer knows them.
-        `details`: the manifest's other fields. Conflict (field `step`) if the step exists or does
-        not follow the newest; InvalidInput if the directory holds anything but plain files."""
+        `check` refuses right before the rename. `details`: the manifest's other fields. Conflict
+        (field `step`) if the step exists or does not follow the newest; InvalidInput if the
+        directory holds anything but plain files."""
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -170,6 +174,7 @@ class Checkpoints:
         with fs.volume_errors(target):
             manifest = write_manifest(staged_dir, manifest, sha256)
             fs.fsync_tree(staged_dir)
+            check()
             try:
                 fs.rename_dir(staged_dir, target)
             except FileExistsError as error:  # a rank of an earlier attempt has done it meanwhile
@@ -177,6 +182,13 @@ class Checkpoints:
                     f"run {run!r} has a checkpoint {step} already", field="step"
                 ) from error
         return manifest
+
+    def made_by(self, job: Job) -> bool:
+        """Whether the job's checkpoint exists and this job made it."""
+        try:
+            return self.manifest(job.spec.run, job.spec.base_step + 1).job == job.spec.id
+        except (NotFound, CheckpointDamaged):
+            return False
 
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
@@ -270,39 +282,45 @@ class MergedFiles:
     def _dir(self, run: str) -> Path:
         return self._runs.directory(run) / "merged"
 
-    def steps(self, run: str) -> dict[int, Path]:
-        """The steps that have whole weights, and where; NotFound without the run."""
+    def steps(self, run: str) -> dict[Path, int]:
+        """The directories of whole weights, and the step of each; NotFound without the run."""
         directory = self._dir(run)
-        return {int(name): directory / name for name in listing(directory) if _is_step(name)}
+        return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
+
+    def _path(self, checkpoint: Manifest) -> Path:
+        """A checkpoint of the same step that a rollback discarded has another name."""
+        made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
+        return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
         """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of
-        other steps but the served one and the one before. Returns their bytes. If this fails,
-        `staged` stays where it was.
+        older checkpoints but the served one and the step before. Returns their bytes. If this
+        fails, `staged` stays where it was. What the checkpoint has already is not replaced.
         """
-        run, directory = checkpoint.run, self._dir(checkpoint.run)
-        target = directory / step_name(checkpoint.step)
+        run, target = checkpoint.run, self._path(checkpoint)
+        directory = target.parent
         with fs.volume_errors(target):
             manifest = write_manifest(staged, checkpoint.model_copy(update={"files": {}}))
             fs.fsync_tree(staged)
             directory.mkdir(exist_ok=True)
-            fs.remove_tree(target)  # of a checkpoint that a rollback discarded
-            fs.rename_dir(staged, target)
-        served, names = self._served.get(run), listing(directory)
+            with suppress(FileExistsError):
+                fs.rename_dir(staged, target)
+        served, steps = self._served.get(run), self.steps(run)
         # vLLM may still read those of the step before. On NFS a reader on another host loses files
         # that are removed.
-        before = [name for name in names if name < target.name][-1:]
-        keep = {target.name, *before, step_name(served.step) if served else ""}
-        keep |= set(map(step_name, self._replicas(run)))
-        for name in names:
-            if name not in keep:
-                fs.remove_tree(directory / name)
+        before = [step for step in steps.values() if step < checkpoint.step][-1:]
+        keep = {*before, served.step if served else None, *self._replicas(run)}
+        for path, step in steps.items():
+            other = fs.read_undamaged(path / MANIFEST, Manifest)
+            newer = other is not None and other.created > checkpoint.created
+            if path != target and step not in keep and not newer:
+                fs.remove_tree(path)
         return sum(entry.size for entry in manifest.files.values())
 
     def find(self, checkpoint: Manifest) -> Path | None:
         """The directory with the whole weights of this checkpoint, after comparing every file with
         its manifest; None if there is none. CheckpointDamaged names each damaged file."""
-        directory = self._dir(checkpoint.run) / step_name(checkpoint.step)
+        directory = self._path(checkpoint)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (
             checkpoint.job,

@@ -219,8 +219,10 @@ def rename_dir(source: Path, target: Path) -> None:
             if error.errno == errno.ENOTEMPTY:  # another process made it since
                 raise taken from error
             raise
-        for parent in dict.fromkeys((target.parent, source.parent)):
-            fsync_dir(parent)
+        fsync_dir(target.parent)
+        if source.parent != target.parent:
+            with suppress(FileNotFoundError):  # it was removed since: an attempt's that was ended
+                fsync_dir(source.parent)
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:

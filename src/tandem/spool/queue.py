@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
-from tandem.spool import fs
+from tandem.spool import fence, fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
 from tandem.spool.jobs import Jobs
@@ -270,7 +270,8 @@ class Queue:
 
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked
-        for; `failed` if `error` is not retriable or no attempt is left; else `queued`. `counts`
+        for; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the attempt
+        made its checkpoint; else `queued`. `counts`
         False: the runner was stopped, so this attempt does not count. A decided job keeps its
         result."""
         job_id = job.spec.id
@@ -282,6 +283,8 @@ class Queue:
                 _check_attempt(job, current)
                 if self._jobs.cancel_requested(job_id):
                     return self._end(directory, current, _cancelled("cancelled while it ran"))
+                if made := self._end_attempt(current):
+                    return self._end(directory, current, made)
                 stopped = current.stopped + (0 if counts else 1)
                 if not error.retriable or current.attempt - stopped >= current.spec.max_attempts:
                     return self._end(
@@ -323,6 +326,8 @@ class Queue:
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
         """Makes `result` final, or the result that the job already has, beginning at the first
         missing step."""
+        if directory == "running" and job.result is None and result.state != "succeeded":
+            result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
         if job.result is None or directory == "queued":
             job = job.model_copy(update={"result": result})
@@ -339,6 +344,13 @@ class Queue:
             )
         self.clear(key)
         return result.state
+
+    def _end_attempt(self, job: Job) -> JobResult | None:
+        """Ends the attempt for good. The job has succeeded if the attempt's commit came before."""
+        fence.end(self._paths.work_dir(job.spec.id, job.attempt))
+        if not self._checkpoints.made_by(job):
+            return None
+        return JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
 
     def clear(self, key: JobKey) -> None:
         """Removes what a job needs only until it ends. A later `recover` removes what can't go

@@ -1,15 +1,12 @@
 """What a new runner does about the jobs and files that a dead runner left."""
 
-import time
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.errors import CheckpointDamaged, NotFound
 from tandem.spool import Spool, fs
-from tandem.spool.attempt import Attempt
 from tandem.spool.jobs import JobList
 from tandem.spool.paths import is_job_id, listing
-from tandem.spool.schema import TERMINAL, Job, JobError, JobResult, JobState
+from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.
 STALE_SECONDS = 3600.0
@@ -37,9 +34,6 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
                 return None
         elif directory != "running":
             return None
-        elif made_checkpoint(spool, job):
-            step = job.spec.base_step + 1
-            spool.queue.finish(job, JobResult(state="succeeded", step=step, finished=time.time()))
         else:
             lost = "its runner"
             if (lease := spool.leases.get(job_id)) is not None:
@@ -47,17 +41,8 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
                     f" {lease.runner} (pid {lease.pid} on {lease.host}), in phase {lease.phase!r},"
                 )
             message = f"{lost} was lost; noticed by {runner}"
-            Attempt(spool, job_id, job.attempt).remove_staged()
             spool.queue.requeue(job, JobError(type="runner_lost", message=message, retriable=True))
         return spool.jobs.get(job_id)
-
-
-def made_checkpoint(spool: Spool, job: Job) -> bool:
-    """Whether the job's checkpoint exists and this job made it."""
-    try:
-        return spool.checkpoints.manifest(job.spec.run, job.spec.base_step + 1).job == job.spec.id
-    except (NotFound, CheckpointDamaged):
-        return False
 
 
 def sweep(spool: Spool) -> None:
@@ -68,6 +53,8 @@ def sweep(spool: Spool) -> None:
         spool.root,
         spool.paths.runs,
         spool.paths.jobs,
+        spool.uploads.directory,
+        spool.tunings.directory,
         *spool.paths.jobs.glob("[!.]*"),
         *queue,
     ]

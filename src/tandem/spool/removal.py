@@ -71,6 +71,7 @@ def prune(spool: Spool, settings: Settings) -> None:
     try:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
+        spool.tunings.prune(limit)
     finally:
         complete_removals(spool)
 
@@ -102,7 +103,7 @@ def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
         keep |= spool.replicas.steps(run).keys()
-        return _set_aside([path for step, path in written.items() if step not in keep])
+        return _set_aside([path for path, step in written.items() if step not in keep])
 
 
 def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:

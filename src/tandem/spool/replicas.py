@@ -23,7 +23,8 @@ from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
 from tandem.system.environment import REPLICA_PATTERN
 
 DEAD_SECONDS = 30.0
-"""A replica whose record is older than this is dead: no step waits for it."""
+"""A replica whose record has not changed for so long is dead: no step waits for it. Each process
+measures that by its own monotonic clock, because the clocks of hosts differ, and may be set."""
 FORGET_SECONDS = 600.0
 """The records of a replica that is dead for so long are removed."""
 
@@ -43,6 +44,8 @@ class Replicas:
     ) -> None:
         self._paths, self._runs = paths, runs
         self._announced, self._checkpoints = served, checkpoints
+        # Replica -> its record's last beat that was seen, and since when, monotonic.
+        self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
         """Held while a replica becomes ready or leaves, and while a step is announced."""
@@ -71,12 +74,33 @@ class Replicas:
         return records
 
     def living(self) -> dict[str, Replica]:
+        """The replicas whose records changed within DEAD_SECONDS. One that this process sees for
+        the first time may have been dead for longer: `fresh` asks the record's time."""
+        records = self.all()
+        return {
+            name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
+        }
+
+    def fresh(self) -> dict[str, Replica]:
+        """The replicas that live by this machine's clock, for whoever looks only once and decides
+        nothing by it."""
         now = time.time()
         return {
             name: record
             for name, record in self.all().items()
             if abs(now - record.beat) <= DEAD_SECONDS
         }
+
+    def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
+        """For how many seconds each record has not changed, as far as this process has seen."""
+        now = time.monotonic()
+        self._seen = {
+            name: seen
+            if (seen := self._seen.get(name, (0.0, now)))[0] == record.beat
+            else (record.beat, now)
+            for name, record in records.items()
+        }
+        return {name: now - since for name, (_, since) in self._seen.items()}
 
     def serves(self, run: str, replica: str) -> ReplicaServed:
         """The steps of a run that one replica serves; NotFound (field `run`) without the run."""
@@ -150,8 +174,8 @@ class Replicas:
     def forget_dead(self) -> None:
         """Remove the records of replicas that are gone for good, as after fewer were asked for.
         Under `lock`."""
-        limit = time.time() - FORGET_SECONDS
-        for replica in [name for name, record in self.all().items() if record.beat < limit]:
+        ages = self._ages(self.all())
+        for replica in [name for name, age in ages.items() if age > FORGET_SECONDS]:
             for run in self._runs.names():
                 with suppress(TandemError):
                     fs.remove_file(self._of_run(run, replica))

@@ -30,7 +30,7 @@ from tandem.supervise.supervisord import programs_of, statuses
 from tandem.system import liveness
 from tandem.system.environment import current_role, runtime_dir
 from tandem.system.ports import local_url
-from tandem.vllm_client.names import BASE_MODEL_NAME
+from tandem.vllm_client.names import BASE_MODEL_NAME, READY_ROUTE
 
 _TIMEOUT_SECONDS = 4.0
 
@@ -54,6 +54,9 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
+        if "vllm" in needed and settings.replica is not None and not started:
+            # Not before it has every announced step: an upgrade stops the next server then.
+            found.append(_get(settings, "inference", READY_ROUTE)[0])
     return [problem for problem in found if problem]
 
 

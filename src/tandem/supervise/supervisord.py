@@ -72,9 +72,10 @@ _LEFTOVER_SECONDS = 13
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     """The programs of a role. Several inference servers are as many pairs of vLLM and publisher,
-    behind a proxy. InvalidInput where there are not enough GPUs for them."""
+    behind a proxy; with a TANDEM_REPLICA this machine has one of them. InvalidInput where there are
+    not enough GPUs for them."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
-    if settings.inference_replicas == 1 or _VLLM not in programs:
+    if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
     several = [_PROXY]
     for number, variables in enumerate(replica_variables(settings)):
@@ -88,9 +89,17 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     return (*programs[:at], *several, *(p for p in programs[at:] if p not in (_VLLM, _PUBLISHER)))
 
 
+def inference_ports(settings: Settings) -> dict[str, int]:
+    """The port of each inference server of this machine, by its name. One may have no name."""
+    first = settings.inference_port
+    if settings.local_replicas == 1:
+        return {settings.replica or "": first}
+    return {str(number): first + 1 + number for number in range(settings.local_replicas)}
+
+
 def replica_variables(settings: Settings) -> list[dict[str, str]]:
     """The environment of each of several inference servers on this machine."""
-    count, each = settings.inference_replicas, settings.inference_tensor_parallel
+    count, each = settings.local_replicas, settings.inference_tensor_parallel
     try:
         gpus = Devices(settings, "inference").uuids
     except DriverFailed:
@@ -102,13 +111,12 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
             field="TANDEM_INFERENCE_REPLICAS",
         )
     variables = []
-    for number in range(count):
-        port = settings.inference_port + 1 + number
+    for number, (name, port) in enumerate(inference_ports(settings).items()):
         own = {
-            "TANDEM_REPLICA": str(number),
+            "TANDEM_REPLICA": name,
             "TANDEM_INFERENCE_PORT": str(port),
             "TANDEM_INFERENCE_URL": local_url(settings.inference_host, port),
-            liveness.NAME_VARIABLE: f"publisher-{number}",
+            liveness.NAME_VARIABLE: f"publisher-{name}",
         }
         if gpus:
             own["TANDEM_INFERENCE_DEVICES"] = ",".join(gpus[number * each : (number + 1) * each])

@@ -42,6 +42,11 @@ def runtime_dir(root: Path, role: Role) -> Path:
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
+def leaving_file(root: Path) -> Path:
+    """Says until when (Unix seconds) an inference server of this machine is about to be stopped."""
+    return runtime_dir(root, current_role()) / "leaving"
+
+
 def scratch_directory(name: str) -> Path:
     """An empty directory under TMPDIR for the temporary files of processes that may be killed.
     `name`: one per user of the directory, who must be alone when it calls this: what is there is

@@ -112,7 +112,7 @@ def check_apart(settings: Settings) -> None:
         return
     with suppress(DriverFailed):
         trainer = Devices(settings, "trainer")
-        most = settings.inference_replicas * settings.inference_tensor_parallel
+        most = settings.local_replicas * settings.inference_tensor_parallel
         inference = Devices(settings, "inference", most=most)
         if both := ", ".join(uuid for uuid in trainer.uuids if uuid in inference.uuids):
             raise InvalidInput(

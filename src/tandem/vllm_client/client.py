@@ -176,7 +176,7 @@ class VllmClient:
         if response.content:
             return bool(response.json()["success"])
         # Older versions send an empty body, also after a failure.
-        return not _requests_in_flight(self._request("GET", "/metrics").text)
+        return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
         """Whose weights vLLM has: `phase`, `name`, `path` (see
@@ -240,6 +240,14 @@ class VllmClient:
     def ready_instance(self) -> str:
         """The name of vLLM's present process, one of several servers behind one address."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
+
+    def is_ready(self) -> bool:
+        """Whether the proxy may send requests to this vLLM, one of several."""
+        return bool(self._ask("GET", READY_ROUTE)["ready"])
+
+    def has_requests(self) -> bool:
+        """Whether requests run or wait (`/metrics`)."""
+        return _requests_in_flight(self._request("GET", "/metrics").text)
 
     def set_ready(self, until: float, instance: str | None) -> bool:
         """Let that process (None: whichever it is) answer requests until so many seconds of the

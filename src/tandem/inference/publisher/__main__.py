@@ -58,7 +58,7 @@ def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager
     """The lock of the only publisher, or of a replica's. SpoolUnusable where the spool has both
     kinds of publishers: each would write over what the others announce."""
     if replica is None:
-        if others := ", ".join(spool.replicas.living()):
+        if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(
                 f"{spool.root} has inference servers with names: {others}; give this one a"
                 " TANDEM_REPLICA, or stop those and wait 30 s"

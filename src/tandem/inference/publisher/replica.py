@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from pydantic import ValidationError
 
@@ -25,6 +26,7 @@ from tandem.inference.publisher.records import tell_job
 from tandem.spool import Spool
 from tandem.spool.replicas import DEAD_SECONDS
 from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
+from tandem.system.environment import leaving_file
 from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceGone, VllmClient
 from tandem.vllm_client.names import READY_MARGIN_SECONDS
@@ -130,7 +132,7 @@ class Member:
         if self._record.ready:
             return
         with self._replicas.lock():
-            why = self._lag() or next(filter(None, map(self._missing, runs)), "")
+            why = self._leaves() or self._lag() or next(filter(None, map(self._missing, runs)), "")
             if not why:
                 self._record = self._record.model_copy(update={"ready": True})
                 self._joined = self._asked
@@ -172,7 +174,7 @@ class Member:
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
                 self._leave("its record was not renewed, and the others went on without it")
-            lag = self._lag()
+            lag = self._leaves() or self._lag()
             if self._record.ready and lag:
                 self._leave(lag)
             self._write()
@@ -181,6 +183,13 @@ class Member:
             for run in self._spool.runs.names():
                 self._announce(run)
             self._replicas.forget_dead()
+
+    def _leaves(self) -> str:
+        """Why it should stop answering, where somebody is about to stop it (`supervise.drain`)."""
+        with suppress(OSError, ValueError):
+            if time.time() < float(leaving_file(self._spool.root).read_text()):
+                return "it is about to be stopped"
+        return ""
 
     def _lag(self) -> str:
         """Why the other replicas should go on without this one; empty if they needn't."""

@@ -30,7 +30,7 @@ from tandem.inference.server.command import serving_dtype
 from tandem.inference.spot_check import SpotCheck
 from tandem.spool import Spool
 from tandem.spool.runs import verify_files
-from tandem.spool.schema import Manifest, RunSpec
+from tandem.spool.schema import ONLY, Manifest, RunSpec
 from tandem.system import liveness
 from tandem.system.environment import private_directory
 from tandem.system.logs import Log
@@ -324,10 +324,12 @@ class MergedTransport:
         ) == "volume" and time.monotonic() < deadline:
             liveness.beat("publisher")  # the job's ranks write the files
             time.sleep(0.1)
-        if offer and offer["transport"] != "volume":
+        server = self._settings.replica or ONLY
+        if offer and offer["transport"] != "volume" and server in offer["servers"]:
             meeting = self._spool.root / offer["meeting"]
             if meeting.parent.parent == self._spool.paths.all_work_dirs(checkpoint.job):
-                sources.append({**offer, "way": offer["transport"], "meeting": str(meeting)})
+                way = offer["transport"]
+                sources.append({**offer, "way": way, "meeting": str(meeting), "server": server})
         try:
             # This hashes all of them.
             if (
@@ -341,12 +343,14 @@ class MergedTransport:
 
     def _offer(self, job: str) -> dict[str, Any]:
         """What the job's ranks are about to send, while they run; else nothing."""
-        events = [
+        offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
-        if not events or events[-1].type == "sent" or self._spool.jobs.get(job)[0] != "running":
+        if not offers:
             return {}
-        return events[-1].data
+        state, now = self._spool.jobs.get(job)
+        of_now = [event for event in offers if event.attempt == now.attempt and state == "running"]
+        return of_now[-1].data if of_now and of_now[-1].type == "offered" else {}
 
     def announce(self, _name: str, path: Path) -> None:
         self._client.announce_merged(str(path))

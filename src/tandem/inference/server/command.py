@@ -9,18 +9,17 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput
 from tandem.families.adapter import all_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
-from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
-from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraTarget
+from tandem.inference.server.family_arguments import family_arguments
+from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
 from tandem.system.gpus import Devices
@@ -155,7 +154,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
-        *_family_arguments(settings, device, model),
+        *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -171,6 +170,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
             else []
         ),
         *("--middleware", "tandem.inference.server.rollout.RolloutDoor"),
+        *("--middleware", "tandem.inference.server.fine_tuned.FineTunedNames"),
         *("--middleware", "tandem.inference.server.guard.AdminGuard"),
         *(
             ["--middleware", "tandem.inference.server.api_keys.ApiKeys"]
@@ -218,40 +218,6 @@ def _has_keys(settings: Settings) -> bool:
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
-def _family_arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    """Arguments that the model's family needs. InvalidInput where vLLM can't serve it here."""
-    try:
-        arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
-    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
-        return []
-    # Rows are text. The tower would take memory, and images would not be trained.
-    vision = arch.weight_prefix != "model."
-    argv = ["--language-model-only"] if vision else []
-    if (growth := arch.query_growth) is not None:
-        # vLLM 0.32 reads the growth of queries from this key only, which Hugging Face's configs
-        # lack.
-        of_text: dict[str, Any] = {
-            "llama_4_scaling": {
-                "beta": growth.rate,
-                "original_max_position_embeddings": growth.positions,
-            }
-        }
-        overrides = {"text_config": of_text} if vision else of_text
-        argv += ["--hf-overrides", json.dumps(overrides)]
-    if arch.gdn is None:
-        return argv
-    if find_spec("torchvision") is None:
-        raise InvalidInput(
-            f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
-            " the release that goes with your torch (0.28 with torch 2.13)"
-        )
-    if device == "cpu" and serving_dtype(settings) != "bfloat16":
-        problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
-        raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
-    return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
-
-
 def _scale_out_is_optional() -> bool:
     """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions
     refuse."""
@@ -281,6 +247,7 @@ def _lora_arguments(settings: Settings) -> list[str]:
         # experts have names of vLLM's own.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
+        *(*LATENT_TARGETS, "fused_qkv_a_proj"),
         *(["experts"] if settings.expert_lora else []),
     ]
 

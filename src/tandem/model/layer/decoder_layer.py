@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from tandem.families.arch import Arch, MoE
+from tandem.families.arch import Arch, LatentAttention, MoE
 from tandem.families.decoder import attention_features
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
@@ -21,6 +21,7 @@ from tandem.model.layer.head_rows import (
     WideNorm,
 )
 from tandem.model.layer.heads import HeadShape
+from tandem.model.layer.latent_attention import LatentAttentionSublayer, LatentLinears
 from tandem.model.layer.moe_sublayer import MoeSublayer
 from tandem.model.layer.norm import make_norm
 from tandem.model.layer.sublayers import AttentionSublayer, MlpSublayer, Saved, SaveLevel
@@ -84,6 +85,8 @@ class DecoderLayer(MegatronModule):
         return x[:, None], None
 
     def _attention_sublayer(self) -> AttentionSublayer:
+        if self._arch.mla is not None:
+            return self._latent_attention_sublayer(self._arch.mla)
         arch, attention, tp = self._arch, self.self_attention, current().sizes.tensor
         qkv = LoraLinear(
             arch.hidden_size,
@@ -150,6 +153,34 @@ class DecoderLayer(MegatronModule):
         if self._arch.value_norm:
             return NormalisedValues(heads, keys_are_values=self._arch.keys_are_values)
         return GrowingQueries(heads) if self._arch.query_growth else None
+
+    def _latent_attention_sublayer(self, mla: LatentAttention) -> LatentAttentionSublayer:
+        arch, attention, heads = self._arch, self.self_attention, self._arch.num_heads
+        queries = {"q_proj" if mla.q_rank is None else "q_b_proj": arch.query_size}
+        down = LoraLinear(arch.hidden_size, mla.down, "whole", **self._adapters)
+        q_up = LoraLinear(mla.q_rank or arch.hidden_size, queries, "rows", **self._adapters)
+        kv_up = LoraLinear(
+            mla.kv_rank, {"kv_b_proj": heads * mla.key_value_size}, "rows", **self._adapters
+        )
+        proj = LoraLinear(
+            heads * mla.value_size, {"o_proj": arch.hidden_size}, "columns", **self._adapters
+        )
+        attention.linear_down, attention.linear_proj = down, proj
+        attention.linear_q_up, attention.linear_kv_up = q_up, kv_up
+        q_norm = None if mla.q_rank is None else self._norm(mla.q_rank)
+        attention.register_module("q_a_layernorm", q_norm)
+        attention.kv_a_layernorm = kv_norm = self._norm(mla.kv_rank)
+        shape = HeadShape(
+            heads // current().sizes.tensor, 1, arch.head_dim, arch.rms_norm_eps, None, None
+        )
+        return LatentAttentionSublayer(
+            self.input_layernorm,
+            LatentLinears(down, q_up, kv_up, q_norm, kv_norm),
+            proj,
+            mla,
+            shape,
+            scale=arch.attention_scale,
+        )
 
     def _delta_net_sublayer(self) -> DeltaNetSublayer:
         arch, gdn, net, topology = self._arch, self._arch.gdn, nn.Module(), current()

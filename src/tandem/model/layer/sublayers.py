@@ -73,7 +73,7 @@ class Sublayer:
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
-        _add_norm_gradient(self._post_norm, gradient, output)
+        add_norm_gradient(self._post_norm, gradient, output)
         zero = torch.zeros_like(output)
         return kernels.rms_norm_backward(
             gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
@@ -85,7 +85,7 @@ class Sublayer:
         """`gradient`: of the sublayer's output, and so of the input that was added to it."""
         if self._norm is None:
             return grad_normalised + gradient
-        _add_norm_gradient(self._norm, grad_normalised, x)
+        add_norm_gradient(self._norm, grad_normalised, x)
         return kernels.rms_norm_backward(
             grad_normalised, x, multiplier(self._norm), self._norm.eps, gradient
         )
@@ -182,13 +182,26 @@ class AttentionSublayer(Sublayer):
         grad_heads = graph.gradients(output, grad_output)
         if tree.deal is not None:
             grad_heads = tree.deal.scatter(grad_heads)
+        grad_normalised = self._heads_backward(grad_heads, qkv, grad_gates, normalised, inner, tree)
+        return self._input_gradient(grad_normalised, x, gradient)
+
+    def _heads_backward(
+        self,
+        grad_heads: Heads,
+        qkv: torch.Tensor,
+        grad_gates: torch.Tensor | None,
+        normalised: torch.Tensor,
+        inner: torch.Tensor | None,
+        tree: TreeParams,
+    ) -> torch.Tensor:
+        """Undo `_heads`, to the gradient of `normalised`. `qkv`: without gates."""
+        shape = self._head_shape()
         grad_qkv = self._split_backward(grad_heads, qkv, tree)
         if grad_gates is not None:
             grad_qkv = join_gates(grad_qkv, grad_gates, shape)
         grad_normalised, grad_inner = self._qkv.input_gradient(grad_qkv)
         self._qkv.add_gradients(grad_qkv, grad_inner, normalised, inner)
-        del grad_qkv, normalised
-        return self._input_gradient(grad_normalised, x, gradient)
+        return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
         """The parameters for this layer's window, or for none, and for its RoPE, or for none."""
@@ -371,7 +384,7 @@ class _Enter(torch.autograd.Function):
         return None, *gradients
 
 
-def _add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
+def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
     """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
     if gradients.has_gradient_buffer(norm.weight):
         gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))

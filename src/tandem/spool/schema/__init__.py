@@ -33,9 +33,10 @@ from tandem.spool.schema.jobs import (
     RunnerInfo,
     SFTJob,
 )
-from tandem.spool.schema.replicas import Replica, ReplicaServed
+from tandem.spool.schema.replicas import ONLY, Replica, ReplicaServed
 from tandem.spool.schema.runs import (
     DELTA_NET_TARGETS,
+    LATENT_TARGETS,
     LORA_TARGETS,
     LongProbe,
     LoraShape,
@@ -61,7 +62,9 @@ from tandem.spool.schema.training import (
 
 __all__ = [
     "DELTA_NET_TARGETS",
+    "LATENT_TARGETS",
     "LORA_TARGETS",
+    "ONLY",
     "PENDING",
     "SCHEMA_VERSION",
     "STEPS",

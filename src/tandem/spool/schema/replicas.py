@@ -14,6 +14,9 @@ PATTERN_WORDS |= {
         "use lower-case letters, digits, '.' and '-', at most 63; a letter or digit at both ends"
     )
 }
+ONLY = "only"
+"""The name of an inference server without one, to which ranks send whole weights."""
+
 ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 
 

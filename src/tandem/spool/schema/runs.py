@@ -2,7 +2,7 @@
 
 from hashlib import sha256
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +28,10 @@ LoraTarget = Literal[
     "in_proj_b",
     "in_proj_a",
     "out_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
 ]
 LORA_TARGETS: tuple[LoraTarget, ...] = (
     "q_proj",
@@ -46,6 +50,13 @@ DELTA_NET_TARGETS: tuple[LoraTarget, ...] = (
     "out_proj",
 )
 """The further targets of models with gated delta nets."""
+LATENT_TARGETS: tuple[LoraTarget, ...] = (
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
+"""The further targets of models with latent attention."""
 
 
 class LoraShape(Record):
@@ -57,7 +68,7 @@ class LoraShape(Record):
     # have it written out.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
-        default=LORA_TARGETS, min_length=1, max_length=len(LORA_TARGETS + DELTA_NET_TARGETS)
+        default=LORA_TARGETS, min_length=1, max_length=len(get_args(LoraTarget))
     )
 
     @model_validator(mode="after")

@@ -124,7 +124,9 @@ def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> di
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
-        (directory / OPTIMIZER_FILE).parent.mkdir(parents=True)
+        # Not its parents: the directory of an attempt that was ended must not come back.
+        for made in (directory, (directory / OPTIMIZER_FILE).parent):
+            made.mkdir()
         fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}

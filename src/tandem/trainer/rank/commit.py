@@ -79,6 +79,7 @@ class NewCheckpoint:
             self._assignment.job.base_step + 1,
             attempt.job,
             sha256=written.result(),
+            check=attempt.check,
             topology=self._session.settings.sizes.manifest(),
             versions=self._versions,
             metrics=metrics,

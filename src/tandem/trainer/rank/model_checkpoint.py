@@ -111,6 +111,7 @@ def write_model(
         if topology.rank == 0:
             fs.remove_tree(directory)
             model.create(base_model)
+            (directory / STEPS_FILE).parent.mkdir()
             for files in of_state.values():
                 files.create()
             (directory / STEPS_FILE).write_text(json.dumps({"steps": optimizer.steps}))

@@ -79,7 +79,8 @@ class ModelFiles:
     def create(self, base_model: Path | None = None) -> None:
         """Make the files, with zeros for the tensors, and copy the model's other files:
         configuration and tokenizer."""
-        self._directory.mkdir(parents=True)
+        # Not its parents: the directory of an attempt that was ended must not come back.
+        self._directory.mkdir()
         # Tensors are in the order of their bytes, so a file's last one says its size.
         sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():

@@ -29,10 +29,11 @@ from tandem.model.transfer.channel import (
     make_meeting,
     own_address,
 )
+from tandem.model.transfer.members import fix_members, read_members
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, agreement, send_order, senders
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import Manifest
+from tandem.spool.schema import ONLY, Manifest
 from tandem.system import liveness
 from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.model_files import ModelFiles, Weights
@@ -90,12 +91,18 @@ class Publication:
                 offer = {"address": own_address(*self.settings.inference)}
                 offer |= {"meeting": meeting.as_posix()}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
+                offer |= {"servers": self._servers()}
         except Exception as error:
             traceback.print_exc()
             offer = {"error": f"{type(error).__name__}: {error}"}
         self._offer = parallel.gather_objects(offer)[0]
         if "error" not in self._offer:
             self.event("offered", transport=way, **self._offer)
+
+    def _servers(self) -> list[str]:
+        """The inference servers that are to come for the weights: all that are ready."""
+        living = self.attempt.spool.replicas.fresh()
+        return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
     def send(self, checkpoint: Manifest | None) -> None:
         """`checkpoint`: on rank 0, the one that has the weights."""
@@ -110,7 +117,7 @@ class Publication:
         else:
             self.event("sent", transport=way, seconds=time.perf_counter() - begin, **outcome)
 
-    def _write_files(self, checkpoint: Manifest | None) -> dict[str, float]:
+    def _write_files(self, checkpoint: Manifest | None) -> dict[str, Any]:
         weights, arch = TrainedWeights(self.policy), self.policy.arch
         files = ModelFiles(self.attempt.staged_model, arch, weights.dtype)
 
@@ -124,13 +131,13 @@ class Publication:
             return {}
         return {"bytes": self.attempt.spool.merged.commit(self.attempt.staged_model, checkpoint)}
 
-    def _send_to_vllm(self) -> dict[str, float]:
+    def _send_to_vllm(self) -> dict[str, Any]:
         if "error" in self._offer:
             raise RuntimeError(self._offer["error"])
         sends = self._rank in senders(self._sizes)
-        outcomes = self._together(lambda: self._watched(self._send_own) if sends else (0, 0.0))
-        sizes, seconds = zip(*outcomes, strict=True)
-        return {"bytes": sum(sizes), "sending_seconds": max(seconds)}
+        outcomes = self._together(lambda: self._watched(self._send_own) if sends else (0, 0.0, []))
+        sizes, seconds, servers = zip(*outcomes, strict=True)
+        return {"bytes": sum(sizes), "sending_seconds": max(seconds), "servers": max(servers)}
 
     def _together[T](self, action: Callable[[], T]) -> list[T]:
         """`action` on every rank, and what it returned on each. If it fails on one, all raise."""
@@ -161,10 +168,10 @@ class Publication:
 
         return liveness.in_thread(lambda: device.on_device(action)(sign_of_life), look, seconds=0.1)
 
-    def _send_own(self, beat: Callable[[], None]) -> tuple[int, float]:
-        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, and the
-        seconds without the time to connect. Raises what torch raises where a worker is gone, stands
-        still, or does not come.
+    def _send_own(self, beat: Callable[[], None]) -> tuple[int, float, list[str]]:
+        """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, the
+        seconds without the time to connect, and the inference servers that have them. Raises what
+        torch raises where a worker is gone or stands still, and TimeoutError where none comes.
 
         `beat` is called at each sign of life of the workers.
         """
@@ -175,7 +182,10 @@ class Publication:
         order = send_order(self.policy.arch, self._targets, sizes=self._sizes, most=most)
         if own == 0:
             store.set("layout", json.dumps(agreement(order, str(dtype))))
-        workers = int(store.get("workers"))
+            members = fix_members(store, offer["servers"], beat)
+        else:
+            members = read_members(store)
+        workers = sum(members.values())
         beat()
         channel = Channel(store, own, len(ranks) + workers, where, offer["address"])
         try:
@@ -206,4 +216,5 @@ class Publication:
                 time.sleep(0.001)
         finally:
             channel.close()
-        return sum(entry.size for entry in order if entry.sender == own) * dtype.itemsize, seconds
+        size = sum(entry.size for entry in order if entry.sender == own) * dtype.itemsize
+        return size, seconds, list(members)

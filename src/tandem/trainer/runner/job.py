@@ -12,7 +12,6 @@ from tandem.config import Settings
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
-from tandem.spool.recovery import made_checkpoint
 from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
 from tandem.system import liveness
 from tandem.system.logs import Log
@@ -80,7 +79,11 @@ class JobRun:
             )
             return 0.0
         error = result.error if isinstance(result, JobResult) else result
-        fields = {} if error is None else {"type": error.type, "error": error.message}
+        fields = (
+            {}
+            if error is None or state == "succeeded"
+            else {"type": error.type, "error": error.message}
+        )
         log.info(
             f"job {state}", job=spec.id, run=spec.run, seconds=time.monotonic() - begin, **fields
         )
@@ -99,7 +102,7 @@ class JobRun:
                 return known or STOPPED
             error = self._attempt()
             if self.stop.retry(
-                "look for the checkpoint", lambda: made_checkpoint(self.spool, self.job)
+                "look for the checkpoint", lambda: self.spool.checkpoints.made_by(self.job)
             ):
                 # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
                 self._log.say(f"checkpoint {self.job.spec.base_step + 1} exists: succeeded")
@@ -116,7 +119,7 @@ class JobRun:
         """The result where no attempt is needed: the checkpoint exists, or the one to start from
         does not."""
         spec = self.job.spec
-        if made_checkpoint(self.spool, self.job):
+        if self.spool.checkpoints.made_by(self.job):
             return self._success()
         steps = self.spool.checkpoints.steps(spec.run)
         if spec.base_step + 1 in steps:
@@ -233,8 +236,7 @@ class JobRun:
             assert status is not None
             # A signal to all processes ends the ranks before the loop above looks.
             reason = STOPPED if self.stop.requested else failure(status, self._files)
-        if not survivors:
-            self._files.remove_staged()
+        self._files.remove_staged()
         return reason, survivors
 
     def _interrupted(self) -> JobError | None:

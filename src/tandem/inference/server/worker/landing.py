@@ -35,6 +35,7 @@ from tandem.model.transfer.channel import (
     join_meeting,
     own_address,
 )
+from tandem.model.transfer.members import join_members
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, SendBuffer, agreement, send_order, senders
 from tandem.topology.sizes import Sizes
@@ -280,13 +281,13 @@ def receive(
     """Each part that the ranks send, and its values, which the next one may overwrite when it is
     asked for.
 
-    `source`: an offer (`trainer/rank/publication.py`); `rank`: this worker's among the `workers`;
-    `beat` is called whenever something has arrived. Raises what torch raises where a rank or
-    another worker is gone, or stands still.
+    `source`: an offer (`trainer/rank/publication.py`), with the name of this worker's server;
+    `rank`: this worker's among the `workers` of the server; `beat` is called whenever something has
+    arrived. Raises what torch raises where a rank or another worker is gone, or stands still, and
+    RuntimeError where the ranks send without this server.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"], 80)
-    store.set("workers", str(workers))
     sizes = Sizes(**source["sizes"])
     count = len(senders(sizes))
     order = send_order(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)
@@ -295,8 +296,10 @@ def receive(
             f"the ranks would send {theirs}, this vLLM expects {agreement(order, str(dtype))}"
         )
     beat()
+    place, receivers = join_members(store, source["server"], rank, workers)
+    beat()
     with contextlib.closing(
-        Channel(store, count + rank, count + workers, where, address)
+        Channel(store, count + place, count + receivers, where, address)
     ) as channel:
         beat()
         most = max(entry.size for entry in order)

@@ -1,0 +1,49 @@
+"""OpenAI's shape of errors: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from fastapi.responses import JSONResponse
+
+from tandem.errors import InvalidInput, TandemError
+
+_PATHS = re.compile(r"^/v1/(files|fine_tuning|uploads)(/|$)")
+# OpenAI's clients repeat a request after 409, and know no 422.
+_STATUSES = {HTTPStatus.UNPROCESSABLE_ENTITY: 400, HTTPStatus.CONFLICT: 400}
+_CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
+
+
+class BadRequest(InvalidInput, http_status=400):
+    """What OpenAI's API refuses, or what can't be done here. `code`: OpenAI's word, or one like
+    it."""
+
+    def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
+        super().__init__(message, field=param)
+        self.code = code
+
+
+def is_openai(path: str) -> bool:
+    return _PATHS.match(path) is not None
+
+
+def openai_error(
+    status: int, headers: Mapping[str, str] | None, **detail: str | None
+) -> JSONResponse:
+    """`detail`: type, message and field of Tandem's error."""
+    kind = detail["type"] or ""
+    error = {
+        "message": detail["message"],
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": detail.get("field"),
+        "code": _CODES.get(kind, kind),
+    }
+    return JSONResponse({"error": error}, _STATUSES.get(HTTPStatus(status), status), headers)
+
+
+def at_param(error: TandemError, param: str) -> TandemError:
+    """The error with the client's name of what is wrong, and its own field in the message."""
+    message = f"{error.field}: {error.message}" if error.field else error.message
+    found = type(error)(message, field=param)
+    found.code = error.code
+    return found

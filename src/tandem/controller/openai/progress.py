@@ -1,0 +1,228 @@
+"""How far a fine-tuning is, read from the run and the jobs of its chain: status, names, events,
+checkpoints, metrics. Nothing here changes the volume."""
+
+import csv
+import io
+import re
+from contextlib import suppress
+from typing import Any
+
+from tandem.controller.deployment import Deployment
+from tandem.controller.openai.schemas import ORGANIZATION
+from tandem.data.chain_plan import Slice, slices
+from tandem.errors import CheckpointDamaged, NotFound
+from tandem.spool import Spool
+from tandem.spool.schema import Event, Job, JobState
+from tandem.spool.schema.tuning import Tuning, TuningPlan
+
+_RESULTS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
+_MORE_RESULTS = ("learning_rate",)
+
+
+def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
+    """`ft:<base>:<organization>:<suffix>:<run>@<step>`, of which vLLM serves the last part."""
+    base = slug(deployment.base_model.rstrip("/").rsplit("/", 1)[-1], 64)
+    return f"ft:{base}:{ORGANIZATION}:{slug(tuning.suffix or '', 64)}:{tuning.run}@{step}"
+
+
+def slug(text: str, most: int) -> str:
+    """Letters, digits, dots and dashes of a text."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
+
+
+def run_name(tuning_id: str, suffix: str | None) -> str:
+    """`ft-<suffix>-<end of the id>`: the run that the fine-tuning makes."""
+    parts = ["ft", slug(suffix or "", 40).lower(), tuning_id[-12:].lower()]
+    return "-".join(part for part in parts if part)
+
+
+def part_id(tuning: Tuning, part: int, pauses: int) -> str:
+    """The id of a part's job; those that a pause cancelled are followed by another one."""
+    again = f".{pauses}" if pauses else ""
+    return f"{tuning.id}.{part:05}{again}"
+
+
+def slices_of(plan: TuningPlan) -> list[Slice]:
+    """The parts, by the optimizer steps of each."""
+    epochs = plan.hyperparameters.n_epochs
+    assert epochs != "auto"
+    return slices(plan.steps, plan.steps // epochs, plan.checkpoint_every)
+
+
+def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, Job]]:
+    """The jobs of a part, oldest first: more than one after a pause."""
+    found = []
+    for pauses in range(tuning.pauses + 1):
+        with suppress(NotFound):
+            found.append(spool.jobs.get(part_id(tuning, part, pauses)))
+    return found
+
+
+def steps_made(spool: Spool, tuning: Tuning) -> int:
+    """How many parts have made their checkpoints. NotFound without the run. CheckpointDamaged where
+    its newest step is another job's."""
+    newest = spool.checkpoints.newest(tuning.run)
+    made = spool.checkpoints.manifest(tuning.run, newest).job if newest else None
+    if made is not None and not made.startswith(f"{tuning.id}."):
+        raise CheckpointDamaged(
+            f"the run {tuning.run} was trained by {made}, which is no part of {tuning.id}",
+            field="run",
+        )
+    return newest
+
+
+def status_of(spool: Spool, tuning: Tuning) -> str:
+    """OpenAI's word."""
+    if tuning.end is not None:
+        return tuning.end.status
+    if tuning.cancelled is not None:
+        return "cancelled"
+    if tuning.plan is None:
+        return "validating_files"
+    done = 0
+    with suppress(NotFound, CheckpointDamaged):
+        done = steps_made(spool, tuning)
+    running = any(state == "running" for state, _ in part_jobs(spool, tuning, done))
+    # A paused one has no status of its own in OpenAI's clients.
+    return "running" if running or (done and not tuning.paused) else "queued"
+
+
+def job_events(spool: Spool, tuning: Tuning) -> list[tuple[Slice, Job, list[Event]]]:
+    """The events of each job of the chain, in the order of the parts."""
+    found = []
+    for part in slices_of(tuning.plan) if tuning.plan else ():
+        jobs = part_jobs(spool, tuning, part.number)
+        found += [(part, job, spool.events.read(job.spec.id)) for _, job in jobs]
+        if not jobs:
+            with suppress(NotFound, CheckpointDamaged):
+                if steps_made(spool, tuning) > part.number:
+                    continue  # its jobs were removed since
+            break
+    return found
+
+
+def measured(spool: Spool, tuning: Tuning) -> dict[int, dict[str, float]]:
+    """OpenAI's metrics of each optimizer step. Of a step that ran in several attempts the last."""
+    rows: dict[int, dict[str, float]] = {}
+    for part, _, events in job_events(spool, tuning):
+        for event in events:
+            if event.type == "step":
+                step = part.first + int(event.data["step"])
+                rows[step] = {"step": step, **_named(event.data["metrics"])}
+            elif event.type == "evaluated":
+                step = part.first + int(event.data["step"])
+                rows.setdefault(step, {"step": step}).update(_named(event.data["metrics"]))
+    return dict(sorted(rows.items()))
+
+
+_NAMES = {
+    "loss": "train_loss",
+    "pair_accuracy": "train_accuracy",
+    "reward_margin": "train_reward_margin",
+    "tokens": "train_tokens",
+    "learning_rate": "learning_rate",
+    "held_out_loss": "full_valid_loss",
+    "held_out_pair_accuracy": "full_valid_accuracy",
+}
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: metrics[key] for key, name in _NAMES.items() if metrics.get(key) is not None}
+
+
+def results(rows: dict[int, dict[str, float]]) -> bytes:
+    """The result file: CSV with OpenAI's columns and the learning rate; empty where there is no
+    number."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(_RESULTS + _MORE_RESULTS)
+    for row in rows.values():
+        values = row | {"valid_loss": row.get("full_valid_loss", "")}
+        table.writerow([values.get(name, "") for name in _RESULTS + _MORE_RESULTS])
+    return text.getvalue().encode()
+
+
+def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
+    """OpenAI's events, oldest first. An id stays the same event's."""
+    own = tuning.id.removeprefix("ftjob-")
+    found: list[tuple[float, int, dict[str, Any]]] = []
+
+    def add(at: float, name: str, message: str, level: str = "info", data: Any = None) -> None:
+        event = {
+            "object": "fine_tuning.job.event",
+            "id": f"ftevent-{own}-{name}",
+            "created_at": int(at),
+            "level": level,
+            "message": message,
+            "type": "metrics" if data else "message",
+            "data": data,
+        }
+        found.append((at, len(found), event))
+
+    files = " and ".join(filter(None, (tuning.training_file, tuning.validation_file)))
+    add(tuning.created, "created", f"Created fine-tuning job: {tuning.id}")
+    add(tuning.created, "validating", f"Validating {files}")
+    if plan := tuning.plan:
+        add(plan.made, "validated", "Files validated, moving job to queued state")
+    for number, notice in enumerate(tuning.notices):
+        add(notice.time, f"notice-{number}", notice.text, notice.level)
+    total = tuning.plan.steps if tuning.plan else 0
+    for part, job, events in job_events(spool, tuning):
+        job_name = job.spec.id.removeprefix(f"{tuning.id}.")
+        for event in events:
+            name, step = f"{job_name}-{event.seq}", part.first + int(event.data.get("step") or 0)
+            if event.type == "claimed" and part.number == 0 and event.attempt == 1:
+                add(event.time, name, "Fine-tuning job started")
+            elif event.type == "step":
+                values = {"step": step, "total_steps": total, **_named(event.data["metrics"])}
+                loss = values.get("train_loss")
+                shown = "?" if loss is None else f"{loss:.4f}"
+                message = f"Step {step}/{total}: training loss={shown}"
+                add(event.time, name, message, data=values)
+            elif event.type == "evaluated":
+                values = {"step": step, "total_steps": total, **_named(event.data["metrics"])}
+                loss = values.get("full_valid_loss")
+                shown = "?" if loss is None else f"{loss:.4f}"
+                message = f"Step {step}/{total}: validation loss={shown}"
+                add(event.time, name, message, data=values)
+            elif event.type == "requeued":
+                reason = event.data.get("error", {}).get("message", "it was stopped")
+                add(event.time, name, f"An attempt ended ({reason}) and is made again", "warn")
+            elif event.type == "checkpoint":
+                add(event.time, name, f"Checkpoint created at step {part.last}")
+    if end := tuning.end:
+        last = {
+            "succeeded": ("The job has successfully completed", "info"),
+            "cancelled": ("The job was cancelled", "info"),
+            "failed": (f"The job failed: {end.message}", "error"),
+        }
+        add(end.finished, "end", *last[end.status])
+    return [event for *_, event in sorted(found, key=lambda one: one[:2])]
+
+
+def checkpoints_of(deployment: Deployment, tuning: Tuning) -> list[dict[str, Any]]:
+    """OpenAI's checkpoints that exist, newest first."""
+    found: list[dict[str, Any]] = []
+    if tuning.plan is None:
+        return found
+    spool, rows = deployment.spool, measured(deployment.spool, tuning)
+    parts = slices_of(tuning.plan)
+    with suppress(NotFound):
+        for step in reversed(spool.checkpoints.steps(tuning.run)):
+            with suppress(NotFound, CheckpointDamaged):
+                manifest = spool.checkpoints.manifest(tuning.run, step)
+                if not (manifest.job or "").startswith(f"{tuning.id}."):
+                    continue
+                last = parts[step - 1].last
+                found.append(
+                    {
+                        "object": "fine_tuning.job.checkpoint",
+                        "id": f"ftckpt-{tuning.id.removeprefix('ftjob-')}-{step}",
+                        "created_at": int(manifest.created),
+                        "fine_tuned_model_checkpoint": model_name(deployment, tuning, step),
+                        "fine_tuning_job_id": tuning.id,
+                        "step_number": last,
+                        "metrics": rows.get(last, {"step": last}),
+                    }
+                )
+    return found

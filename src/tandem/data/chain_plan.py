@@ -1,0 +1,223 @@
+"""A file of examples or pairs cut into a chain of jobs: which records each job trains, in which
+order, and its request. Only the slice of one job is in memory. Imports no numpy and no torch."""
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tandem.data.examples import JsonObject, PreferencePair, SFTExample
+from tandem.data.formats import Examples
+from tandem.data.inputs import PackingSettings
+from tandem.errors import InvalidInput
+from tandem.spool.schema import (
+    LoraShape,
+    OptimizerSettings,
+    PreferenceLoss,
+    Record,
+    RunName,
+    Schedule,
+    SFTLoss,
+    Trainable,
+)
+
+LIMITS = {"deadline_seconds", "stall_seconds", "max_attempts"}
+RATES = {"sft": 2e-4, "dpo": 2e-5}
+"""The learning rate where a training names none."""
+
+
+class TrainingConfig(Record):
+    """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML
+    file."""
+
+    run: RunName
+    data: str  # a file of examples or pairs; docs/data.md lists the formats
+    format: str = "auto"
+    # A file, or a share of `data`: its loss is computed and not trained.
+    held_out: float | str | None = Field(default=None, union_mode="left_to_right")
+    epochs: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=32, ge=1)  # examples or pairs per optimizer step
+    learning_rate: float | None = Field(default=None, gt=0)  # default: 2e-4 for SFT, 2e-5 for pairs
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: float = Field(default=0.03, ge=0)  # optimizer steps, or below 1 the share of all
+    floor: float = Field(default=0.0, ge=0, le=1)  # share of the learning rate at the end
+    checkpoint_every: int = Field(default=100, ge=1)  # optimizer steps of a job
+    evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
+    sequence_length: int = PackingSettings.model_fields["sequence_length"].default
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
+    lora: LoraShape | None = None
+    optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)  # where a record has none
+    seed: int = Field(default=0, strict=True)  # of the order of the examples
+    # This and the next two: limits of each job.
+    deadline_seconds: float = Field(default=86400.0, gt=0)
+    stall_seconds: float = Field(default=600.0, gt=0)
+    max_attempts: int = Field(default=3, ge=1, le=100)
+
+    @model_validator(mode="after")
+    def _share(self) -> Self:
+        if isinstance(self.held_out, float) and not 0 < self.held_out < 1:
+            raise ValueError("held_out is a file or a share between 0 and 1")
+        others = {
+            "learning_rate",
+            "schedule",
+            "epochs",
+            "batch_size",
+            "grad_accumulation_sequences",
+        }
+        if given := sorted(others & self.optimizer.model_fields_set):
+            raise ValueError(
+                f"optimizer.{given[0]}: the training sets it; see learning_rate, schedule and"
+                " batch_size"
+            )
+        return self
+
+
+class SFTTraining(TrainingConfig):
+    kind: Literal["sft"] = "sft"
+    loss: SFTLoss = SFTLoss()
+
+
+class DPOTraining(TrainingConfig):
+    kind: Literal["dpo"] = "dpo"
+    loss: PreferenceLoss = PreferenceLoss()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A job of the chain: optimizer steps [first, last) of the whole training, which are a part of
+    one epoch or several whole epochs. The trainer visits the batches of these in another order in
+    each epoch."""
+
+    number: int
+    first: int
+    last: int
+
+
+class ChainPlan:
+    """The jobs of one training. InvalidInput (field: the setting, or the file) if its data can't be
+    opened or is too little."""
+
+    def __init__(self, config: SFTTraining | DPOTraining) -> None:
+        self.config = config
+        self._key = "pairs" if config.kind == "dpo" else "examples"
+        self._data = _checked(config.data, config)
+        self._held_out: list[tuple[str, dict[str, Any]]] = []  # place and record
+        indices = list(range(len(self._data)))
+        if isinstance(config.held_out, float):
+            random.Random(f"{config.seed} held out").shuffle(indices)
+            size = max(1, round(config.held_out * len(indices)))
+            self._held_out = [self._data[index] for index in indices[:size]]
+            indices = sorted(indices[size:])
+        elif config.held_out is not None:
+            others = _checked(config.held_out, config)
+            self._held_out = [others[index] for index in range(len(others))]
+        if not indices:
+            raise InvalidInput(f"{config.data} has nothing to train", field="data")
+        self._indices = indices
+        self.examples = len(indices)
+        self._per_epoch = math.ceil(len(indices) / config.batch_size)
+        self.total = config.epochs * self._per_epoch
+        self.slices = slices(self.total, self._per_epoch, config.checkpoint_every)
+        warmup = round(config.warmup * self.total) if config.warmup < 1 else round(config.warmup)
+        warmup = min(warmup, self.total - 1)
+        self._schedule = Schedule(
+            shape=config.schedule, total=self.total, warmup=warmup, floor=config.floor
+        )
+
+    def parsed(self) -> Iterator[tuple[str, SFTExample | PreferencePair]]:
+        """The place of each record of the file, and what it is; then of those of the held-out
+        file."""
+        for index in range(len(self._data)):
+            yield self._data.parse(index)
+        if isinstance(self.config.held_out, str):
+            others = Examples(self.config.held_out, self.config.format, self.config.kind)
+            for index in range(len(others)):
+                yield others.parse(index)
+
+    def request(
+        self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The request for a job `name` that trains this part. `start`: the step that the first one
+        starts from, if known."""
+        config, loss = self.config, self.config.loss
+        follows = start is not None
+        if (
+            follows
+            and config.kind == "dpo"
+            and config.loss.kind != "simpo"
+            and config.loss.reference == "start"
+        ):
+            # One reference for the whole chain.
+            loss = config.loss.model_copy(update={"reference": start})
+        rate = config.learning_rate or RATES[config.kind]
+        evaluated = (part.number + 1) % config.evaluate_every == 0 or part.number + 1 == len(
+            self.slices
+        )
+        own = {
+            "schedule": self._schedule.model_copy(update={"start": part.first}),
+            "batch_size": config.batch_size,
+            "epochs": max(1, (part.last - part.first) // self._per_epoch),
+            "learning_rate": rate,
+        }
+        return {
+            "kind": config.kind,
+            "id": name,
+            "base_step": None if start is None else start + part.number,
+            self._key: [self._data[index][1] for index in self._part(part)],
+            "held_out": [record for _, record in self._held_out] if evaluated else [],
+            "loss": loss.model_dump(),
+            "packing": {"sequence_length": config.sequence_length, "too_long": config.too_long},
+            "optimizer": config.optimizer.model_copy(update=own).model_dump(),
+            "labels": {**labels, "part": f"{part.number + 1}/{len(self.slices)}"},
+            **config.model_dump(include=LIMITS),
+        }
+
+    def as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
+        """A refusal of `examples.17.messages`, with the place in the file instead, and with the
+        training's names of settings instead of the request's."""
+        error = type(error)(error.message.replace("packing.", ""), field=error.field)
+        name, index, *rest = [*(error.field or "").split("."), ""]
+        if name == "packing":
+            return InvalidInput(error.message, field=index)
+        if name not in (self._key, "held_out") or not index.isdigit():
+            return error
+        at = int(index)
+        place, _ = self._held_out[at] if name == "held_out" else self._data[self._part(part)[at]]
+        return InvalidInput(
+            error.message, field=f"{place}: {'.'.join(rest[:-1])}".removesuffix(": ")
+        )
+
+    def _part(self, part: Slice) -> list[int]:
+        """The records of a job, in the order of its epoch, drawn from the seed."""
+        epoch, step = divmod(part.first, self._per_epoch)
+        order = list(self._indices)
+        random.Random(f"{self.config.seed} {epoch}").shuffle(order)
+        size = self.config.batch_size
+        return order[step * size : (step + part.last - part.first) * size]  # of several epochs: all
+
+
+def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
+    """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of
+    a part of one."""
+    block = max(1, most // per_epoch) * per_epoch
+    firsts = [
+        first
+        for start in range(0, total, block)
+        for first in range(start, min(start + block, total), most)
+    ]
+    return [Slice(number, *steps) for number, steps in enumerate(pairwise([*firsts, total]))]
+
+
+def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
+    """The file, of which every record has the right shape: none is refused when half of them have
+    trained."""
+    examples = Examples(path, config.format, config.kind, config.chat_template_kwargs)
+    for index in range(len(examples)):
+        examples.parse(index)
+    return examples

@@ -1,0 +1,51 @@
+"""Names of fine-tuned models as OpenAI's API has them: ASGI middleware inside the guard.
+
+The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`, and vLLM serves its
+last part. A request that names the model so gets it; the answer names the last part.
+"""
+
+import json
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.inference.server.asgi import read_body, route_path
+from tandem.vllm_client.names import PUBLIC_PATHS, ROLLOUT_PATHS
+
+PREFIX = "ft:"
+_MARK = b'"ft:'
+
+
+class FineTunedNames:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        paths = PUBLIC_PATHS | ROLLOUT_PATHS | {"/tokenize"}
+        if scope["type"] != "http" or scope["method"] != "POST" or route_path(scope) not in paths:
+            await self.app(scope, receive, send)
+            return
+        if (body := await read_body(scope, receive)) is None:
+            return
+        if _MARK in body and (changed := _with_last_part(body)) != body:
+            body, scope = changed, {**scope, "headers": [*scope["headers"]]}
+            MutableHeaders(scope=scope)["content-length"] = str(len(body))
+        message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+        async def receive_whole() -> Message:
+            nonlocal message
+            first, message = message, None
+            return first or await receive()  # later: whether the client is still there
+
+        await self.app(scope, receive_whole, send)
+
+
+def _with_last_part(body: bytes) -> bytes:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+        return body
+    model = request.get("model") if isinstance(request, dict) else None
+    if not isinstance(model, str) or not model.startswith(PREFIX):
+        return body
+    return json.dumps(request | {"model": model.rpartition(":")[2]}).encode()

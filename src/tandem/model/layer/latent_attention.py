@@ -1,0 +1,194 @@
+"""The sublayer of multi-head latent attention (`Arch.mla`).
+
+Latents are expanded to a key and a value for each head, so that the attention over trees is that
+of the other families; values have a width of their own. Tensor-parallel ranks have a part of the
+heads, and the latents of their part of the tokens: the families are mixtures, which need sequence
+parallelism then.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from tandem.families.arch import LatentAttention
+from tandem.model import parallel
+from tandem.model.attention import TreeParams
+from tandem.model.layer import kernels
+from tandem.model.layer.heads import Heads, HeadShape
+from tandem.model.layer.norm import multiplier
+from tandem.model.layer.sublayers import AttentionSublayer, add_norm_gradient
+from tandem.model.lora import LoraLinear
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """What makes heads of a hidden state: `down` the latents, the others heads of them."""
+
+    down: LoraLinear
+    q_up: LoraLinear  # without a latent of queries: of the hidden state
+    kv_up: LoraLinear
+    q_norm: Any
+    kv_norm: Any
+
+
+class LatentAttentionSublayer(AttentionSublayer):
+    """`x + W_o attention(heads(W_q_up norm(c_q), W_kv_up norm(c_kv), k))`; `W_down norm(x)` is c_q,
+    c_kv and the key features k of all heads."""
+
+    def __init__(
+        self,
+        norm: Any,
+        linears: LatentLinears,
+        proj: LoraLinear,
+        mla: LatentAttention,
+        shape: HeadShape,
+        *,
+        scale: float | None,
+    ) -> None:
+        """`shape`: of this rank's queries and keys."""
+        super().__init__(norm, linears.down, proj, shape, scale=scale)
+        self._linears, self._mla = linears, mla
+
+    def _heads(
+        self, normalised: torch.Tensor, tree: TreeParams
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
+        """The latents as one tensor, A x of their adapters, and the heads."""
+        linears = self._linears
+        latents, inner = linears.down(normalised)
+        q_in, kv_in, shared = self._inputs(latents, normalised)
+        queries, _inner = linears.q_up(q_in)
+        keys_values, _inner = linears.kv_up(kv_in)
+        shared = parallel.gather(shared, linears.kv_up.group)
+        parts = (
+            queries.view(len(queries), self._shape.groups, -1),
+            keys_values.view(len(queries), self._shape.groups, -1),
+            shared,
+        )
+        return latents, inner, make_heads(parts, self._mla, *tree.rotation, tree.length)
+
+    def _heads_backward(
+        self,
+        grad_heads: Heads,
+        qkv: torch.Tensor,
+        _grad_gates: torch.Tensor | None,
+        normalised: torch.Tensor,
+        inner: torch.Tensor | None,
+        tree: TreeParams,
+    ) -> torch.Tensor:
+        """As `AttentionSublayer`; `qkv`: the latents. A x of the layers after them is computed
+        again."""
+        linears, mla = self._linears, self._mla
+        slots = len(tree.rotation[0])
+        grad_queries, grad_keys_values, grad_shared = make_heads_backward(
+            (grad_heads[0][:slots], grad_heads[1][:slots], grad_heads[2][:slots]),
+            mla,
+            *tree.rotation,
+        )
+        q_in, kv_in, _shared = self._inputs(qkv, normalised)
+        grad_q_in = _linear_backward(linears.q_up, grad_queries.flatten(1), q_in)
+        grad_kv_in = _linear_backward(linears.kv_up, grad_keys_values.flatten(1), kv_in)
+        # Each rank has the part of its heads.
+        grad_shared = parallel.scatter_sum(grad_shared, linears.kv_up.group)
+        *q_latent, kv_latent, _shared = self._split_latents(qkv)
+        grads = [
+            _norm_backward(linears.kv_norm, grad_kv_in, kv_latent),
+            grad_shared.to(qkv.dtype),
+        ]
+        if q_latent:
+            grads.insert(0, _norm_backward(linears.q_norm, grad_q_in, q_latent[0]))
+        grad_latents = torch.cat(grads, 1)
+        grad_normalised, grad_inner = linears.down.input_gradient(grad_latents)
+        linears.down.add_gradients(grad_latents, grad_inner, normalised, inner)
+        return grad_normalised if q_latent else grad_normalised + grad_q_in
+
+    def _split_latents(self, latents: torch.Tensor) -> list[torch.Tensor]:
+        """That of queries, if there is one; that of keys and values; the keys' shared features."""
+        mla = self._mla
+        sizes = [mla.kv_rank, mla.rope_size]
+        if mla.q_rank is not None:
+            sizes.insert(0, mla.q_rank)
+        return [part.contiguous() for part in latents.split(sizes, 1)]
+
+    def _inputs(
+        self, latents: torch.Tensor, normalised: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `q_up` and `kv_up` get, and the keys' shared features."""
+        *q_latent, kv_latent, shared = self._split_latents(latents)
+        q_in = _normalise(self._linears.q_norm, q_latent[0]) if q_latent else normalised
+        return q_in, _normalise(self._linears.kv_norm, kv_latent), shared
+
+
+def make_heads(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mla: LatentAttention,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    length: int,
+) -> Heads:
+    """Heads of queries [S, heads, nope + rope], keys' own features with values [S, heads, nope +
+    value], and the keys' shared features [S, rope]. cos, sin: [S, rope / 2]. Slots from S to
+    `length` become zero."""
+    queries, keys_values, shared = parts
+    own, values = keys_values.split([mla.nope_size, mla.value_size], 2)
+    fixed, turned = queries.split([mla.nope_size, mla.rope_size], 2)
+    queries = torch.cat([fixed, rotate_pairs(turned, cos, sin)], 2)
+    shared = rotate_pairs(shared[:, None], cos, sin)
+    keys = torch.cat([own, shared.expand(-1, own.shape[1], -1)], 2)
+    q, k, v = (
+        pad(heads, (0, 0, 0, 0, 0, length - len(heads))) for heads in (queries, keys, values)
+    )
+    return q, k, v.contiguous()
+
+
+def make_heads_backward(
+    gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `parts`, that of the shared features in fp32."""
+    grad_queries, grad_keys, grad_values = gradients
+    fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
+    own, shared = grad_keys.split([mla.nope_size, mla.rope_size], 2)
+    return (
+        torch.cat([fixed, rotate_pairs_backward(turned, cos, sin)], 2),
+        torch.cat([own, grad_values], 2),
+        rotate_pairs_backward(shared.float().sum(1, keepdim=True), cos, sin)[:, 0],
+    )
+
+
+def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of [S, heads, size] on pairs of neighbours; the pairs' first features come before their
+    second ones, in queries and keys alike."""
+    first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
+
+
+def rotate_pairs_backward(
+    gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `rotate_pairs`' first argument."""
+    first, second = gradient.float().chunk(2, -1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)
+    return pairs.flatten(-2).to(gradient.dtype)
+
+
+def _normalise(norm: Any, latent: torch.Tensor) -> torch.Tensor:
+    return kernels.rms_norm(latent, multiplier(norm), norm.eps)
+
+
+def _norm_backward(norm: Any, gradient: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+    """The gradient of `latent`; adds that of the norm's weight to its own."""
+    add_norm_gradient(norm, gradient, latent)
+    zero = torch.zeros_like(latent)
+    return kernels.rms_norm_backward(gradient, latent, multiplier(norm), norm.eps, zero)
+
+
+def _linear_backward(
+    linear: LoraLinear, gradient: torch.Tensor, inputs: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `inputs`; adds those of the layer's parameters to theirs."""
+    grad_inputs, grad_inner = linear.input_gradient(gradient)
+    linear.add_gradients(gradient, grad_inner, inputs, linear.inner(inputs))
+    return grad_inputs

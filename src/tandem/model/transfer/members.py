@@ -1,0 +1,73 @@
+"""Who is in the group of one publication: the trainer's senders, and the workers of the inference
+servers that came in time.
+
+There are two phases, because a group can't change once it is connected. Workers say in the meeting
+that they are there; the first sender then fixes the list. A server that is not on the list gets its
+weights another way.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from tandem.model.transfer.channel import STALL_SECONDS
+
+JOIN_SECONDS = 5.0
+"""How long the first server that is complete waits for the others."""
+_POLL_SECONDS = 0.01
+
+
+def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
+    """Wait until all workers of `servers` are there, and fix who is in the group: the number of
+    workers of each server, in the order of their ranks. TimeoutError where nobody came.
+
+    `beat` is called at each server that is complete.
+    """
+    found: dict[str, int] = {}
+    deadline = time.monotonic() + STALL_SECONDS
+    while len(found) < len(servers) and time.monotonic() < deadline:
+        for server in servers:
+            if server not in found and (count := _complete(store, server)):
+                if not found:
+                    deadline = min(deadline, time.monotonic() + JOIN_SECONDS)
+                found[server] = count
+                beat()
+        time.sleep(_POLL_SECONDS)
+    members = {server: found[server] for server in servers if server in found}
+    store.set("members", json.dumps(members))
+    return _checked(members)
+
+
+def read_members(store: Store) -> dict[str, int]:
+    """What `fix_members` has fixed. TimeoutError where nobody came."""
+    return _checked(json.loads(store.get("members")))
+
+
+def _checked(members: dict[str, int]) -> dict[str, int]:
+    if not members:
+        raise TimeoutError("no inference server came for the weights, or none was ready")
+    return members
+
+
+def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
+    """Say that this worker is there, one of `workers` of its server, and wait for the list. Returns
+    its place among all workers of the group, and their number. Raises RuntimeError where the list
+    does not have it."""
+    store.set(f"workers/{server}", str(workers))
+    if store.add(f"worker/{server}/{worker}", 1) != 1:
+        raise RuntimeError("an earlier vLLM of this server has come for these weights")
+    members = read_members(store)
+    if server not in members:
+        raise RuntimeError(f"the ranks send to {', '.join(members)}: it came too late")
+    before = list(members)[: list(members).index(server)]
+    return sum(members[name] for name in before) + worker, sum(members.values())
+
+
+def _complete(store: Store, server: str) -> int:
+    """The number of the server's workers, if all of them are there; else 0."""
+    if not store.check([f"workers/{server}"]):
+        return 0
+    count = int(store.get(f"workers/{server}"))
+    return count if store.check([f"worker/{server}/{n}" for n in range(count)]) else 0

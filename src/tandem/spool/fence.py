@@ -1,0 +1,66 @@
+"""The fence between attempts: an attempt that was ended changes nothing any more, however late its
+processes go on.
+
+An attempt makes its checkpoint by a rename out of its own directory. The fence takes the names away
+there, so the file system decides which of the two renames comes first, whatever a client has
+cached. Whoever ends an attempt looks for its checkpoint after the fence.
+"""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import SpoolUnusable, VolumeFull
+from tandem.spool import fs
+from tandem.spool.schema import TERMINAL, Event
+
+_TRIES, _PAUSE_SECONDS = 50, 0.1
+
+
+def end(directory: Path) -> None:
+    """Ends the attempt that has its files in `directory`, for good. SpoolUnusable where the volume
+    keeps the directory."""
+    if not fs.exists(directory):
+        return
+    with suppress(VolumeFull):  # the names go all the same
+        fs.write_atomic(mark(directory), b"")
+    for _ in range(_TRIES):
+        take_staged(directory)
+        fs.remove_tree(directory)
+        if not fs.exists(directory):
+            fs.fsync_dir(directory.parent)
+            return
+        time.sleep(_PAUSE_SECONDS)
+    raise SpoolUnusable(
+        f"can't remove {directory}, from which an ended attempt could still make its checkpoint"
+    )
+
+
+def take_staged(directory: Path) -> None:
+    """Removes the directories that the attempt stages. Each loses its name first: a process may
+    hold a handle of `directory`, which stays valid when only `directory` is renamed."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in directory.iterdir():
+            if path.is_dir():
+                fs.remove_tree(path)
+
+
+def mark(directory: Path) -> Path:
+    """The file that says that the attempt was ended."""
+    return directory / "ended"
+
+
+class LivingAttempts:
+    """Tells the events of a job in their order apart: those of ended attempts count no more."""
+
+    def __init__(self) -> None:
+        self._ended = 0  # the newest attempt that was ended
+
+    def admits(self, event: Event) -> bool:
+        """Whether the event was written before its attempt was ended."""
+        if event.type == "claimed":
+            self._ended = max(self._ended, event.attempt - 1)
+        admitted = not event.attempt or event.attempt > self._ended or event.type in TERMINAL
+        if event.type in ("requeued", *TERMINAL):
+            self._ended = max(self._ended, event.attempt)
+        return admitted

@@ -1,0 +1,55 @@
+"""`python -m tandem.supervise.drain SECONDS`: before one of several inference servers is stopped,
+takes it out of the proxy and waits for its requests, no longer than SECONDS.
+
+Its publisher reads that it is to leave, and takes vLLM's permission to answer back: the proxy
+sends no more, running requests go on. It never fails: the server is stopped in any case.
+"""
+
+import sys
+import time
+
+from tandem.config import Settings, load_settings
+from tandem.errors import TandemError
+from tandem.system.environment import leaving_file
+from tandem.system.logs import Log, configure
+from tandem.vllm_client.client import InferenceGone, VllmClient
+
+log = Log("drain")
+
+CHECKED_SECONDS = 1.5
+"""The proxy has seen by then that a server is not ready: two checks, 0.5 s apart."""
+
+
+def drain(settings: Settings, seconds: float) -> bool:
+    """Whether the server had no request left."""
+    end = time.monotonic() + seconds
+    # It outlives this container's restart, and must not keep the next server out.
+    leaving_file(settings.root).write_text(str(time.time() + seconds))
+    client = VllmClient(settings, timeout=5.0)
+    quiet_since = None
+    while time.monotonic() < end:
+        busy = True
+        try:
+            busy = client.is_ready() or client.has_requests()
+        except InferenceGone:
+            return True
+        except TandemError as error:
+            log.warning("vLLM does not say what it does", error=error)
+        quiet_since = None if busy else quiet_since or time.monotonic()
+        if quiet_since is not None and time.monotonic() > quiet_since + CHECKED_SECONDS:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def main() -> None:
+    configure()
+    try:
+        if not drain(load_settings(), float(sys.argv[1])):
+            log.warning("requests still run, and are cut off", seconds=float(sys.argv[1]))
+    except (TandemError, OSError, ValueError, IndexError) as error:
+        log.error(f"the server is stopped without waiting for its requests: {error}")
+
+
+if __name__ == "__main__":
+    main()

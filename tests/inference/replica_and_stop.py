@@ -1,0 +1,47 @@
+"""`python replica_and_stop.py PHASE GO`: the publisher of a replica that is ready, and kills itself
+when it reaches a phase of the next publication. That begins when the file GO is there; the file
+GO.ready says that it may."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandem.config import load_settings
+from tandem.inference.publisher.publisher import Publisher
+from tandem.spool.replicas import Replicas
+from tandem.vllm_client.client import VllmClient
+
+PHASES: dict[str, tuple[type, str, str]] = {
+    "before the load": (VllmClient, "load_lora", "before"),
+    "between load and verification": (VllmClient, "load_lora", "after"),
+    "between verification and record": (Replicas, "put_serves", "before"),
+    "between record and announcement": (Replicas, "put_serves", "after"),
+    "after the announcement": (Replicas, "announce", "after"),
+}
+
+
+def main(phase: str, go: Path) -> None:
+    settings = load_settings()
+    publisher = Publisher(settings, VllmClient(settings))
+    publisher.once()
+    go.with_suffix(".ready").touch()
+    while not go.exists():
+        time.sleep(0.01)
+    owner, name, when = PHASES[phase]
+    call: Callable[..., Any] = getattr(owner, name)
+
+    def call_and_stop(*args: Any, **kwargs: Any) -> None:
+        if when == "after":
+            call(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, call_and_stop)
+    publisher.once()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
