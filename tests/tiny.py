@@ -22,7 +22,7 @@ MOE: dict[str, Any] = {
 }
 
 
-GLM4_MOE: dict[str, Any] = {
+_GROUPED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -30,18 +30,12 @@ GLM4_MOE: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
-    "attention_bias": True,
-    "use_qk_norm": True,
 }
 
+GLM4_MOE: dict[str, Any] = {**_GROUPED_EXPERTS, "attention_bias": True, "use_qk_norm": True}
+
 LATENT: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.7,
+    **_GROUPED_EXPERTS,
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
     "kv_lora_rank": 12,
@@ -53,7 +47,7 @@ LATENT: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-"""Of `glm4_moe_lite` and `deepseek_v3`."""
+"""The tiny models of `glm4_moe_lite` and `deepseek_v3`."""
 
 GPT_OSS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7}
 

@@ -171,7 +171,7 @@ def main(directory: Path, tp: int, pp: int) -> None:
     def event(kind: Any, **data: Any) -> None:
         events.append({"type": kind, **data})
         if top.rank == 0:
-            spool.events.append(job, kind, **data)
+            spool.events.append(job, kind, attempt=1, **data)
 
     number = 0
     parallel.gather_objects(None)

@@ -11,7 +11,7 @@ import pytest
 
 from fake_nvml import MIB, FakeNvml, gpu
 from tandem.system import processes
-from waiting import alive
+from waiting import alive, until
 
 # Becomes, like `tandem.inference.server.serve`, a "vLLM" that leaves a child in a session of its
 # own.
@@ -86,7 +86,7 @@ def test_a_child_that_outlived_its_server_is_killed_before_the_next_server_start
     first.wait()
     assert alive(child)
     assert servers.child(servers.start()) != child
-    assert not alive(child)
+    until("the child of the first has ended", lambda: not alive(child), timeout=5)
 
 
 def test_a_second_server_is_refused_and_kills_no_process_of_the_first(servers):

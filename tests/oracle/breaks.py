@@ -24,6 +24,7 @@ from tandem.model.layer import (
     head_rows,
     kernels,
     latent_attention,
+    norm,
     sublayers,
 )
 from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
@@ -345,7 +346,7 @@ BREAKS = {
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
     # Where all weights are trained.
-    "norms have no gradient": Break((sublayers, "add_norm_gradient", nothing), full()),
+    "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
     ),

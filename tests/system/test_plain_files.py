@@ -38,6 +38,7 @@ EXCEPTIONS = {
     "data/packed_format.py PackedBatch.open": "mapped right after `sha256_file` opened it",
     "inference/merged_model.py write_merged_model": WRITTEN,
     "families/identity_adapter.py write_identity_adapter": WRITTEN,
+    "inference/publisher/replica.py Member._leaves": PRIVATE,
     "inference/publisher/usage.py Usage.__init__": PRIVATE,
     "inference/server/plugin.py _give_up_the_port": "/dev/null",
     "inference/server/serve.py wait_for_gpu": PRIVATE,

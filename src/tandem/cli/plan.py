@@ -116,7 +116,7 @@ def _servers(best: Candidate, speed: float, share: float) -> dict[str, Any]:
     what = "inference servers" if count > 1 else "inference server"
     why = (
         f"{count} {what} of {speed:,.0f} new tokens/s (given) generate what this trainer trains"
-        f" meanwhile: {best.tokens_per_second:,.0f} slots/s, of which {share:.0%} are generated."
+        f" meanwhile: {best.tokens_per_second:,.0f} slots/s, {share:.0%} of them generated."
         " Assumed: rollouts go on while a job trains, each token is trained once, and servers add"
         " up, which nobody has measured."
     )

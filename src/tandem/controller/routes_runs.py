@@ -86,6 +86,7 @@ def check_run(deployment: Deployment, spec: RunSpec) -> None:
         unbuilt = {
             "fp32 weights beside others": any(rule.fp32 for rule in rules),
             "all experts in one tensor": any(rule.interleaved for rule in rules),
+            "experts beside MLPs": arch.moe and arch.moe.beside_mlp,
             "values made of keys": arch.global_heads and arch.global_heads.keys_are_values,
             "a vision tower beside its text model": arch.weight_prefix != "model.",
         }

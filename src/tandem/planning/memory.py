@@ -291,8 +291,8 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """Of the MLP's products, or of the experts', if they get equally many: the ranks of expert and
-    expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows."""
+    """Rows of the MLP's products, or of the experts' if they get equally many: the ranks of expert
+    and expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 

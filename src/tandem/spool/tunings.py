@@ -52,7 +52,7 @@ class Uploads:
         return upload
 
     def path(self, upload: Upload) -> Path:
-        """Of its content."""
+        """The file of its content."""
         suffix = "csv" if upload.purpose == "fine-tune-results" else "jsonl"
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 

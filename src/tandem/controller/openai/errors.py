@@ -15,8 +15,8 @@ _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
 
 class BadRequest(InvalidInput, http_status=400):
-    """What OpenAI's API refuses, or what can't be done here. `code`: OpenAI's word, or one like
-    it."""
+    """A request that OpenAI's API refuses, or that can't be done here. `code`: OpenAI's word, or
+    one like it."""
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
         super().__init__(message, field=param)

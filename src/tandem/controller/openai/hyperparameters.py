@@ -16,7 +16,7 @@ AUTO_BATCH, STEPS_PER_EPOCH = 32, 16
 AUTO_BETA = 0.1
 CHECKPOINT_EVERY = 100
 SLICE_BYTES = 16 * 2**20
-"""Of the lines that one job trains, about: the controller parses and packs them at once."""
+"""Bytes of the lines that one job trains, about. The controller parses and packs them at once."""
 ROW_SLOTS = 2048
 SHORTEST_ROW = 256
 

@@ -17,10 +17,12 @@ from tandem.spool.schema.tuning import Tuning, TuningPlan
 
 _RESULTS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 _MORE_RESULTS = ("learning_rate",)
+_LOSSES = {"step": ("training", "train_loss"), "evaluated": ("validation", "full_valid_loss")}
+"""Type of event -> the loss that it tells of, and OpenAI's name of that metric."""
 
 
 def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
-    """`ft:<base>:<organization>:<suffix>:<run>@<step>`, of which vLLM serves the last part."""
+    """`ft:<base>:<organization>:<suffix>:<run>@<step>`. vLLM serves the last part."""
     base = slug(deployment.base_model.rstrip("/").rsplit("/", 1)[-1], 64)
     return f"ft:{base}:{ORGANIZATION}:{slug(tuning.suffix or '', 64)}:{tuning.run}@{step}"
 
@@ -37,7 +39,7 @@ def run_name(tuning_id: str, suffix: str | None) -> str:
 
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
-    """The id of a part's job; those that a pause cancelled are followed by another one."""
+    """The id of a part's job. A pause cancels the job that waits; the next one has another id."""
     again = f".{pauses}" if pauses else ""
     return f"{tuning.id}.{part:05}{again}"
 
@@ -173,17 +175,12 @@ def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
             name, step = f"{job_name}-{event.seq}", part.first + int(event.data.get("step") or 0)
             if event.type == "claimed" and part.number == 0 and event.attempt == 1:
                 add(event.time, name, "Fine-tuning job started")
-            elif event.type == "step":
+            elif event.type in _LOSSES:
+                what, key = _LOSSES[event.type]
                 values = {"step": step, "total_steps": total, **_named(event.data["metrics"])}
-                loss = values.get("train_loss")
+                loss = values.get(key)
                 shown = "?" if loss is None else f"{loss:.4f}"
-                message = f"Step {step}/{total}: training loss={shown}"
-                add(event.time, name, message, data=values)
-            elif event.type == "evaluated":
-                values = {"step": step, "total_steps": total, **_named(event.data["metrics"])}
-                loss = values.get("full_valid_loss")
-                shown = "?" if loss is None else f"{loss:.4f}"
-                message = f"Step {step}/{total}: validation loss={shown}"
+                message = f"Step {step}/{total}: {what} loss={shown}"
                 add(event.time, name, message, data=values)
             elif event.type == "requeued":
                 reason = event.data.get("error", {}).get("message", "it was stopped")

@@ -54,7 +54,7 @@ class DPO(Record):
 
 
 class Method(Record):
-    """Of `dpo` and `supervised` only that which `type` names."""
+    """Only the settings that `type` names may be given."""
 
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: Supervised | None = None

@@ -66,9 +66,9 @@ class Tuner:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._ended = set[str]()
-        # The opened files of those that train, made again after a restart.
+        # Opened files of fine-tunings that train. A restart opens them again.
         self._chains: dict[str, ChainPlan] = {}
-        # What was measured, where the volume refused the record: it takes minutes.
+        # Plans whose record the volume has refused so far. To measure again takes minutes.
         self._plans: dict[str, TuningPlan] = {}
         self._said = dict[str, str]()  # the last problem of each, so that it is logged once
 
@@ -212,11 +212,10 @@ class Tuner:
     def _open(self, tuning: Tuning, values: Hyperparameters, **more: int) -> ChainPlan:
         """The chain, with its files opened and their lines parsed."""
         spool = self._deployment.spool
-        upload, held_out = self._uploads(tuning)
-        paths = [spool.uploads.path(one) for one in (upload, held_out) if one is not None]
-        for one in filter(None, (upload, held_out)):
+        uploads = [one for one in self._uploads(tuning) if one is not None]
+        for one in uploads:
             spool.uploads.reader(one).close()  # it is a regular file
-        config = training(tuning, values, paths, **more)
+        config = training(tuning, values, list(map(spool.uploads.path, uploads)), **more)
         try:
             return ChainPlan(config)
         except InvalidInput as error:  # the file was altered
@@ -247,7 +246,7 @@ class Tuner:
                     return  # the part before it has ended meanwhile
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
-        """Of the part's job; None where it is to be submitted. _Failed if it has failed."""
+        """The state of the part's job; None where it is to be submitted. _Failed if it failed."""
         jobs = part_jobs(self._deployment.spool, tuning, part)
         for state, job in reversed(jobs):
             if state in PENDING:
@@ -363,7 +362,7 @@ def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
 
 
 def _steered(tuning: Tuning) -> tuple[object, ...]:
-    """What the client has said since it was made."""
+    """The client's orders since it made the fine-tuning."""
     return tuning.paused, tuning.pauses, tuning.cancelled
 
 

@@ -10,6 +10,7 @@ from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
 from tandem.model.layer import kernels
 from tandem.model.layer.moe_sublayer import MoeSublayer, Routing
+from tandem.model.layer.norm import norm_backward, normalise
 from tandem.model.layer.sublayers import MlpSublayer, Saved, SaveLevel
 
 
@@ -44,19 +45,20 @@ class ExpertsBesideMlp(MoeSublayer):
         experts, tensors = self._add_experts(zeros, self._normalise(x), routing, level)
         # Its gate and up are not saved: the experts' are far larger.
         mlp, mlp_saved = self._mlp.add_mlp(zeros, self._mlp._normalise(x), SaveLevel.INPUT)
-        both = mlp + _normalised(experts, self._experts_norm)
+        both = mlp + normalise(self._experts_norm, experts)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None)
         if level is not None:
             saved.tensors = tensors | {"experts": experts, "both": both}
             saved.tensors |= {f"mlp_{name}": value for name, value in mlp_saved.items()}
-        return x + _normalised(both, self._whole_norm), saved
+        return x + normalise(self._whole_norm, both), saved
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """As `MoeSublayer`."""
         x, tensors = saved.x, saved.tensors
         assert x is not None
-        grad_both = _norm_backward(gradient, tensors.pop("both"), self._whole_norm)
-        grad_sum = _norm_backward(grad_both, tensors.pop("experts"), self._experts_norm)
+        zeros = torch.zeros_like(x)
+        grad_both = norm_backward(self._whole_norm, gradient, tensors.pop("both"), zeros)
+        grad_sum = norm_backward(self._experts_norm, grad_both, tensors.pop("experts"), zeros)
         normalised, router_rows = self._normalise(x), self._router_rows(x)
         routing = self._route(router_rows, tree.slot_experts)
         mlp_saved = {
@@ -65,7 +67,7 @@ class ExpertsBesideMlp(MoeSublayer):
             if name.startswith("mlp_")
         }
         grad_assigned, grad_weights = self._experts_backward(grad_sum, normalised, routing, tensors)
-        grad_normalised = self._sum_per_token(grad_assigned, routing, torch.zeros_like(x))
+        grad_normalised = self._sum_per_token(grad_assigned, routing, zeros)
         grad_x = self._input_gradient(grad_normalised, x, gradient)
         grad_rows = self._router_backward(routing, grad_weights, router_rows)
         grad_x = self._router_rows_backward(grad_rows, x, grad_x)
@@ -106,14 +108,3 @@ class ExpertsBesideMlp(MoeSublayer):
     def _router_scale(self, x: torch.Tensor) -> torch.Tensor:
         scale: torch.Tensor = self._module.scale.float() * x.shape[-1] ** -0.5
         return scale
-
-
-def _normalised(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    return kernels.rms_norm(x, norm.weight, norm.eps)
-
-
-def _norm_backward(gradient: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """From the gradient of `_normalised` that of x; adds the weight's to its."""
-    if gradients.has_gradient_buffer(norm.weight):
-        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
-    return kernels.rms_norm_backward(gradient, x, norm.weight, norm.eps, torch.zeros_like(x))

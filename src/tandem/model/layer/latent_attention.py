@@ -15,16 +15,16 @@ from torch.nn.functional import pad
 from tandem.families.arch import LatentAttention
 from tandem.model import parallel
 from tandem.model.attention import TreeParams
-from tandem.model.layer import kernels
 from tandem.model.layer.heads import Heads, HeadShape
-from tandem.model.layer.norm import multiplier
-from tandem.model.layer.sublayers import AttentionSublayer, add_norm_gradient
+from tandem.model.layer.norm import norm_backward, normalise
+from tandem.model.layer.sublayers import AttentionSublayer
 from tandem.model.lora import LoraLinear
 
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """What makes heads of a hidden state: `down` the latents, the others heads of them."""
+    """The layers that make heads of a hidden state: `down` makes the latents, the others make heads
+    of the latents."""
 
     down: LoraLinear
     q_up: LoraLinear  # without a latent of queries: of the hidden state
@@ -93,18 +93,20 @@ class LatentAttentionSublayer(AttentionSublayer):
         grad_shared = parallel.scatter_sum(grad_shared, linears.kv_up.group)
         *q_latent, kv_latent, _shared = self._split_latents(qkv)
         grads = [
-            _norm_backward(linears.kv_norm, grad_kv_in, kv_latent),
+            norm_backward(linears.kv_norm, grad_kv_in, kv_latent, torch.zeros_like(kv_latent)),
             grad_shared.to(qkv.dtype),
         ]
         if q_latent:
-            grads.insert(0, _norm_backward(linears.q_norm, grad_q_in, q_latent[0]))
+            zero = torch.zeros_like(q_latent[0])
+            grads.insert(0, norm_backward(linears.q_norm, grad_q_in, q_latent[0], zero))
         grad_latents = torch.cat(grads, 1)
         grad_normalised, grad_inner = linears.down.input_gradient(grad_latents)
         linears.down.add_gradients(grad_latents, grad_inner, normalised, inner)
         return grad_normalised if q_latent else grad_normalised + grad_q_in
 
     def _split_latents(self, latents: torch.Tensor) -> list[torch.Tensor]:
-        """That of queries, if there is one; that of keys and values; the keys' shared features."""
+        """The latent of queries, if there is one; the latent of keys and values; the keys' shared
+        features."""
         mla = self._mla
         sizes = [mla.kv_rank, mla.rope_size]
         if mla.q_rank is not None:
@@ -114,10 +116,10 @@ class LatentAttentionSublayer(AttentionSublayer):
     def _inputs(
         self, latents: torch.Tensor, normalised: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `q_up` and `kv_up` get, and the keys' shared features."""
+        """The inputs of `q_up` and `kv_up`, and the keys' shared features."""
         *q_latent, kv_latent, shared = self._split_latents(latents)
-        q_in = _normalise(self._linears.q_norm, q_latent[0]) if q_latent else normalised
-        return q_in, _normalise(self._linears.kv_norm, kv_latent), shared
+        q_in = normalise(self._linears.q_norm, q_latent[0]) if q_latent else normalised
+        return q_in, normalise(self._linears.kv_norm, kv_latent), shared
 
 
 def make_heads(
@@ -172,17 +174,6 @@ def rotate_pairs_backward(
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     pairs = torch.stack((first * cos + second * sin, second * cos - first * sin), -1)
     return pairs.flatten(-2).to(gradient.dtype)
-
-
-def _normalise(norm: Any, latent: torch.Tensor) -> torch.Tensor:
-    return kernels.rms_norm(latent, multiplier(norm), norm.eps)
-
-
-def _norm_backward(norm: Any, gradient: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-    """The gradient of `latent`; adds that of the norm's weight to its own."""
-    add_norm_gradient(norm, gradient, latent)
-    zero = torch.zeros_like(latent)
-    return kernels.rms_norm_backward(gradient, latent, multiplier(norm), norm.eps, zero)
 
 
 def _linear_backward(

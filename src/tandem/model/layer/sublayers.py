@@ -21,7 +21,7 @@ from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
 from tandem.model.layer.head_rows import HeadRows
 from tandem.model.layer.heads import Heads, HeadShape
-from tandem.model.layer.norm import multiplier
+from tandem.model.layer.norm import norm_backward, normalise
 from tandem.model.layer.output_gate import gated, gated_backward, join_gates, take_gates
 from tandem.model.lora import LoraLinear
 
@@ -52,9 +52,7 @@ class Sublayer:
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        if self._norm is None:
-            return x
-        return kernels.rms_norm(x, multiplier(self._norm), self._norm.eps)
+        return x if self._norm is None else normalise(self._norm, x)
 
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
@@ -63,7 +61,7 @@ class Sublayer:
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
-        return x + kernels.rms_norm(output, multiplier(self._post_norm), self._post_norm.eps), inner
+        return x + normalise(self._post_norm, output), inner
 
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
@@ -73,11 +71,7 @@ class Sublayer:
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
-        add_norm_gradient(self._post_norm, gradient, output)
-        zero = torch.zeros_like(output)
-        return kernels.rms_norm_backward(
-            gradient, output, multiplier(self._post_norm), self._post_norm.eps, zero
-        )
+        return norm_backward(self._post_norm, gradient, output, torch.zeros_like(output))
 
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
@@ -85,10 +79,7 @@ class Sublayer:
         """`gradient`: of the sublayer's output, and so of the input that was added to it."""
         if self._norm is None:
             return grad_normalised + gradient
-        add_norm_gradient(self._norm, grad_normalised, x)
-        return kernels.rms_norm_backward(
-            grad_normalised, x, multiplier(self._norm), self._norm.eps, gradient
-        )
+        return norm_backward(self._norm, grad_normalised, x, gradient)
 
 
 class AttentionSublayer(Sublayer):
@@ -382,12 +373,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return None, *gradients
-
-
-def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
-    if gradients.has_gradient_buffer(norm.weight):
-        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
 
 
 def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:

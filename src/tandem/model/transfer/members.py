@@ -41,7 +41,7 @@ def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) 
 
 
 def read_members(store: Store) -> dict[str, int]:
-    """What `fix_members` has fixed. TimeoutError where nobody came."""
+    """The list that `fix_members` has fixed. TimeoutError where nobody came."""
     return _checked(json.loads(store.get("members")))
 
 

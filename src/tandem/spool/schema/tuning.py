@@ -37,7 +37,7 @@ class Hyperparameters(Record):
 
 
 class TuningPlan(Record):
-    """What the files decided, once all their lines have been rendered."""
+    """The settings and counts that follow from the files, once all lines have been rendered."""
 
     hyperparameters: Hyperparameters
     sequence_length: int = Field(ge=2)
