@@ -1,71 +1,70 @@
 """The text models of checkpoints with a vision tower: names of weights and of adapters, and what is
-refused. `test_qwen3_5.py` has Qwen3.5's."""
+refused."""
 
 import json
 from pathlib import Path
 
 import peft
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file
 
-from family_cases import SEQUENCES
-from policies import all_logits, make_policy, write_random_adapter
+from policies import make_policy, write_random_adapter
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import WEIGHTS_FILE, default_targets, lora_modules
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.inference.merged_model import write_merged_model
 from tandem.planning.checks import check_sizes
-from tandem.spool.schema import LORA_TARGETS, LoraShape
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import GEMMA4, GEMMA4_MOE, MINISTRAL3, SHAPE, write_random_model
+from vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 
-FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma4"]
+FAMILIES = {
+    "qwen3_vl": 2 * 7,
+    "qwen3_vl_moe": 2 * 4,
+    "mistral3": 2 * 7,
+    "gemma4": 2 * 6 - 1,  # no k_proj, and in the second layer no v_proj
+    "qwen3_5": 4 + 2 * 5 + 3 * 3,
+    "qwen3_5_moe": 4 + 2 * 5,
+}
+"""By family, the linear layers that its tiny model adapts by default."""
 LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "v_proj", "o_proj"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tied = {"tie_word_embeddings": request.param in ("qwen3_vl", "gemma4")}
+    delta_nets = request.param.startswith("qwen3_5")
+    more = {"num_hidden_layers": 3, "spread": 0.5} if delta_nets else {"spread": 1.0}
     return write_random_model(
-        tmp_path_factory.mktemp("vision"), family=request.param, spread=1.0, **tied
+        tmp_path_factory.mktemp("vision"), family=request.param, **tied, **more
     )
 
 
-def theirs(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32, experts_implementation="eager"
-    )
-
-
-def assert_same_logits(policy, reference) -> None:
-    for sequence in SEQUENCES:
-        with torch.no_grad():
-            expected, found = reference(sequence[None]).logits[0], all_logits(policy, sequence)
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+def lora_of(model: Path) -> LoraShape:
+    arch = read_arch(str(model))
+    if arch.gdn is None:
+        return LORA
+    own = DELTA_NET_TARGETS if arch.moe else ("down_proj", *DELTA_NET_TARGETS)
+    return LORA.model_copy(update={"targets": LORA.targets + own})
 
 
 def test_the_adapter_has_the_names_of_transformers_modules(alone, tmp_path, model):
-    adapter = write_random_adapter(tmp_path, model, LORA)
-    assert_same_logits(make_policy(model, LORA), theirs(model))
+    lora = lora_of(model)
+    adapter = write_random_adapter(tmp_path, model, lora)
+    assert_same_logits(make_policy(model, lora), theirs(model))
     if read_arch(str(model)).global_heads:  # the tower has layers of the same names
         with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
             peft.PeftModel.from_pretrained(theirs(model), adapter)
     else:
         with_adapter = peft.PeftModel.from_pretrained(theirs(model), adapter)
-        assert_same_logits(make_policy(model, LORA, adapter), with_adapter)
+        assert_same_logits(make_policy(model, lora, adapter), with_adapter)
     keys = load_file(adapter / WEIGHTS_FILE).keys()
     assert all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
 
 
 def test_a_merged_model_has_the_tower_as_it_was(alone, tmp_path, model):
-    adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
-    write_merged_model(tmp_path / "merged", model, adapter, LORA)
-    assert_same_logits(make_policy(model, LORA, adapter), theirs(tmp_path / "merged"))
-    before, after = (load_file(d / "model.safetensors") for d in (model, tmp_path / "merged"))
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert moved == {f"{name}.weight" for name in lora_modules(read_arch(str(model)), LORA)}
+    assert_merged_beside_the_tower(tmp_path, model, lora_of(model))
 
 
 def test_the_tower_is_not_read(model):
@@ -79,11 +78,11 @@ def test_the_tower_is_not_read(model):
 def test_default_targets(model):
     arch = read_arch(str(model))
     expected = set(LORA_TARGETS if arch.moe is None else LORA_TARGETS[:4])
+    expected |= set(DELTA_NET_TARGETS) if arch.gdn else set()
     expected -= {"k_proj"} if arch.global_heads else set()
     assert set(default_targets(arch)) == expected
     modules = lora_modules(arch, LoraShape(targets=default_targets(arch)))
-    # Gemma's second layer has no v_proj.
-    assert len(modules) == 2 * len(expected) - (1 if arch.global_heads else 0)
+    assert len(modules) == FAMILIES[arch.model_type]
 
 
 def test_what_is_refused():

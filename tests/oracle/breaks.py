@@ -116,7 +116,7 @@ IN_CHUNKS, ANCESTORS = delta_rule._in_chunks, delta_rule._ancestors
 NORM, GATES = gated_delta_net._norm_and_gate, GatedMlp._gates
 MAKE_HEADS, INPUTS = latent_attention.make_heads, LatentAttentionSublayer._inputs
 MAKE_HEADS_BACKWARD = latent_attention.make_heads_backward
-ATTEND, ADD_GRADIENTS = sublayers.attend, LoraLinear.add_gradients
+ADD_GRADIENTS = LoraLinear.add_gradients
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 

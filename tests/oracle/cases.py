@@ -127,7 +127,7 @@ def draw(seed: int) -> Case:
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
-    context = 1 if delta_nets else context
+    context = 1 if delta_nets or latents else context
     sizes = {"tensor": tensor, "context": context, "data": world // tensor // context}
     sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
     if mixture:

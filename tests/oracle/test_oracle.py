@@ -36,9 +36,9 @@ SEEDS = [
     *range(160),
     *range(DELTA_NETS, DELTA_NETS + 24),
     *range(DELTA_MIXTURES, DELTA_MIXTURES + 20),
-    *range(SMALL, SMALL + 36),
-    *range(LATENTS, LATENTS + 24),
-    *range(GEMMA4S, GEMMA4S + 36),
+    *range(SMALL, SMALL + 120),
+    *range(LATENTS, LATENTS + 40),
+    *range(GEMMA4S, GEMMA4S + 60),
 ]
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
