@@ -41,8 +41,11 @@ from tandem.training.optimizer import AdapterOptimizer
 
 
 def lora(family: str) -> LoraShape:
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "qwen3_vl_moe"):
         return LoraShape(rank=4, alpha=2.0, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    if family == "gemma4_text":  # whose `k_proj` makes values too
+        targets = tuple(target for target in LORA_TARGETS if target != "k_proj")
+        return LoraShape(rank=4, alpha=2.0, targets=targets)
     if family.startswith("qwen3_5"):
         return LoraShape(rank=4, alpha=2.0, targets=LORA_TARGETS + DELTA_NET_TARGETS)
     if family == "glm4_moe_lite":

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tandem.model.rows import RowTensors
+from tiny import GEMMA4_MOE
 
 GENERATOR = torch.Generator().manual_seed(8)
 PREFIX, FIRST, SECOND, OTHER = (
@@ -57,6 +58,30 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "spread": 0.5},
+    "gemma4": {"family": "gemma4_text", "tie_word_embeddings": True, "spread": 0.7},
+    "gemma4, values of their own": {
+        "family": "gemma4_text",
+        "attention_k_eq_v": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": None,
+    },
+    "gemma4, experts": {"family": "gemma4_text", "spread": 0.7, **GEMMA4_MOE},
+    "olmo3": {
+        "family": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
+    "smollm3": {"family": "smollm3", "tie_word_embeddings": True},
+    "ministral3": {"family": "ministral3"},
+    "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
     # The norms of latents have transformers' default there, the model's value in vLLM.
     "glm4_moe_lite": {"family": "glm4_moe_lite", "rms_norm_eps": 1e-6},
     "deepseek_v3": {

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from tandem.families.adapter import WEIGHTS_FILE, adapter_shapes, write_adapter_config
 from tandem.families.registry import read_arch
 from tandem.model.build import build_policy
+from tandem.model.logprobs import _capped
 from tandem.model.policy import Policy
 from tandem.model.rows import RowTensors
 from tandem.model.weights.base_weights import load_weights
@@ -72,6 +73,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
         policy.gpt.decoder(policy.first_hidden(row), **policy.decoder_inputs(row))[:, 0]
         @ policy.head.t()
     )
+    local = _capped(local, policy.arch.softcap)
     return gather_from_tensor_model_parallel_region(local, group=policy.topology.tensor).float()
 
 

@@ -77,6 +77,79 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 
+PIXTRAL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "image_size": 16,
+}
+GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+MINISTRAL3: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 9,  # queries grow from there on
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.3,
+    }
+}
+VISIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", VISION),
+    "qwen3_5_moe": ("qwen3_5_moe_text", VISION),
+    "qwen3_vl": ("qwen3_vl_text", VISION | {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", VISION | {"deepstack_visual_indexes": [0]}),
+    "mistral3": ("ministral3", PIXTRAL),
+    "gemma4": ("gemma4_text", GEMMA4_VISION),
+}
+"""Families of checkpoints with a vision tower: the text model's, and the tower's config."""
+GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 7,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 20,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": MOE,
+    "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    # Of other sizes transformers could not tell in which order a tensor has them.
+    "qwen3_vl_moe": MOE | {"moe_intermediate_size": 40},
+    "ministral3": MINISTRAL3,
+    "mistral3": MINISTRAL3,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
+    "olmo3": {"sliding_window": 7},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0, 1, 1]},
+}
+"""By family, what a tiny model of it has beside `SHAPE`."""
+
 MERGED_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": 8},
@@ -97,14 +170,9 @@ def write_random_model(
     """
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
 
-    values = {"tie_word_embeddings": False, **SHAPE, **config}
-    if family == "qwen3_moe":
-        values = {**MOE, **values}
-    if family == "glm4_moe":
-        values = {**GLM4_MOE, **values}
-    if family == "gpt_oss":
-        values = {**GPT_OSS, **values}
+    values = {"tie_word_embeddings": False, **OWN.get(family, {}), **SHAPE, **config}
     if family in ("glm4_moe_lite", "deepseek_v3"):
         values = {**SHAPE, **LATENT, "tie_word_embeddings": False, **config}
         del values["head_dim"]
@@ -113,15 +181,17 @@ def write_random_model(
             kinds = ["dense"] * dense + ["sparse"] * (values["num_hidden_layers"] - dense)
             values["mlp_layer_types"] = kinds
     delta_nets = family.startswith("qwen3_5")
-    if delta_nets:
-        values = {**(QWEN3_5_MOE if "moe" in family else QWEN3_5), **values}
+    if delta_nets or family.startswith("gemma4"):
         values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
-    vision = family in ("qwen3_5", "qwen3_5_moe")
+    vision = family in VISIONS
     if vision:
+        text, tower = VISIONS[family]
         tied = values["tie_word_embeddings"]
+        if "depth" in tower:
+            tower = tower | {"out_hidden_size": values["hidden_size"]}
         values = {
-            "text_config": values,
-            "vision_config": VISION | {"out_hidden_size": values["hidden_size"]},
+            "text_config": values | {"model_type": text},
+            "vision_config": tower,
             "tie_word_embeddings": tied,
         }
     if family == "mistral":
@@ -136,10 +206,14 @@ def write_random_model(
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.1)
+                if name.endswith("layer_scalar"):
+                    buffer.normal_(1.0, 0.2)
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     offset = family == "gemma3_text" or (delta_nets and "linear_attn" not in name)
                     parameter.normal_(0.0 if offset else 1.0, 0.2)
+                elif name.endswith(("router.scale", "per_expert_scale")):
+                    parameter.normal_(1.0, 0.3)
                 elif name.endswith("A_log"):
                     parameter.normal_(0.0, 1.0)
                 elif name.endswith("gate_up_proj_bias"):
@@ -152,4 +226,11 @@ def write_random_model(
                     )
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.float32).save_pretrained(directory)
+    if family == "qwen3_vl_moe":  # as it is published, not as transformers names it in memory
+        file = directory / "model.safetensors"
+        stacked = load_file(file)
+        for name, value in stacked.items():
+            if ".experts." in name:
+                stacked[name] = value.transpose(1, 2).contiguous()
+        save_file(stacked, file, {"format": "pt"})
     return directory

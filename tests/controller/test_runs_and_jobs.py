@@ -36,7 +36,7 @@ from tandem.controller import app
 from tandem.data.packed_format import PackedBatch
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound, NotServed
 from tandem.spool.schema import DELTA_NET_TARGETS, JobError, LoraShape
-from tiny import LATENT
+from tiny import GEMMA4_MOE, LATENT, SHAPE
 from waiting import until
 
 
@@ -387,6 +387,30 @@ def test_families_without_merged_weights_are_refused(deploy, family, why):
     )
     with refused(InvalidInput, "weights", why):
         client.create_run("merged", weights="merged")
+
+
+def test_merged_weights_of_a_part_of_a_checkpoint_are_refused(deploy):
+    """Their files would lack the tower, or keys and values would be two tensors. Those of Gemma's
+    mixtures have no test."""
+    text = {
+        **SHAPE,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+    }
+    for config, why in (
+        ({"model_type": "qwen3_vl", "text_config": text}, "a vision tower beside its text model"),
+        ({"model_type": "gemma4_text", **text}, "values made of keys"),
+        (
+            {"model_type": "gemma4_text", **text, **GEMMA4_MOE, "attention_k_eq_v": False},
+            "experts beside MLPs",
+        ),
+    ):
+        _, client = deploy(
+            {"layer_types": None, "rope_parameters": None, **config}, weights="merged"
+        )
+        with refused(InvalidInput, "weights", why):
+            client.create_run("merged", weights="merged")
 
 
 def test_of_runs_with_merged_weights_that_are_created_at_the_same_time_one_is_made(deploy):

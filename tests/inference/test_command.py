@@ -15,7 +15,7 @@ from tandem.errors import InvalidInput
 from tandem.inference.server.command import ServerCommand, server_command, serving_device
 from tandem.system.api_keys import name_of
 from tandem.vllm_client.names import KEYS_VARIABLE
-from tiny import LATENT, SHAPE
+from tiny import LATENT, SHAPE, write_random_model
 
 
 def command(environ: dict[str, str] | None = None, **values: object) -> ServerCommand:
@@ -89,7 +89,7 @@ def test_tokens_in_and_out_are_switched_on_where_vllm_knows_the_option(
 def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the vision tower, in bfloat16, and with torchvision, which vLLM's module imports."""
     monkeypatch.setattr(
-        "tandem.inference.server.command.find_spec", lambda _: True if installed else None
+        "tandem.inference.server.family_arguments.find_spec", lambda _: True if installed else None
     )
     text = {"model_type": "qwen3_5_text", **SHAPE}
     (tmp_path / "config.json").write_text(
@@ -108,6 +108,26 @@ def test_delta_nets(installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "--no-enable-prefix-caching" in on_the_cpu
     (tmp_path / "config.json").write_text(json.dumps(text))
     assert "--language-model-only" not in command(device="cuda", **model).argv
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3_vl", ["--language-model-only"]),
+        ("gemma4", ["--language-model-only"]),
+        ("ministral3", ["--hf-overrides"]),
+        ("mistral3", ["--language-model-only", "--hf-overrides"]),
+    ],
+)
+def test_what_a_family_needs(family: str, flags: list[str], tmp_path: Path) -> None:
+    """The tower stays away, and queries grow, which vLLM reads from a key of its own."""
+    argv = command(base_model=str(write_random_model(tmp_path, family=family))).argv
+    assert [flag for flag in ("--language-model-only", "--hf-overrides") if flag in argv] == flags
+    if "--hf-overrides" in flags:
+        given = json.loads(option(argv, "--hf-overrides"))
+        of_text = given["text_config"] if family == "mistral3" else given
+        growth = {"beta": 0.3, "original_max_position_embeddings": 9}
+        assert of_text == {"llama_4_scaling": growth}
 
 
 def test_latent_attention_on_the_cpu(tmp_path: Path) -> None:

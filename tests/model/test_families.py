@@ -24,7 +24,7 @@ from tandem.families.registry import FAMILIES, arch_from_config, read_arch
 from tandem.planning.checks import check_sizes
 from tandem.spool.schema import LoraShape
 from tandem.topology.sizes import Sizes
-from tiny import GLM4_MOE, GPT_OSS, LATENT, MOE, SHAPE, write_random_model
+from tiny import GLM4_MOE, GPT_OSS, LATENT, MOE, SHAPE, VISIONS, write_random_model
 
 QWEN3 = {"model_type": "qwen3", **SHAPE}
 QWEN3_MOE = {**QWEN3, **MOE, "model_type": "qwen3_moe"}
@@ -119,6 +119,7 @@ OF_SOME = {  # models with windows, or of mixtures
     "routed_scaling_factor",
     "use_qk_norm",
     "full_attention_interval",
+    "per_layer_config",  # transformers' own way to write `global_head_dim`
     "attn_output_gate",  # which transformers and vLLM do not read
     "output_gate_type",
     "topk_method",  # read by vLLM, as the next three; in transformers they are no choice
@@ -133,18 +134,29 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
     config `hf` says."""
     ours = vars(arch.rope_scaling) if arch.rope_scaling else {}
     scaled = {key: value for key, value in ours.items() if key != "attention_factor"}
+    growth, mscale = arch.query_growth, ("mscale", "mscale_all_dim", "type")
+    if growth:
+        scaled["llama_4_scaling_beta"] = growth.rate
+        scaled["max_position_embeddings"] = arch.max_positions
+        del scaled["truncate"]
     if "original_max_positions" in scaled:
         scaled["original_max_position_embeddings"] = scaled.pop("original_max_positions")
     unscaled, local = (
-        ("partial_rotary_factor", "rope_theta", "rope_type"),
+        # `test_same_gradients.py` has the factor that the two of `mscale` make.
+        ("partial_rotary_factor", "rope_theta", "rope_type", *(mscale if growth else ())),
         hf.rope_parameters.get("sliding_attention"),
     )
     silu = arch.activation == "silu"
+    # Of the layers with a window, where others have other heads.
+    heads = hf.per_layer_config["sliding_attention"] if arch.global_heads else hf
     found = {
-        "num_key_value_heads": (arch.num_kv_heads, hf.num_key_value_heads),
-        "head_dim": (arch.head_dim, getattr(hf, "head_dim", None) or 1024 // 32),
+        "num_key_value_heads": (arch.num_kv_heads, heads.num_key_value_heads),
+        "head_dim": (arch.head_dim, getattr(heads, "head_dim", None) or 1024 // 32),
         "max_position_embeddings": (arch.max_positions, hf.max_position_embeddings),
-        "tie_word_embeddings": (arch.tie_embeddings, hf.tie_word_embeddings),
+        "tie_word_embeddings": (
+            arch.tie_embeddings,
+            getattr(hf, "tie_word_embeddings", False),
+        ),
         "rms_norm_eps": (arch.rms_norm_eps, hf.rms_norm_eps),
         "rope_theta": (arch.rope_theta, rope(hf)["rope_theta"]),
         "rope_scaling": ("yarn" if ours else "default", rope(hf)["rope_type"]),
@@ -164,7 +176,9 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "is_causal": (True, getattr(hf, "is_causal", True)),
         "query_pre_attn_scalar": (
             arch.attention_scale,
-            hf.query_pre_attn_scalar**-0.5 if hasattr(hf, "query_pre_attn_scalar") else None,
+            hf.query_pre_attn_scalar**-0.5
+            if hasattr(hf, "query_pre_attn_scalar")
+            else (1.0 if arch.global_heads else None),
         ),
         "hidden_act": ("silu" if silu else None, hf.hidden_act if silu else None),
         "hidden_activation": (
@@ -187,6 +201,23 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         found["linear_key_head_dim"] = (gdn.key_head_dim, hf.linear_key_head_dim)
         found["linear_value_head_dim"] = (gdn.value_head_dim, hf.linear_value_head_dim)
         found["linear_conv_kernel_dim"] = (gdn.conv_tokens, hf.linear_conv_kernel_dim)
+    if gemma := arch.global_heads:
+        own = hf.per_layer_config["full_attention"]
+        found |= {
+            "global_head_dim": (gemma.head_dim, own.head_dim),
+            "num_global_key_value_heads": (gemma.num_kv_heads, own.num_key_value_heads),
+            "attention_k_eq_v": (gemma.keys_are_values, hf.attention_k_eq_v),
+            "final_logit_softcapping": (arch.softcap, hf.final_logit_softcapping),
+            "enable_moe_block": (arch.moe is not None, hf.enable_moe_block),
+            "num_experts": (arch.moe and arch.moe.num_experts, hf.num_experts),
+            "num_kv_shared_layers": (0, hf.num_kv_shared_layers),
+            "rope_parameters": (scaled["share"], rope(hf)["partial_rotary_factor"]),
+            "hidden_size_per_layer_input": (0, hf.hidden_size_per_layer_input),
+        }
+        del found["rope_scaling"], found["partial_rotary_factor"]
+    if arch.rope_layers:
+        turned = (list(map(int, arch.rope_layers)), hf.no_rope_layers)
+        found |= dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), turned)
     if window := arch.window:
         layers = ("sliding_window_pattern", "layer_types", "max_window_layers")
         found |= dict.fromkeys(layers, (list(window.layers), windowed(hf, arch)))
@@ -279,12 +310,18 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     from vllm.transformers_utils.config import get_config
 
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        # As many layers and experts as its defaults need.
+        # As many layers and experts as its defaults need. Mistral 3's class in transformers writes
+        # into what it is given.
         more = {"num_hidden_layers": 4, "n_routed_experts": 32} if family in DEEPSEEKS else {}
         values = {key: more.get(key, value) for key, value in values.items()}
+        if family.startswith("gemma4"):
+            values["hidden_size_per_layer_input"] = 0  # left out, it is 256, which is refused
+            del values["num_experts"]
+        if family == "qwen3_vl_moe":  # left out, it means two things
+            values = {"tie_word_embeddings": False, **values}
         return {
             "model_type": family,
-            **({"text_config": values} if family in ("qwen3_5", "qwen3_5_moe") else values),
+            **({"text_config": values} if family in VISIONS else values),
         }
 
     config = of(REQUIRED)
@@ -294,9 +331,9 @@ def test_what_a_config_leaves_out_means_what_transformers_and_vllm_say(tmp_path,
     moe = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts", "gpt_oss": "num_experts"}
     moe |= dict.fromkeys(("glm4_moe_lite", *DEEPSEEKS), "n_routed_experts")
     size = "intermediate_size" if family == "gpt_oss" else "moe_intermediate_size"
-    moe |= dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), "num_experts")
+    moe |= dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"), "num_experts")
     own = [moe[family], "num_experts_per_tok", size] if family in moe else []
-    unused = ["intermediate_size"] if family.startswith("qwen3_5_moe") else []
+    unused = ["intermediate_size"] if family.startswith(("qwen3_5_moe", "qwen3_vl_moe")) else []
     for key in [*(key for key in list(REQUIRED)[:5] if key not in unused), *own]:
         with pytest.raises(InvalidInput):
             arch_from_config(of({k: value for k, value in REQUIRED.items() if k != key}))

@@ -1,19 +1,13 @@
-"""Qwen3.5's checkpoints with a vision tower, and what is refused."""
+"""Variants and cuts of Qwen3.5 that are refused, and what is adapted. `test_vision_wrappers.py` has
+names of weights and adapters."""
 
 from pathlib import Path
 
-import peft
 import pytest
-import torch
-import transformers
-from safetensors.torch import load_file
 
-from family_cases import SEQUENCES
-from policies import all_logits, make_policy, write_random_adapter
 from tandem.errors import InvalidInput, UnknownArchitecture
-from tandem.families.adapter import WEIGHTS_FILE, default_targets, lora_modules
+from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.inference.merged_model import write_merged_model
 from tandem.planning.checks import check_sizes
 from tandem.spool.schema import DELTA_NET_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
@@ -28,43 +22,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(
         tmp_path_factory.mktemp("vision"), family="qwen3_5", spread=0.5, num_hidden_layers=3
     )
-
-
-def theirs(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
-
-
-def assert_same_logits(policy, reference) -> None:
-    for sequence in SEQUENCES:
-        with torch.no_grad():
-            expected, found = reference(sequence[None]).logits[0], all_logits(policy, sequence)
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_the_text_model_and_its_adapter_have_the_names_of_the_checkpoint(alone, tmp_path, model):
-    adapter = write_random_adapter(tmp_path, model, LORA)
-    assert_same_logits(make_policy(model, LORA), theirs(model))
-    with_adapter = peft.PeftModel.from_pretrained(theirs(model), adapter)
-    assert_same_logits(make_policy(model, LORA, adapter), with_adapter)
-    keys = load_file(adapter / WEIGHTS_FILE).keys()
-    assert all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
-
-
-def test_a_merged_model_has_the_tower_as_it_was(alone, tmp_path, model):
-    adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
-    write_merged_model(tmp_path / "merged", model, adapter, LORA)
-    assert_same_logits(make_policy(model, LORA, adapter), theirs(tmp_path / "merged"))
-    before, after = (load_file(d / "model.safetensors") for d in (model, tmp_path / "merged"))
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert moved == {f"{name}.weight" for name in lora_modules(read_arch(str(model)), LORA)}
-
-
-def test_the_tower_is_not_read(model):
-    rules = weight_rules(read_arch(str(model)))
-    names = {name for rule in rules for name in rule.sources}
-    stored = set(load_file(model / "model.safetensors"))
-    assert {name for name in stored - names if "visual" not in name} == set()
-    assert not any("visual" in name for name in names)
 
 
 def test_default_targets_are_all_linear_layers(model):

@@ -4,24 +4,22 @@ refused."""
 import math
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from family_cases import SEQUENCES
-from policies import all_logits, load_base, make_policy, write_random_adapter
+from policies import load_base, make_policy
 from tandem.errors import InvalidInput, UnknownArchitecture
-from tandem.families.adapter import WEIGHTS_FILE, default_targets, lora_modules
+from tandem.families.adapter import default_targets, lora_modules
 from tandem.families.registry import arch_from_config, read_arch, weight_rules
-from tandem.inference.merged_model import write_merged_model
 from tandem.planning.checks import check_sizes
 from tandem.planning.memory import GIB, Workload, rank_memory
 from tandem.planning.plan import plan
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import QWEN3_5_MOE, SHAPE, write_random_model
+from vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 
 TEXT = {**SHAPE, **QWEN3_5_MOE, "num_hidden_layers": 3, "model_type": "qwen3_5_moe_text"}
 LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "o_proj", *DELTA_NET_TARGETS))
@@ -35,12 +33,6 @@ A3B = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 512,
 }
-
-
-def theirs(directory: Path) -> torch.nn.Module:
-    return transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, dtype=torch.float32, experts_implementation="eager"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +54,6 @@ def stacked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def assert_same_logits(policy, reference) -> None:
-    for sequence in SEQUENCES:
-        with torch.no_grad():
-            expected, found = reference(sequence[None]).logits[0], all_logits(policy, sequence)
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
-
-
 def test_stacked_experts_are_read_as_single_ones(alone, model, stacked):
     single, policy = make_policy(model, LORA), make_policy(stacked, LORA)
     assert_same_logits(policy, theirs(stacked))
@@ -87,29 +72,8 @@ def test_a_stack_of_another_shape_is_refused(alone, stacked, tmp_path, cut):
         load_base(policy, tmp_path)
 
 
-def test_the_text_model_and_its_adapter_have_the_names_of_the_checkpoint(alone, tmp_path, stacked):
-    adapter = write_random_adapter(tmp_path, stacked, LORA)
-    with_adapter = peft.PeftModel.from_pretrained(theirs(stacked), adapter)
-    assert_same_logits(make_policy(stacked, LORA, adapter), with_adapter)
-    keys = load_file(adapter / WEIGHTS_FILE).keys()
-    assert all(key.startswith("base_model.model.model.language_model.layers.") for key in keys)
-
-
 def test_a_merged_model_has_the_names_of_the_checkpoint(alone, tmp_path, stacked):
-    adapter = write_random_adapter(tmp_path / "adapter", stacked, LORA)
-    write_merged_model(tmp_path / "merged", stacked, adapter, LORA)
-    assert_same_logits(make_policy(stacked, LORA, adapter), theirs(tmp_path / "merged"))
-    before, after = (load_file(d / "model.safetensors") for d in (stacked, tmp_path / "merged"))
-    assert before.keys() == after.keys()
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert moved == {f"{name}.weight" for name in lora_modules(read_arch(str(stacked)), LORA)}
-
-
-def test_the_tower_is_not_read(model):
-    names = {name for rule in weight_rules(read_arch(str(model))) for name in rule.sources}
-    stored = set(load_file(model / "model.safetensors"))
-    assert {name for name in stored - names if "visual" not in name} == set()
-    assert names <= stored
+    assert_merged_beside_the_tower(tmp_path, stacked, LORA)
 
 
 def test_the_plan_has_the_parameters_of_transformers_model():

@@ -41,6 +41,11 @@ SHAPES = {
 def lora_of(case: str) -> LoraShape:
     if CASES[case]["family"].startswith("qwen3_5"):
         return LORA.model_copy(update={"targets": LORA_TARGETS + DELTA_NET_TARGETS})
+    if case.startswith("gemma4"):
+        experts = "num_experts" in CASES[case]
+        targets = ("q_proj", "v_proj", "o_proj", *(() if experts else LORA_TARGETS[4:]))
+        own = CASES[case].get("attention_k_eq_v", True) is False
+        return LORA.model_copy(update={"targets": LORA_TARGETS if own else targets})
     if (family := CASES[case]["family"]) in ("glm4_moe_lite", "deepseek_v3"):
         queries = LATENT_TARGETS[:2] if family == "glm4_moe_lite" else ("q_proj",)
         return LORA.model_copy(update={"targets": queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]})
@@ -112,7 +117,19 @@ def test_loss_and_gradients(alone, tmp_path, case, lora):
     assert all(parameter.grad is None for parameter in policy.parameters())  # the base is frozen
 
 
-@pytest.mark.parametrize("case", ["gemma3", "glm4_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma3",
+        "glm4_moe",
+        "gpt_oss",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gemma4",
+        "gemma4, experts",
+        "olmo3",
+    ],
+)
 def test_in_bf16_what_must_be_fp32_is(alone, tmp_path, case):
     """The log-probs are those of fp32 but for bf16's rounding, and a router's bias is not rounded
     at all."""

@@ -4,6 +4,7 @@ can show it.
 `cut_rank.BREAKS` has those of ranks that train a part of an adapter.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,7 +18,16 @@ from oracle.cases import LATENTS, MIXTURES, Case
 from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import delta_rule, logprobs, parallel
 from tandem.model import policy as policy_module
-from tandem.model.layer import gated_delta_net, kernels, latent_attention, sublayers
+from tandem.model.layer import (
+    decoder_layer,
+    gated_delta_net,
+    head_rows,
+    kernels,
+    latent_attention,
+    norm,
+    sublayers,
+)
+from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.latent_attention import LatentAttentionSublayer
 from tandem.model.layer.moe_sublayer import MoeSublayer
@@ -93,6 +103,9 @@ def never_clipped(self, _norm, rate):
     STEP(self, 0.0, rate)
 
 
+ROTATION, ATTEND = policy_module.rotation, sublayers.attend
+VALUES_PARTS = head_rows.NormalisedValues._parts
+VALUES_BACKWARD, LAYER = head_rows.NormalisedValues.backward, decoder_layer._Sublayers.forward
 DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
@@ -103,7 +116,7 @@ IN_CHUNKS, ANCESTORS = delta_rule._in_chunks, delta_rule._ancestors
 NORM, GATES = gated_delta_net._norm_and_gate, GatedMlp._gates
 MAKE_HEADS, INPUTS = latent_attention.make_heads, LatentAttentionSublayer._inputs
 MAKE_HEADS_BACKWARD = latent_attention.make_heads_backward
-ATTEND, ADD_GRADIENTS = sublayers.attend, LoraLinear.add_gradients
+ADD_GRADIENTS = LoraLinear.add_gradients
 INDEX_PUT, UPDATE = torch.Tensor.index_put_, ShardedAdam._update
 
 
@@ -162,6 +175,78 @@ def of_delta_nets(kind: str = "linear_attention") -> Callable[[Case], bool]:
 
 def of_gated_experts(case: Case) -> bool:
     return case.family == "qwen3_5_moe_text"
+
+
+def small(*families: str) -> Callable[[Case], bool]:
+    return lambda case: case.family in families
+
+
+def of_each_head(self, parts):
+    """As the norms of Qwen3's heads."""
+    heads = [part.unflatten(-1, (-1, self._shape.size)) for part in parts[:2]]
+    inverses = [(head.square().mean(-1, keepdim=True) + self._shape.eps).rsqrt() for head in heads]
+    return [one.expand_as(of).flatten(1) for one, of in zip(inverses, heads, strict=True)]
+
+
+def of_this_rank(_self, parts):
+    return torch.stack([part.mean(-1, keepdim=True) for part in parts])
+
+
+def as_constants(self, gradient, rows, _tree):
+    """The norms' divisors do not depend on queries and keys."""
+    grads, inverses = self._parts(gradient), self._inverses(self._parts(rows))
+    for index, weight in enumerate(self._weights):
+        grads[index] = grads[index] * weight.float() * inverses[index]
+    return self._join(grads, rows)
+
+
+def scaled_again(positions, frequencies, dtype, factor=1.0):
+    """Every RoPE has YaRN's factor."""
+    return ROTATION(positions, frequencies, dtype, 0.1 * math.log(4.0) + 1)
+
+
+def of_gemma4(case: Case) -> bool:
+    return case.family == "gemma4_text"
+
+
+def of_gemma4_experts(case: Case) -> bool:
+    # Of one layer the adapters before the experts get nothing from them where they are on v alone.
+    return "num_experts" in case.config
+
+
+def capped(case: Case) -> bool:
+    return of_gemma4(case) and case.config["final_logit_softcapping"] == 3.0
+
+
+def keys_alone(self, gradient, rows, tree):
+    shape = self._shape
+    grouped = gradient.view(len(gradient), shape.groups, shape.queries + 2, shape.size).clone()
+    grouped[:, :, -1] = 0
+    return VALUES_BACKWARD(self, grouped.flatten(1), rows, tree)
+
+
+def of_other_keys(self, rows):
+    """K is not V: values are made of the next slot's keys."""
+    queries, keys, values = VALUES_PARTS(self, rows)
+    return [queries, keys, values.roll(1, 0)]
+
+
+def scaled_by_heads(query, key, value, tree, _scale, sinks=None):
+    return ATTEND(query, key, value, tree, query.shape[-1] ** -0.5, sinks)
+
+
+def wholly(positions, frequencies, dtype, factor=1.0):
+    return ROTATION(positions, torch.where(frequencies == 0, 0.1, frequencies), dtype, factor)
+
+
+def without_number(ctx, leaf, x, sublayers, tree, level, _number):
+    return LAYER(ctx, leaf, x, sublayers, tree, level, None)
+
+
+def number_forward_only(ctx, *arguments):
+    output = LAYER(ctx, *arguments)
+    ctx.scalar = None
+    return output
 
 
 def always_open(_self, normalised):
@@ -261,7 +346,7 @@ BREAKS = {
         (AdapterOptimizer, "step", never_clipped), lambda c: c.lora
     ),
     # Where all weights are trained.
-    "norms have no gradient": Break((sublayers, "add_norm_gradient", nothing), full()),
+    "norms have no gradient": Break((norm, "add_norm_gradient", nothing), full()),
     "heads' norms: RoPE is not undone": Break(
         (kernels, "head_norm_gradients", unrotated), full("qwen3")
     ),
@@ -340,6 +425,75 @@ BREAKS = {
     "gated expert: the gate of another token": Break(
         (GatedMlp, "_gates", lambda self, normalised: GATES(self, normalised.roll(1, 0))),
         of_gated_experts,
+    ),
+    # The small ones.
+    "wide norm: over each head": Break(
+        (head_rows.WideNorm, "_inverses", of_each_head), small("olmo3")
+    ),
+    "wide norm, tp: over this rank's features": Break(
+        (head_rows.WideNorm, "_means", of_this_rank),
+        lambda c: c.family == "olmo3" and cut(c, "tensor"),
+    ),
+    "wide norm: the window's RoPE is scaled": Break(
+        (policy_module, "rotation", scaled_again),
+        lambda c: c.family == "olmo3" and "sliding_attention" in c.config["layer_types"],
+    ),
+    "wide norm: no sum in its gradient": Break(
+        (head_rows.WideNorm, "backward", as_constants), small("olmo3")
+    ),
+    "no rope: all layers have it": Break(
+        (policy_module, "without_rotation", lambda tree: tree),
+        lambda c: c.family == "smollm3" and 0 in c.config["no_rope_layers"],
+    ),
+    "growing queries: they do not": Break(
+        (head_rows.GrowingQueries, "forward", lambda _self, rows, _tree: rows),
+        small("ministral3", "mistral3"),
+    ),
+    "growing queries: their gradient does not": Break(
+        (head_rows.GrowingQueries, "backward", lambda _self, gradient, *_: gradient),
+        small("ministral3", "mistral3"),
+    ),
+    # Gemma 4.
+    "gemma4: values give keys no gradient": Break(
+        (head_rows.NormalisedValues, "backward", keys_alone),
+        lambda c: of_gemma4(c) and c.config["attention_k_eq_v"] and c.lora is None,
+    ),
+    "gemma4: values are normalised keys": Break(
+        (head_rows.NormalisedValues, "_parts", of_other_keys),
+        lambda c: of_gemma4(c) and c.config["attention_k_eq_v"],
+    ),
+    "gemma4: values have no norm": Break(
+        (head_rows, "_normalised", lambda x, _eps: (x, torch.ones(()))), of_gemma4
+    ),
+    "gemma4: the attention's scale is that of its heads": Break(
+        (sublayers, "attend", scaled_by_heads), of_gemma4
+    ),
+    "gemma4: RoPE is on whole heads": Break((policy_module, "rotation", wholly), of_gemma4),
+    "gemma4: a window in all layers": Break(
+        (sublayers.AttentionSublayer, "_layer_tree", lambda _self, tree: tree.windowed or tree),
+        lambda c: of_gemma4(c) and "sliding_attention" in c.config["layer_types"][:-1],
+    ),
+    "gemma4: layers have no number": Break(
+        (decoder_layer._Sublayers, "forward", staticmethod(without_number)), of_gemma4
+    ),
+    "gemma4: its number is not in the gradient": Break(
+        (decoder_layer._Sublayers, "forward", staticmethod(number_forward_only)), of_gemma4
+    ),
+    "gemma4: logits are not capped": Break((logprobs, "_capped", lambda x, _: x), capped),
+    "gemma4: the cap has no slope": Break((torch.Tensor, "square_", torch.Tensor.zero_), capped),
+    "gemma4: the router gets the experts' input": Break(
+        (ExpertsBesideMlp, "_router_rows", lambda self, x: self._normalise(x)), of_gemma4_experts
+    ),
+    "gemma4: the experts get the MLP's input": Break(
+        (ExpertsBesideMlp, "_normalise", lambda self, x: self._mlp._normalise(x)),
+        of_gemma4_experts,
+    ),
+    "gemma4: experts have no factors": Break(
+        (ExpertsBesideMlp, "_weights", lambda _self, probs, _: probs), of_gemma4_experts
+    ),
+    "gemma4: the router's input has no gradient": Break(
+        (ExpertsBesideMlp, "_router_rows_backward", lambda _self, _gradient, _x, plus: plus),
+        of_gemma4_experts,
     ),
     # Latent attention.
     "latents: RoPE turns the first features": Break(

@@ -9,20 +9,29 @@ import torch
 
 from tandem.model.rows import RowTensors, pad_row
 from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraShape
-from tiny import SHAPE
+from tiny import GEMMA4_MOE, SHAPE, VISIONS
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 MIXTURES = ("qwen3_moe", "glm4_moe", "gpt_oss")
-SERVED_FAMILIES = (*DENSE, "qwen3_moe", "glm4_moe")  # vLLM on the CPU has no GPT-OSS
+# vLLM on the CPU has no GPT-OSS.
+SERVED_FAMILIES = (
+    *(*DENSE, "qwen3_moe", "glm4_moe"),
+    *("olmo3", "smollm3", "ministral3", "qwen3_vl", "mistral3", "gemma4_text"),
+)
 SERVED = 1000
 """From this seed on vLLM can serve the cases: families in turn, with heads of 32."""
 DELTA_NETS = 2000
 """From this seed on the cases are of Qwen3.5."""
 DELTA_MIXTURES = 3000
 """From this seed on the cases are of Qwen3.5's mixtures."""
+SMALL = 4000
+"""From this seed on the cases are of these families in turn."""
+SMALL_FAMILIES = ("olmo3", "smollm3", "ministral3", "qwen3_vl", "qwen3_vl_moe", "mistral3")
 LATENTS = 5000
 """From this seed on the cases are of latent attention."""
 LATENT_FAMILIES = ("glm4_moe_lite", "deepseek_v3")
+GEMMA4S = 6000
+"""From this seed on the cases are of Gemma 4, every third one of its mixtures."""
 VOCABULARY = SHAPE["vocab_size"]
 
 
@@ -102,15 +111,23 @@ def draw(seed: int) -> Case:
     if SERVED <= seed < DELTA_NETS:
         family = SERVED_FAMILIES[seed % len(SERVED_FAMILIES)]
         mixture = family in MIXTURES
-    if DELTA_NETS <= seed < LATENTS:
+    if DELTA_NETS <= seed < SMALL:
         mixture = seed >= DELTA_MIXTURES
         family = "qwen3_5_moe_text" if mixture else "qwen3_5_text"
-    if seed >= LATENTS:
+    if SMALL <= seed < LATENTS:
+        family = SMALL_FAMILIES[seed % len(SMALL_FAMILIES)]
+        mixture = family == "qwen3_vl_moe"
+    latents = LATENTS <= seed < GEMMA4S
+    if latents:
         family, mixture = LATENT_FAMILIES[seed % 2], True
+    if seed >= GEMMA4S:
+        family, mixture = "gemma4_text", seed % 3 == 0
+    gemma4 = family == "gemma4_text"
+    delta_nets = family.startswith("qwen3_5")
     world = rng.choice((1, 2, 2, 4, 4, 8))
     tensor = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
     context = rng.choice([size for size in (1, 1, 2) if world // tensor % size == 0])
-    context = 1 if seed >= DELTA_NETS else context
+    context = 1 if delta_nets or latents else context
     sizes = {"tensor": tensor, "context": context, "data": world // tensor // context}
     sizes["sequence"] = tensor > 1 and (mixture or rng.random() < 0.5)
     if mixture:
@@ -119,22 +136,32 @@ def draw(seed: int) -> Case:
             [size for size in (1, 2) if world // sizes["expert"] % size == 0]
         )
     lora = None
-    if family in ("glm4_moe", "gpt_oss") or rng.random() < 0.5:
-        targets = LORA_TARGETS[:4] if family == "gpt_oss" else LORA_TARGETS
-        if DELTA_NETS <= seed < LATENTS:
+    if family in ("glm4_moe", "gpt_oss", *VISIONS) or (gemma4 and mixture) or rng.random() < 0.5:
+        attention = family in ("gpt_oss", "qwen3_vl_moe")
+        targets = LORA_TARGETS[:4] if attention else LORA_TARGETS
+        if gemma4:  # `k_proj` makes values too
+            targets = tuple(one for one in targets if one != "k_proj")
+            targets = ("q_proj", "v_proj", "o_proj") if mixture else targets
+        if delta_nets:
             targets = LORA_TARGETS + DELTA_NET_TARGETS
-        if seed >= LATENTS:
+        if latents:
             queries = LORA_TARGETS[:1] if _one_projection(seed) else LATENT_TARGETS[:2]
             targets = queries + LATENT_TARGETS[2:] + LORA_TARGETS[3:]
         chosen = [target for target in targets if rng.random() < 0.6] or [targets[0]]
+        if chosen == ["v_proj"] and gemma4:  # which not all layers have
+            chosen = ["q_proj", "v_proj"]
         rank = rng.randint(1, 6)
         lora = LoraShape(
             rank=rank, alpha=rank * rng.choice((0.25, 0.5, 1.0)), targets=tuple(chosen)
         )
     kept, temperature = rng.randint(0, 2), rng.choice((1.0, 0.7, 1.4))
-    config = _config(rng, family) if seed < LATENTS else _latent_config(rng, seed, family)
+    config = _latent_config(rng, seed, family) if latents else _config(rng, family)
+    if gemma4:
+        config |= _gemma4(rng, config["num_hidden_layers"], tensor, mixture)
     if SERVED <= seed < DELTA_NETS:
         config |= {"head_dim": 32, "hidden_size": 64}
+        if gemma4:
+            config["global_head_dim"] = 64
         if family == "qwen2":
             config.pop("use_sliding_window", None)  # vLLM refuses windows in some layers only
             config["hidden_size"] = 32 * config["num_attention_heads"]  # it does not read head_dim
@@ -233,6 +260,22 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
             kinds = ("sliding_attention", "full_attention")
             config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
             config |= {"sliding_window": window, "query_pre_attn_scalar": rng.choice((8, 24))}
+        case "olmo3":
+            kinds = ("sliding_attention", "full_attention")
+            config["layer_types"] = [rng.choice(kinds) for _ in range(config["num_hidden_layers"])]
+            yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+            config |= {
+                "sliding_window": window,
+                "rope_parameters": {
+                    "full_attention": {**yarn, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+            }
+        case "smollm3":
+            layers = range(config["num_hidden_layers"])
+            config["no_rope_layers"] = [rng.randint(0, 1) for _ in layers]
+        case "ministral3":
+            config["sliding_window"] = rng.choice((None, window))
         case "glm4_moe":
             config |= {
                 "use_qk_norm": rng.random() < 0.5,
@@ -259,6 +302,20 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
     if family == "gpt_oss":
         config["tie_word_embeddings"] = False
     return config
+
+
+def _gemma4(rng: random.Random, layers: int, tensor: int, mixture: bool) -> dict[str, Any]:
+    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    config = {
+        "layer_types": [*kinds[:-1], "full_attention"],
+        "sliding_window": rng.randint(3, 9),
+        "global_head_dim": rng.choice((16, 24)),
+        "attention_k_eq_v": rng.random() < 0.7,
+        "num_global_key_value_heads": rng.choice([size for size in (1, 2, 4) if size >= tensor]),
+        "final_logit_softcapping": rng.choice((None, 3.0, 30.0)),
+        "use_bidirectional_attention": rng.choice((None, "vision")),
+    }
+    return config | (GEMMA4_MOE if mixture else {})
 
 
 def _tree(rng: random.Random, depth: int = 0) -> Node:

@@ -15,6 +15,7 @@ from oracle.cases import Case
 from oracle.oracle_rank import ENTROPY, SETTINGS, STEPS
 from policies import merged
 from tandem.families.adapter import WEIGHTS_FILE
+from tiny import VISIONS
 from wide import computed_in
 
 
@@ -34,7 +35,8 @@ class Model:
 
     def __init__(self, case: Case, directory: Path, dtype: torch.dtype) -> None:
         self._case = case
-        self.base = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = "ImageTextToText" if case.family in VISIONS else "CausalLM"
+        self.base = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
             directory / "model", dtype=dtype, experts_implementation="eager"
         )
         for name, module in self.base.named_modules():
@@ -58,11 +60,9 @@ class Model:
             theirs = peft.PeftModel.from_pretrained(
                 self.base, directory / "adapter", is_trainable=True
             ).to(dtype)
-            self.parameters = {
-                name.replace(".default", ""): p
-                for name, p in theirs.named_parameters()
-                if "lora_" in name
-            }
+            named = {name.replace(".default", ""): p for name, p in theirs.named_parameters()}
+            # Not those that PEFT makes, of zeros, in a vision tower whose layers have such names.
+            self.parameters = {name: named[name] for name in adapter}
             self.logits = lambda tokens: theirs(tokens[None]).logits[0]
 
     def loss(self) -> tuple[torch.Tensor, float]:
@@ -86,7 +86,11 @@ class Model:
     def named(self, values: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
         """By the names of the model's files, or PEFT's keys."""
         if self._case.lora is None:
-            return without_buffers(saved(self.base, directory, values))
+            return {
+                name: value
+                for name, value in without_buffers(saved(self.base, directory, values)).items()
+                if not name.endswith("layer_scalar")
+            }
         return {name: value.detach().clone() for name, value in values.items()}
 
 

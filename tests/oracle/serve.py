@@ -7,12 +7,13 @@ vLLM runs in this process, one model after the other, in fp32.
 import json
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tandem.spool.schema import LATENT_TARGETS, LORA_TARGETS
+from tandem.inference.server.family_arguments import family_arguments
 
 Order = dict[str, Any]
 """`model` and `adapter` (or null): directories; `sequences`: token ids."""
@@ -26,14 +27,21 @@ def logprobs(order: Order) -> list[torch.Tensor]:
 
     lora: dict[str, Any] = {}
     if order["adapter"]:
+        adapted = json.loads((Path(order["adapter"]) / "adapter_config.json").read_text())
         lora = {
             "enable_lora": True,
             "max_lora_rank": 8,
             "max_loras": 1,
-            "lora_target_modules": [*LORA_TARGETS, *LATENT_TARGETS, "fused_qkv_a_proj"],
+            # As Tandem names them: on experts vLLM's layers need a GPU.
+            "lora_target_modules": adapted["target_modules"],
         }
+    # As `tandem serve-inference` starts it.
+    given = family_arguments(order["model"], "float32", on_cpu=False)
+    options = dict(pairwise(given))
     llm = LLM(
         order["model"],
+        language_model_only="--language-model-only" in given,
+        hf_overrides=json.loads(options.get("--hf-overrides", "{}")),
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -62,3 +70,4 @@ if __name__ == "__main__":
     torch.save(
         [logprobs(order) for order in json.loads(orders.read_text())], orders.with_suffix(".pt")
     )
+    os._exit(0)  # threads of vLLM's modules for transformers crash now and then at Python's end

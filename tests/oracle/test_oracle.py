@@ -18,7 +18,16 @@ import torch
 
 from oracle import oracle_rank, reference
 from oracle.breaks import BREAKS
-from oracle.cases import DELTA_MIXTURES, DELTA_NETS, LATENT_FAMILIES, LATENTS, Case, draw
+from oracle.cases import (
+    DELTA_MIXTURES,
+    DELTA_NETS,
+    GEMMA4S,
+    LATENT_FAMILIES,
+    LATENTS,
+    SMALL,
+    Case,
+    draw,
+)
 from policies import write_random_adapter
 from ranks import run_program
 from tiny import write_random_model
@@ -27,7 +36,9 @@ SEEDS = [
     *range(160),
     *range(DELTA_NETS, DELTA_NETS + 24),
     *range(DELTA_MIXTURES, DELTA_MIXTURES + 20),
-    *range(LATENTS, LATENTS + 24),
+    *range(SMALL, SMALL + 120),
+    *range(LATENTS, LATENTS + 40),
+    *range(GEMMA4S, GEMMA4S + 60),
 ]
 GRADIENTS, WEIGHTS = 1e-5, 1e-3
 
@@ -36,7 +47,13 @@ GRADIENTS, WEIGHTS = 1e-5, 1e-3
 def case_of(name: str) -> int:
     """The first seed that shows a break, of at most four ranks."""
     shows = BREAKS[name].shows
-    begins = {"delta net": DELTA_NETS, "gated expert": DELTA_MIXTURES, "latents": LATENTS}
+    begins = {
+        "delta net": DELTA_NETS,
+        "gated expert": DELTA_MIXTURES,
+        **dict.fromkeys(("wide norm", "no rope", "growing"), SMALL),
+        "latents": LATENTS,
+        "gemma4": GEMMA4S,
+    }
     begin = next((first for kind, first in begins.items() if name.startswith(kind)), 0)
     return next(seed for seed in count(begin) if (case := draw(seed)).world <= 4 and shows(case))
 
@@ -51,7 +68,7 @@ class Oracle:
         if directory.exists():
             return
         small = ("glm4_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
-        small += LATENT_FAMILIES
+        small += ("gemma4_text", *LATENT_FAMILIES)
         wide = 0.5 if case.family in small else 1.0
         model = write_random_model(
             directory / "model", family=case.family, seed=case.seed, spread=wide, **case.config
@@ -70,6 +87,9 @@ class Oracle:
         found: dict[str, Any] = torch.load(
             self.directory / f"{seed}.{broken}.pt", weights_only=False
         )
+        for name in [name for name in found["gradients"] if name.endswith("layer_scalar")]:
+            # Gemma's are no parameters in transformers.
+            assert not found["gradients"].pop(name).any()
         return found
 
     def theirs(self, seed: int, dtype: torch.dtype = torch.float32) -> reference.Reference:

@@ -82,15 +82,16 @@ def check_run(deployment: Deployment, spec: RunSpec) -> None:
             f"vLLM can't serve a run of all weights here ({now}); {remedy}", field="trainable"
         )
     if spec.weights == "merged":
-        rules = weight_rules(deployment.arch)
+        arch, rules = deployment.arch, weight_rules(deployment.arch)
         unbuilt = {
             "fp32 weights beside others": any(rule.fp32 for rule in rules),
             "all experts in one tensor": any(rule.interleaved for rule in rules),
+            "experts beside MLPs": arch.moe and arch.moe.beside_mlp,
+            "values made of keys": arch.global_heads and arch.global_heads.keys_are_values,
+            "a vision tower beside its text model": arch.weight_prefix != "model.",
         }
         if what := next((what for what, present in unbuilt.items() if present), ""):
-            problem = (
-                f"merged weights are not built for {deployment.arch.model_type}, which has {what}"
-            )
+            problem = f"merged weights are not built for {arch.model_type}, which has {what}"
             raise InvalidInput(f"{problem}; use TANDEM_WEIGHTS=adapter", field="weights")
         merged = [run.name for run in deployment.spool.runs.list() if run.weights == "merged"]
         if merged and spec.name not in merged:

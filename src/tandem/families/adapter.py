@@ -29,6 +29,7 @@ UNSERVED: tuple[LoraTarget, ...] = ("kv_b_proj",)
 """Targets whose adapters vLLM reads and ignores: it multiplies kv_b_proj's weight into the queries
 and outputs of the tokens that it generates, without the adapter."""
 
+_OLD_PREFIX = "language_model.model."
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
@@ -39,8 +40,15 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
     return tuple(
         target
         for target in all_targets(arch)
-        if target not in UNSERVED and (arch.moe is None or target not in EXPERT_TARGETS)
+        if target not in UNSERVED
+        and (arch.moe is None or target not in EXPERT_TARGETS)
+        and not (target == "k_proj" and _values_of_keys(arch))
     )
+
+
+def _values_of_keys(arch: Arch) -> bool:
+    """Whether some layers make values of keys."""
+    return arch.global_heads is not None and arch.global_heads.keys_are_values
 
 
 def all_targets(arch: Arch) -> tuple[LoraTarget, ...]:
@@ -82,6 +90,13 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
         raise InvalidInput(
             f"{problem}; its targets are {', '.join(all_targets(arch))}", field="lora.targets"
         )
+    if _values_of_keys(arch):
+        problem = f"some layers of {arch.model_type} make values of k_proj's output too"
+        if "k_proj" in lora.targets:
+            problem += ", and vLLM would adapt the keys only; leave out k_proj"
+            raise InvalidInput(problem, field="lora.targets")
+        if lora.targets == ("v_proj",):
+            raise InvalidInput(f"{problem}; name another target too", field="lora.targets")
     fused = arch.moe is not None and arch.moe.fused_adapters
     if fused and (wrong := [target for target in lora.targets if target in EXPERT_TARGETS]):
         problem = (
@@ -103,6 +118,9 @@ def in_targets(name: str, targets: Collection[str] | None) -> bool:
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
+    # Checkpoints of Mistral 3 have names from before transformers 5, whose modules PEFT names.
+    if module.startswith(_OLD_PREFIX):
+        module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 

@@ -1,6 +1,6 @@
 """The shape of a decoder-only model, as its family reads it from `config.json`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -48,6 +48,33 @@ class Window:
 
 
 @dataclass(frozen=True)
+class ProportionalRope:
+    """RoPE turns the first `share` of a head's pairs of dimensions, `factor` times slower
+    (`rope_type: proportional`)."""
+
+    share: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class GlobalHeads:
+    """The heads of layers without a window, where they are other ones (Gemma 4)."""
+
+    head_dim: int
+    num_kv_heads: int
+    # Keys before their norm are the values, and there is no v_proj.
+    keys_are_values: bool
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Queries are multiplied by 1 + rate * log(1 + floor(position / positions)), as in Llama 4."""
+
+    rate: float
+    positions: int
+
+
+@dataclass(frozen=True)
 class MoE:
     """A mixture of experts: the best few for each token, by a router over all."""
 
@@ -72,6 +99,9 @@ class MoE:
     # GPT-OSS: the router and each expert's layers have biases, and the experts' activation is
     # `clamped_swiglu`.
     biases: bool = False
+    # Gemma 4: that MLP and the experts have norms of their own, and the router another input and a
+    # factor for each expert.
+    beside_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +174,7 @@ class Arch:
     rms_norm_eps: float
     qk_norm: bool
     qkv_bias: bool
-    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None = None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | ProportionalRope | None = None
     window: Window | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
     attention_scale: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
@@ -164,6 +194,16 @@ class Arch:
     # by.
     output_gate: bool = False
     weight_prefix: str = "model."  # of all tensors but the output layer's
+    # The norms of queries and keys are over all heads together.
+    wide_qk_norm: bool = False
+    pre_norms: bool = True  # the inputs of attention and MLP are normalised
+    rope_layers: tuple[bool, ...] | None = None  # which layers have RoPE; None: all
+    query_growth: QueryGrowth | None = None
+    global_heads: GlobalHeads | None = None
+    keys_are_values: bool = False  # of all layers; see `GlobalHeads`
+    value_norm: bool = False  # values are normalised, without a weight
+    layer_scalars: bool = False  # each layer's output is multiplied by a frozen number
+    softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
 
     @property
     def rope_factor(self) -> float:
@@ -173,6 +213,33 @@ class Arch:
             if isinstance(self.rope_scaling, YarnScaling)
             else 1.0
         )
+
+    def of_layer(self, layer: int) -> "Arch":
+        """With the layer's own heads."""
+        heads = self.global_heads
+        if heads is None or (self.window is not None and self.window.layers[layer]):
+            return self
+        return replace(
+            self,
+            head_dim=heads.head_dim,
+            num_kv_heads=heads.num_kv_heads,
+            keys_are_values=heads.keys_are_values,
+            global_heads=None,
+        )
+
+    @property
+    def kinds(self) -> list["Arch"]:
+        """`of_layer` of every layer; one where all are equal."""
+        return [
+            self.of_layer(layer) for layer in range(self.num_layers if self.global_heads else 1)
+        ]
+
+    @property
+    def rope_sizes(self) -> tuple[int, int]:
+        """Dimensions of a head that RoPE turns in layers without a window and in those with one."""
+        heads = self.global_heads
+        size = self.head_dim if self.rotary_size is None else self.rotary_size
+        return (size if heads is None else heads.head_dim), size
 
     @property
     def query_size(self) -> int:

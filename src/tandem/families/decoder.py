@@ -124,10 +124,16 @@ class Decoder:
             ),
         ]
         if not arch.tie_embeddings:
-            rules.append(WeightRule("output_layer.weight", {"lm_head.weight": embedding}, "rows"))
+            head = "language_model." if prefix.startswith("language_model.") else ""
+            rules.append(
+                WeightRule("output_layer.weight", {f"{head}lm_head.weight": embedding}, "rows")
+            )
         for layer in range(arch.num_layers):
             rules += self.layer_rules(
-                arch, layer, f"decoder.layers.{layer}.", f"{prefix}layers.{layer}."
+                arch.of_layer(layer),
+                layer,
+                f"decoder.layers.{layer}.",
+                f"{prefix}layers.{layer}.",
             )
         return rules
 
@@ -254,9 +260,10 @@ class Decoder:
 
 
 def attention_features(arch: Arch) -> dict[str, int]:
-    """Output features of q_proj, k_proj and v_proj."""
+    """Output features of q_proj, k_proj and v_proj, if the layer has one."""
     query = arch.query_size * (2 if arch.output_gate else 1)
-    return {"q_proj": query, "k_proj": arch.kv_size, "v_proj": arch.kv_size}
+    features = {"q_proj": query, "k_proj": arch.kv_size}
+    return features if arch.keys_are_values else features | {"v_proj": arch.kv_size}
 
 
 def _rope_scaling(
@@ -275,15 +282,17 @@ def _rope_scaling(
         if kind == "llama3":
             low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
             return RopeScaling(factor, low, high, int(rope["original_max_position_embeddings"]))
-        if rope.get("mscale") or rope.get("mscale_all_dim"):
-            raise ValueError("mscale and mscale_all_dim are not built")
-        given, equation_22 = rope.get("attention_factor"), 0.1 * math.log(max(factor, 1)) + 1
+        given = rope.get("attention_factor")
+        own, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        own, of_all = (float(own), float(of_all)) if own and of_all else (1.0, 0.0)
+        log = 0.1 * math.log(max(factor, 1))
+        factors = (own * log + 1) / (of_all * log + 1)  # the paper's equation 22, but for `of_all`
         return YarnScaling(
             factor=factor,
             beta_fast=float(rope.get("beta_fast") or 32),
             beta_slow=float(rope.get("beta_slow") or 1),
             original_max_positions=int(rope["original_max_position_embeddings"]),
-            attention_factor=equation_22 if given is None else float(given),
+            attention_factor=factors if given is None else float(given),
             truncate=bool(rope.get("truncate", True)),
         )
     except (KeyError, TypeError, ValueError) as error:

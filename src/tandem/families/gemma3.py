@@ -47,21 +47,9 @@ class Gemma3(Decoder):
         )
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """Hugging Face's `post_attention_layernorm` comes after the attention here, not before the
-        MLP."""
-        norms = {
-            "post_self_attn_layernorm": "post_attention_layernorm",
-            "pre_mlp_layernorm": "pre_feedforward_layernorm",
-            "post_mlp_layernorm": "post_feedforward_layernorm",
-        }
-        rules, shape = super().layer_rules(arch, layer, parameter, source), (arch.hidden_size,)
-        others = [
-            rule for rule in rules if rule.parameter != parameter + "pre_mlp_layernorm.weight"
-        ]
-        return others + [
-            WeightRule(f"{parameter}{norm}.weight", {f"{source}{name}.weight": shape})
-            for norm, name in norms.items()
-        ]
+        return with_post_norms(
+            super().layer_rules(arch, layer, parameter, source), parameter, source
+        )
 
     def _rope(self, config: ModelConfig, kind: str, key: str, theta: float) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters` by kind of layer, older versions write `key`."""
@@ -83,6 +71,22 @@ class Gemma3(Decoder):
                 raise config.unsupported(f"{key}={config.get(key)!r}")
         if config.get("sliding_window") is None:
             raise config.unsupported("layers with a sliding window of no size")
+
+
+def with_post_norms(rules: list[WeightRule], parameter: str, source: str) -> list[WeightRule]:
+    """A layer's rules with Gemma's norms. Hugging Face's `post_attention_layernorm` comes after the
+    attention here, not before the MLP."""
+    norms = {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+    [replaced] = (one for one in rules if one.parameter == parameter + "pre_mlp_layernorm.weight")
+    [shape] = replaced.sources.values()
+    return [rule for rule in rules if rule is not replaced] + [
+        WeightRule(f"{parameter}{norm}.weight", {f"{source}{name}.weight": shape})
+        for norm, name in norms.items()
+    ]
 
 
 FAMILY = Gemma3(

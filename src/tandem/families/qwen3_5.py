@@ -12,6 +12,7 @@ from typing import Any
 from tandem.families.arch import Arch, GatedDeltaNet, MoE, Window
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
+from tandem.families.vision import text_of
 from tandem.families.weight_rules import WeightRule
 
 _KINDS = ("linear_attention", "full_attention")
@@ -142,18 +143,7 @@ class Qwen35(Decoder):
         """The config of the text model."""
         if not self.vision:
             return config
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise config.invalid("text_config is missing, or is no object")
-        # transformers ties by the one, vLLM by the other.
-        tied = [bool(values.get("tie_word_embeddings")) for values in (config.values, text)]
-        if tied[0] != tied[1]:
-            raise config.unsupported(
-                f"tie_word_embeddings={tied[0]} beside {tied[1]} in its text_config"
-            )
-        if config.get("quantization_config"):
-            raise config.unsupported("quantised weights")
-        return replace(config, values=text)
+        return text_of(config, tied=False)
 
     def _refuse_variants(self, config: ModelConfig) -> None:
         super()._refuse_variants(config)

@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import UnknownArchitecture
-from tandem.families import gemma3, glm4_moe, gpt_oss, mla, qwen3_5
+from tandem.families import (
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    ministral3,
+    mla,
+    olmo3,
+    qwen3_5,
+    qwen3_vl,
+    smollm3,
+)
 from tandem.families.arch import Arch
 from tandem.families.decoder import Decoder
 from tandem.families.model_config import ModelConfig
@@ -22,14 +33,13 @@ FAMILIES: dict[str, Decoder] = {
     family.model_type: family
     for family in (
         Decoder("llama", {"max_position_embeddings": 2048}),
-        Decoder(
-            "mistral",
-            {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        ),
+        ministral3.MISTRAL,
         Decoder("qwen2", _QWEN, qkv_bias=True),
         Decoder("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True),
         Decoder("qwen3_moe", _QWEN_MOE, qk_norm=True, mixture=True),
         gemma3.FAMILY,
+        gemma4.FAMILY,
+        gemma4.TEXT,
         glm4_moe.FAMILY,
         gpt_oss.FAMILY,
         mla.GLM,
@@ -39,6 +49,12 @@ FAMILIES: dict[str, Decoder] = {
         qwen3_5.TEXT,
         qwen3_5.MIXTURE,
         qwen3_5.MIXTURE_TEXT,
+        qwen3_vl.FAMILY,
+        qwen3_vl.MIXTURE,
+        ministral3.TEXT,
+        ministral3.FAMILY,
+        olmo3.FAMILY,
+        smollm3.FAMILY,
     )
 }
 

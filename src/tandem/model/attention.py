@@ -7,7 +7,7 @@ PyTorch's compiled FlexAttention (`flex_attention.py`). The mask is made once pe
 layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -37,6 +37,8 @@ class TreeParams:
     # For gated delta nets: how their states travel.
     recurrence: Recurrence | None = None
     windowed: "TreeParams | None" = None  # what layers with a sliding window use instead
+    unrotated: "TreeParams | None" = None  # what layers without RoPE use instead
+    query_scale: torch.Tensor | None = None  # fp32, of the layers' slots, for `Arch.query_growth`
 
 
 def tree_params(
@@ -82,6 +84,12 @@ def rotation(
     """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def without_rotation(tree: TreeParams) -> TreeParams:
+    """The same for layers without RoPE."""
+    cos, sin = tree.rotation
+    return replace(tree, rotation=(torch.ones_like(cos), torch.zeros_like(sin)))
 
 
 def dense_mask(subtree_end: torch.Tensor, window: int | None = None) -> torch.Tensor:

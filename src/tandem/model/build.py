@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from tandem.families.arch import Arch, LinearScaling, RopeScaling, YarnScaling
+from tandem.families.arch import Arch, LinearScaling, ProportionalRope, RopeScaling, YarnScaling
 from tandem.model import device, mcore, parallel
 from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.norm import make_norm
@@ -111,21 +111,30 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
     fp32 [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the
-    second.
+    second. Where the two have heads of other sizes (`Arch.rope_sizes`), zeros fill up the
+    narrower.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
     those below original / high_freq_factor stay, and between them the two are blended.
     """
-    size = arch.head_dim if arch.rotary_size is None else arch.rotary_size
+    size, window_size = arch.rope_sizes
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / arch.rope_theta**exponents
-    if isinstance(arch.rope_scaling, YarnScaling):
+    if isinstance(arch.rope_scaling, ProportionalRope):
+        turned = int(arch.rope_scaling.share * size // 2)
+        frequencies = frequencies / arch.rope_scaling.factor
+        frequencies[turned:] = 0
+    elif isinstance(arch.rope_scaling, YarnScaling):
         frequencies = _yarn(frequencies, arch.rope_scaling, arch.rope_theta)
     else:
         frequencies = _scale_rope(frequencies, arch.rope_scaling)
     if arch.window is None or arch.window.rope_theta is None:
         return frequencies[None]
-    return torch.stack([frequencies, 1.0 / arch.window.rope_theta**exponents])
+    rows = torch.zeros(2, max(size, window_size) // 2)
+    rows[0, : size // 2] = frequencies
+    exponents = torch.arange(0, window_size, 2, dtype=torch.float32) / window_size
+    rows[1, : window_size // 2] = 1.0 / arch.window.rope_theta**exponents
+    return rows
 
 
 def _scale_rope(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tandem.families.arch import Arch
 from tandem.model import device
 from tandem.model.attention import TreeParams
 from tandem.model.device import memory
@@ -129,10 +130,8 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
     Call it right after the backward pass of such a row, since whose forward pass the allocator's
     peaks have not begun anew.
     """
-    # Trained base weights and latent attention are left out: nothing has shown that they get the
-    # same bits. So are delta nets, whose passes launch other kernels for a row of another tree.
-    arch = policy.arch
-    if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla:
+    # Trained base weights are left out: nothing has shown that they get the same bits.
+    if not device.is_cuda() or policy.lora is None or not _may_be_captured(policy.arch):
         return
     if policy.topology.sizes.layers_shared or passes <= CAPTURE:
         return
@@ -144,6 +143,14 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
         tree = policy.decoder_inputs(row)["packed_seq_params"]
     if worth_capturing(passes, *_layer_seconds(policy.gpt.decoder.layers[-1], hidden, tree)):
         capture(policy, hidden, tree)
+
+
+def _may_be_captured(arch: Arch) -> bool:
+    """Delta nets and experts launch other kernels for a row of another tree. Nothing has shown that
+    latent attention and Gemma 4's layers get the same bits. `_tensors` lacks what layers without
+    RoPE and growing queries take."""
+    differs = arch.moe or arch.gdn or arch.mla or arch.layer_scalars
+    return not differs and arch.rope_layers is None and arch.query_growth is None
 
 
 def worth_capturing(passes: int, host: float, gpu: float) -> bool:

@@ -23,6 +23,7 @@ def item_logprobs(
     vocab_start: int,
     temperature: float,
     group: dist.ProcessGroup | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p(target), and the entropy of p in nats, for p = softmax(logits / temperature); both fp32
     [n].
@@ -35,13 +36,16 @@ def item_logprobs(
         group: the tensor-parallel ranks; all of them call this with the same hidden states and
         targets. None: this
             rank has the whole vocabulary.
+        softcap: see `Arch.softcap`.
     """
     if not len(targets):
         # Still a function of `hidden`, so that a rank whose row has no items takes part in the
         # backward pass.
         empty = hidden.sum(-1).float()
         return empty, empty
-    logprobs, entropy = _Statistics.apply(hidden, targets - vocab_start, weight, temperature, group)
+    logprobs, entropy = _Statistics.apply(
+        hidden, targets - vocab_start, weight, temperature, group, softcap
+    )
     return logprobs, entropy
 
 
@@ -67,24 +71,28 @@ class _Statistics(torch.autograd.Function):
         weight: torch.Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = []
-        for chunk in _chunks(len(targets), len(weight)):
-            logits = linear(hidden[chunk], weight)
+        for chunk in _chunks(len(targets), len(weight), softcap):
+            logits = _capped(linear(hidden[chunk], weight), softcap)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
             del logits  # before the next chunk's exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
+        ctx.softcap = softcap
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
         hidden, targets, weight, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        for chunk in _chunks(len(targets), len(weight)):
+        for chunk in _chunks(len(targets), len(weight), ctx.softcap):
+            logits = _capped(linear(hidden[chunk], weight), ctx.softcap)
+            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()
             grad_logits = _logits_gradient(
-                linear(hidden[chunk], weight),
+                logits,
                 targets[chunk],
                 normaliser[chunk],
                 entropy[chunk],
@@ -92,17 +100,25 @@ class _Statistics(torch.autograd.Function):
                 grad_entropy[chunk],
                 ctx.temperature,
             )
+            if slope is not None:
+                grad_logits = grad_logits.mul_(slope)
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if gradients.has_gradient_buffer(ctx.parameter):
                 gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
-            del grad_logits  # before the next chunk's exist
+            del logits, slope, grad_logits  # before the next chunk's exist
         if ctx.group is not None:
             parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
-        return grad_hidden, None, None, None, None
+        return grad_hidden, None, None, None, None, None
 
 
-def _chunks(items: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
+def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """In their own memory."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
+    """With a cap the backward pass has its slope beside the logits."""
+    size = max(1, CHUNK_ELEMENTS // (1 if softcap is None else 2) // vocabulary)
     return [slice(start, start + size) for start in range(0, items, size)]
 
 

@@ -14,7 +14,13 @@ from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
-from tandem.model.attention import Kernel, TreeParams, rotation, tree_params
+from tandem.model.attention import (
+    Kernel,
+    TreeParams,
+    rotation,
+    tree_params,
+    without_rotation,
+)
 from tandem.model.delta_rule import recurrence
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
@@ -253,7 +259,7 @@ class Policy(nn.Module):
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
-        first = {type(layer.sublayers[0]): layer for layer in reversed(decoder.layers)}
+        first = {layer.kind: layer for layer in reversed(decoder.layers)}
         for layer in first.values():
             hidden, _ = layer(hidden, **self.decoder_inputs(row))
         if self.stage.last:
@@ -272,6 +278,7 @@ class Policy(nn.Module):
             vocab_start=self.topology.place.tensor * len(self.head),
             temperature=temperature,
             group=self.topology.tensor,
+            softcap=self.arch.softcap,
         )
         if row.deal is not None:
             logprobs, entropy = row.deal.gather_items(logprobs), row.deal.gather_items(entropy)
@@ -307,14 +314,26 @@ class Policy(nn.Module):
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
         """The arguments of the decoder, and of each of its layers, beside the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
+        # A window's RoPE of its own is unscaled.
+        kinds = zip(
+            self._inv_freq, self.arch.rope_sizes, (self.arch.rope_factor, 1.0), strict=False
+        )
         rotations = [
-            rotation(row.positions, each, dtype, self.arch.rope_factor) for each in self._inv_freq
+            rotation(row.positions, each[: size // 2], dtype, factor)
+            for each, size, factor in kinds
         ]
         tree = tree_params(row.subtree_end, self.attention_kernel, rotations[0], deal=row.deal)
         if (window := self.arch.window) is not None:
             tree.windowed = tree_params(
                 row.subtree_end, self.attention_kernel, rotations[-1], window.tokens, row.deal
             )
+        if self.arch.rope_layers is not None:
+            tree.unrotated = without_rotation(tree)
+        if (growth := self.arch.query_growth) is not None:
+            wraps = (row.positions / growth.positions).floor()
+            tree.query_scale = 1 + growth.rate * torch.log1p(wraps)
+            if tree.windowed is not None:
+                tree.windowed.query_scale = tree.query_scale
         tree.slot_experts = row.slot_experts
         if self.arch.gdn is not None:
             tree.recurrence = recurrence(row.subtree_end, len(row.tokens), row.tokens.device)

@@ -115,11 +115,7 @@ class _Kind:
 
 def _kinds(policy: Policy) -> list[Any]:
     """The last layer of each kind of attention: a mixture's first layers may be dense."""
-    return list({_kind(layer): layer for layer in policy.gpt.decoder.layers}.values())
-
-
-def _kind(layer: Any) -> type:
-    return type(layer.sublayers[0])
+    return list({layer.kind: layer for layer in policy.gpt.decoder.layers}.values())
 
 
 def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
@@ -140,7 +136,7 @@ def _measure(policy: Policy, row: RowTensors, layer: Any) -> _Kind:
     passes(SaveLevel.INPUT)  # allocates cuBLAS's workspaces of both passes, which no layer keeps
     sizes = {level: passes(level) for level in SaveLevel}
     return _Kind(
-        sum(_kind(other) is _kind(layer) for other in policy.gpt.decoder.layers),
+        sum(other.kind == layer.kind for other in policy.gpt.decoder.layers),
         {level: size for level, (size, _) in sizes.items()},
         {level: size for level, (_, size) in sizes.items()},
     )

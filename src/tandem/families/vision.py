@@ -1,0 +1,47 @@
+"""Text models of checkpoints with a vision tower, whose config is `text_config`. The tower is not
+read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tandem.families.arch import Arch
+from tandem.families.decoder import Decoder
+from tandem.families.model_config import ModelConfig
+from tandem.families.weight_rules import WeightRule
+
+
+@dataclass(frozen=True)
+class TextOfVision(Decoder):
+    texts: Mapping[str, Decoder] = field(default_factory=dict)
+    """By `model_type` of text_config. The first is what it means where that is left out."""
+    prefix: str = "model.language_model."  # of the text model's tensors
+    tied: bool | None = False  # what `tie_word_embeddings` means; None: what text_config says
+
+    def arch(self, config: ModelConfig) -> Arch:
+        first = next(iter(self.texts))
+        text = text_of(config, self.tied, self.texts[first].defaults)
+        kind = text.get("model_type", first)
+        if kind not in self.texts:
+            raise config.unsupported(f"the text model {kind!r} (not {' or '.join(self.texts)})")
+        arch = self.texts[kind].arch(text)
+        return replace(arch, model_type=self.model_type, weight_prefix=self.prefix)
+
+    def weight_rules(self, arch: Arch) -> list[WeightRule]:
+        return next(iter(self.texts.values())).weight_rules(arch)
+
+
+def text_of(
+    config: ModelConfig, tied: bool | None, defaults: Mapping[str, object] | None = None
+) -> ModelConfig:
+    """The text model's config. `tied`: see `TextOfVision`; `defaults`: of the text model."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise config.invalid("text_config is missing, or is no object")
+    # transformers ties by the one, vLLM by the other.
+    of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
+    of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
+    if of_all != of_text:
+        raise config.unsupported(f"tie_word_embeddings={of_all} beside {of_text} in text_config")
+    if config.get("quantization_config"):
+        raise config.unsupported("quantised weights")
+    return replace(config, values=text)

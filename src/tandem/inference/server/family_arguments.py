@@ -1,0 +1,60 @@
+"""Arguments of vLLM that a family of models needs."""
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+from tandem.errors import InvalidInput, TandemError
+from tandem.families.arch import LatentAttention
+from tandem.families.model_config import model_directory
+from tandem.families.registry import read_arch
+
+CPU_LATENT = 576
+"""Features that vLLM's kernel of latent attention on the CPU caches of a token; it has no other."""
+
+
+def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
+    """InvalidInput where vLLM can't serve the model here, in `dtype`."""
+    try:
+        arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
+    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
+        return []
+    if arch.mla is not None and on_cpu:
+        return _latent_arguments(arch.mla, arch.model_type)
+    # Rows are text. The tower would take memory, and images would not be trained.
+    vision = arch.weight_prefix != "model."
+    argv = ["--language-model-only"] if vision else []
+    if (growth := arch.query_growth) is not None:
+        # vLLM 0.32 reads the growth of queries from this key only, which Hugging Face's configs
+        # lack.
+        of_text: dict[str, Any] = {
+            "llama_4_scaling": {
+                "beta": growth.rate,
+                "original_max_position_embeddings": growth.positions,
+            }
+        }
+        overrides = {"text_config": of_text} if vision else of_text
+        argv += ["--hf-overrides", json.dumps(overrides)]
+    if arch.gdn is None:
+        return argv
+    if find_spec("torchvision") is None:
+        raise InvalidInput(
+            f"vLLM needs torchvision to serve {arch.model_type}, and it is not installed; install"
+            " the release that goes with your torch (0.28 with torch 2.13)"
+        )
+    if on_cpu and dtype != "bfloat16":
+        problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
+        raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
+    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
+    return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
+
+
+def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
+    """On the CPU."""
+    if (size := mla.kv_rank + mla.rope_size) != CPU_LATENT:
+        problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
+        needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
+        raise InvalidInput(f"{problem}; {needed}", field="base_model")
+    # vLLM 0.32's kernel for RoPE turns queries of several heads wrongly where pairs are neighbours.
+    # torch's code does not.
+    return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']

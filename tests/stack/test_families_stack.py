@@ -1,0 +1,142 @@
+"""The whole stack with a tiny model of each newer family. What is trained is verified and served,
+as adapter and as `tandem export` merges it, and answers as it was taught."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_model
+
+from local_stack import LocalStack, succeeded, train
+from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS
+from tiny import GEMMA4_MOE, write_random_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+RUN = "taught"
+
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str
+    shape: dict[str, Any]
+    targets: tuple[str, ...]
+    """Those of a run that names none."""
+    error: float = 1e-4
+    """Of served log-probs, in nats. It is some 1e-6 in fp32, and nats where a kernel is wrong."""
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+# vLLM's kernels for the CPU take these sizes only.
+DELTA_NETS = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+GEMMA = {
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+}
+BFLOAT16 = {"TANDEM_DTYPE": "bfloat16"}
+OF_GEMMA = tuple(target for target in LORA_TARGETS if target != "k_proj")
+
+FAMILIES = {
+    "qwen3_5": Family(
+        "qwen3_5", DELTA_NETS, LORA_TARGETS + DELTA_NET_TARGETS, error=0.1, variables=BFLOAT16
+    ),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe",
+        DELTA_NETS,
+        LORA_TARGETS[:4] + DELTA_NET_TARGETS,
+        error=0.1,
+        variables=BFLOAT16,
+    ),
+    "glm4_moe_lite": Family(
+        "glm4_moe_lite",
+        LATENTS,
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    ),
+    "gemma4": Family("gemma4", GEMMA, OF_GEMMA),
+    "gemma4_moe": Family("gemma4", GEMMA | GEMMA4_MOE, OF_GEMMA[:3]),
+    "mistral3": Family("mistral3", {"head_dim": 32}, LORA_TARGETS),
+    "qwen3_vl": Family("qwen3_vl", {"head_dim": 32}, LORA_TARGETS),
+    "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
+    "smollm3": Family("smollm3", {"head_dim": 32}, LORA_TARGETS),
+}
+
+
+def answer(stack: LocalStack, model: str) -> str:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Is it?"}],
+        "max_tokens": 3,
+        "temperature": 0.0,
+    }
+    response = httpx.post(
+        f"{stack.inference_url}/v1/chat/completions",
+        headers={"Authorization": f"Bearer {stack.api_key}"},
+        json=body,
+        timeout=120,
+    ).raise_for_status()
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def teach(stack: LocalStack, step: int, family: Family) -> None:
+    """The run's next step is trained, accepted by the verification, and served."""
+    job = train(stack.client, RUN, 20, learning_rate=1e-2)
+    succeeded(stack.client, job, timeout=300)
+    served = stack.client.wait_served(RUN, step, timeout=240)
+    assert served.refused_step is None
+    assert served.mean_abs_logprob_error is not None
+    print(f"step {step}: {served.mean_abs_logprob_error} nats")
+    assert served.mean_abs_logprob_error < family.error
+
+
+def export(stack: LocalStack, step: int, directory: Path) -> None:
+    base = ["--base-model", str(stack.root / "models" / "tiny")]
+    command = [sys.executable, "-m", "tandem", "export", RUN, str(step), str(directory), *base]
+    subprocess.run(
+        command, env=stack.environment | {"TANDEM_URL": stack.controller_url}, check=True
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_trained_is_served(name: str, tmp_path: Path) -> None:
+    family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
+    model = first / "models" / "tiny"
+    tiny_model.write_tokenizer(model)
+    write_random_model(
+        model,
+        family=family.model_type,
+        spread=1.0,
+        vocab_size=320,
+        hidden_size=64,
+        max_position_embeddings=4096,
+        **family.shape,
+    )
+    with LocalStack(first, **family.variables) as stack:
+        run = stack.client.create_run(RUN, lora={"rank": 8})
+        assert run.spec.lora is not None
+        assert set(run.spec.lora.targets) == set(family.targets)
+        stack.client.wait_served(RUN, 0, timeout=240)
+        before = answer(stack, f"{RUN}@0")
+        for step in (1, 2):
+            teach(stack, step, family)
+        taught = answer(stack, f"{RUN}@2")
+        assert taught in ("yes", "no"), before
+        assert answer(stack, f"{RUN}@0") == before
+        (second / "models").mkdir(parents=True)
+        export(stack, 2, second / "models" / "tiny")
+    with LocalStack(second, **family.variables) as stack:
+        stack.client.create_run(RUN, lora={"rank": 8})
+        stack.client.wait_served(RUN, 0, timeout=240)
+        assert answer(stack, f"{RUN}@0") == taught
+        teach(stack, 1, family)
