@@ -35,10 +35,11 @@ from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
 from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
+from tandem.trainer.executor import local
 from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import entry
 from tandem.trainer.runner import loop
-from tandem.trainer.runner.stop import Stop
+from tandem.trainer.stop import Stop
 
 AUTHORIZATION = {"Authorization": f"Bearer {fake_vllm.API_KEY}"}
 RUNS = ("main", "lost", "asked", "ended", "forked", WITNESS)
@@ -249,8 +250,8 @@ def run_jobs(stage: Stage, root: Path) -> Problems:
     runner = loop.Runner(stage.settings(root), "")
     runner.stop = _Impatient()
     with (
-        mock.patch.object(loop, "Launcher", _Here),
-        mock.patch.object(loop.processes, "marked", return_value=[]),
+        mock.patch.object(local, "Launcher", _Here),
+        mock.patch.object(local.processes, "marked", return_value=[]),
     ):
         yield from guarded("runner", runner.run)
 

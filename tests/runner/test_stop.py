@@ -6,8 +6,8 @@ import math
 import pytest
 
 from tandem.errors import Conflict, SpoolUnusable
-from tandem.trainer.runner import stop
-from tandem.trainer.runner.stop import Stop
+from tandem.trainer import stop
+from tandem.trainer.stop import Stop
 
 
 @pytest.fixture

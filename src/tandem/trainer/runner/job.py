@@ -1,5 +1,4 @@
-"""A claimed job: check it, make one attempt (get the GPUs, run the ranks, give the GPUs back),
-record its end."""
+"""A claimed job: check it, make one attempt through the executor, record its end."""
 
 import math
 import time
@@ -9,27 +8,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import SpoolUnusable, TandemError
+from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
 from tandem.system import liveness
 from tandem.system.logs import Log
-from tandem.system.processes import Process
-from tandem.trainer.launch.launcher import Launcher
+from tandem.trainer.executor import Ended, Execution, Executor, Order, Waiting
 from tandem.trainer.runner.failure import Heartbeats, RankProgress, failure
-from tandem.trainer.runner.gpus import JobGpus
 from tandem.trainer.runner.joblog import JobLog
-from tandem.trainer.runner.shared_gpus import Asleep
-from tandem.trainer.runner.stop import LONGEST_PAUSE_SECONDS, Stop
+from tandem.trainer.stop import LONGEST_PAUSE_SECONDS, Stop
 
 log = Log("runner")
 
 TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
-KILL_SECONDS = 10.0
-"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
-sleep."""
 
 START_SECONDS = 300.0
 """How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
@@ -40,13 +33,11 @@ STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop"
 
 @dataclass
 class JobRun:
-    """One attempt at a claimed job. Its terminal event comes after the events `slept`, `released`
-    and `woken`, so that vLLM never wakes beside the job's memory."""
+    """One attempt at a claimed job. Its terminal event comes after those of its executor."""
 
     settings: Settings
     spool: Spool
-    launcher: Launcher
-    gpus: JobGpus
+    executor: Executor
     stop: Stop
     runner: str  # its name, in leases
     job: Job
@@ -158,64 +149,30 @@ class JobRun:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
         self._log.say(f"attempt {self.job.attempt} ({counted}), {now}")
-        released = woken = None
-        error = self._acquire_gpus()
-        if error is None:
-            error, survivors = self._run_ranks()
-            released = self._measure_release(survivors)
-        # Before the events: these wait for a volume that is gone or read-only, and vLLM must not
-        # sleep meanwhile.
-        if (shared := self.gpus.shared) is not None:
-            woken = self.stop.retry("give the GPUs back", lambda: shared.wake_vllm(self.gpus.floor))
-        if released is not None:
-            self._append_event("released", released)
-        if woken is not None:
-            self._log.say(f"vLLM is awake after {woken['seconds']:.1f} s")
-            self._append_event("woken", woken)
+        order = Order(self.job, self._files, self._interrupted, self._log.say, self._append_event)
+        execution = self.executor.start(order)
+        error = self._watch(execution)
+        memory = self._memory()
+        for kind, data in execution.give_back():
+            self._append_event(kind, memory | data if kind == "released" else data)
         return error
 
-    def _acquire_gpus(self) -> JobError | None:
-        """Put a vLLM that shares the GPUs to sleep; the error says why the ranks can't start."""
-        if (shared := self.gpus.shared) is None:
-            return STOPPED if self.stop.requested else None
-        result = self.stop.retry(
-            "take the GPUs", lambda: shared.put_vllm_to_sleep(self.job, self._interrupted)
-        )
-        if isinstance(result, Asleep):
-            self.gpus.vllm_sleeps(result.devices)
-            self._log.say(
-                f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}"
-            )
-            self._append_event("slept", vars(result))
-            # The event may have waited for the volume for long, and nobody renews the hold
-            # meanwhile.
-            result = self.stop.retry("renew the hold", shared.renew)
-        return self._interrupted() or result
+    def _watch(self, execution: Execution) -> JobError:
+        """Watch an attempt until its processes ended, or at the latest `deadline_seconds` after
+        the start of its ranks or `stall_seconds` after their last progress, plus TERMINATE_SECONDS
+        and the executor's bound.
 
-    def _run_ranks(self) -> tuple[JobError, list[Process]]:
-        """Run the ranks until they exit, or at the latest `deadline_seconds` after the launch or
-        `stall_seconds` after their last progress, plus TERMINATE_SECONDS + KILL_SECONDS.
-
-        Returns why they failed, if they made no checkpoint, and the processes that survived
-        SIGKILL.
+        Returns why the attempt failed, if it made no checkpoint.
         """
-        begin = time.monotonic()
-        try:
-            handle = self.launcher.launch(self._files)
-        except (OSError, SpoolUnusable) as error:
-            return (
-                JobError(
-                    type="launch_failed", message=f"can't start the ranks: {error}", retriable=True
-                ),
-                [],
-            )
-        heartbeats = Heartbeats(self._files, self.settings.trainer_ranks)
+        heartbeats: Heartbeats | None = None
+        begin = kill_time = math.inf
         reason: JobError | None = None
-        kill_time = math.inf
-        while (status := handle.poll()) is None:
+        while not isinstance(state := execution.poll(), Ended):
             self._log.collect()
-            ranks = heartbeats.read()
             now = time.monotonic()
+            if heartbeats is None and not isinstance(state, Waiting):
+                begin, heartbeats = now, Heartbeats(self._files, self.settings.trainer_ranks)
+            ranks = heartbeats.read() if heartbeats is not None else []
             if now > kill_time:
                 self._log.say(
                     f"the ranks did not stop within {TERMINATE_SECONDS:g} s of SIGTERM; killing"
@@ -226,18 +183,20 @@ class JobRun:
                 reason := self._interrupted() or self._overdue(now - begin, ranks)
             ):
                 self._log.say(f"stopping the ranks: {reason.type}: {reason.message}")
-                handle.terminate()
+                execution.stop()
                 kill_time = now + TERMINATE_SECONDS
-            self._beat("stopping" if reason else ranks[-1].phase)
+            phase = f"waiting: {state.reason}" if isinstance(state, Waiting) else ranks[-1].phase
+            self._beat("stopping" if reason else phase)
             time.sleep(0.1)
-        survivors = handle.kill_all(KILL_SECONDS)
+        execution.kill()
         self._log.collect(final=True)
         if reason is None:
-            assert status is not None
+            assert isinstance(state, Ended)
             # A signal to all processes ends the ranks before the loop above looks.
-            reason = STOPPED if self.stop.requested else failure(status, self._files)
-        self._files.remove_staged()
-        return reason, survivors
+            stopped = STOPPED if self.stop.requested else None
+            reason = state.error or stopped or failure(state.status, self._files)
+        _or_none(self._files.remove_staged)
+        return reason
 
     def _interrupted(self) -> JobError | None:
         """Why the attempt has to end early: the runner is asked to stop, or the job was
@@ -268,29 +227,24 @@ class JobRun:
         return None
 
     def _beat(self, phase: str) -> None:
-        """Renew the job's lease and the hold, every `heartbeat_seconds`."""
+        """Renew the job's lease every `heartbeat_seconds`."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
         liveness.beat("runner")
-        if self.gpus.shared is not None:
-            self.gpus.shared.beat()
         _or_none(lambda: self.spool.leases.write(self.job, self.runner, phase))
 
-    def _measure_release(self, survivors: list[Process]) -> dict[str, object]:
-        """What the ranks left on the devices: the fields of the event `released`."""
+    def _memory(self) -> dict[str, object]:
+        """What the ranks used, as fields of the event `released`: from heartbeats, which also exist
+        for a rank that died or ran out of memory."""
         beats = _or_none(self._files.beats) or {}
         before: dict[str, int] = {}
         for beat in beats.values():
             if beat.uuid not in (None, "cpu") and beat.device_used_peak is not None:
                 before[beat.uuid] = max(before.get(beat.uuid, 0), beat.device_used_peak)
-        # From heartbeats, which also exist for a rank that died or ran out of memory.
-        memory = {
-            rank: beat.model_dump(include=set(RankMemory.model_fields))
-            for rank, beat in beats.items()
-        }
-        data = {"processes": len(survivors), "before": before, "memory": memory}
-        return data | self.gpus.measure_release(self.job, survivors)
+        fields = set(RankMemory.model_fields)
+        memory = {rank: beat.model_dump(include=fields) for rank, beat in beats.items()}
+        return {"before": before, "memory": memory}
 
     def _append_event(self, kind: EventType, data: dict[str, object]) -> None:
         append = partial(self._files.event, kind, **data)

@@ -2,11 +2,9 @@
 spool; without torch.
 
 Every claimed job ends in a state with a reason: at the latest `deadline_seconds` after an attempt
-began, or `stall_seconds` after its last progress, plus the bounds in `job`, `gpus` and, for GPUs
-shared with vLLM, `shared_gpus`. On SIGTERM or SIGINT the runner stops the ranks, puts the job back
-into the queue without counting the attempt, and exits with 0 within STOP_SECONDS. `kill -9` of the
-runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next runner finds processes that
-outlived it by their mark and ends them before it settles its jobs.
+began, or `stall_seconds` after its last progress, plus the bounds in `job` and the executor. On
+SIGTERM or SIGINT the runner stops the ranks, puts the job back into the queue without counting the
+attempt, and exits with 0 within STOP_SECONDS.
 """
 
 import os
@@ -22,18 +20,16 @@ from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job
-from tandem.system import liveness, processes
+from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.trainer.launch.launcher import Launcher
-from tandem.trainer.runner import gpus, job, shared_gpus
-from tandem.trainer.runner.stop import Stop
+from tandem.trainer.executor import Executor, local
+from tandem.trainer.runner import job
+from tandem.trainer.stop import Stop
 
 log = Log("runner")
 
-STOP_SECONDS = (
-    job.TERMINATE_SECONDS + job.KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS + 5.0
-)
+STOP_SECONDS = job.TERMINATE_SECONDS + local.STOP_SECONDS + 5.0
 """The longest time between SIGTERM and the runner's exit."""
 
 
@@ -72,24 +68,21 @@ class Runner:
         settings = self._settings = with_topology(self._settings)
         # Not the path: the same volume may be mounted elsewhere after this container's restart.
         self._volume = self._mounted_volume()
-        marker = ("TANDEM_RUNNER_OF", self._volume)
-        processes.adopt_orphans()
-        # Its runner is dead, because this one has the lock.
-        for orphan in processes.marked(*marker):
-            log.warning(
-                "ending a process of an earlier runner", pid=orphan.pid, command=orphan.command
-            )
-        survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=job.KILL_SECONDS)
-        launcher = Launcher(settings, self._entry, marker)
-        self._gpus = gpus.JobGpus(settings, self._spool, launcher, self._name, self.stop)
-        self._gpus.survivors = survivors
+        self._executor: Executor = local.LocalExecutor(
+            settings,
+            self._spool,
+            self._entry,
+            volume=self._volume,
+            runner=self._name,
+            stop=self.stop,
+        )
         log.info(
             "runner is up",
             spool=self._spool.root,
             pid=os.getpid(),
             launch=settings.launch,
             ranks=settings.trainer_ranks,
-            devices=self._gpus.names,
+            devices=self._executor.devices,
         )
         settled = self.stop.retry(
             "settle the jobs of an earlier runner", lambda: recover(self._spool, self._name)
@@ -101,11 +94,9 @@ class Runner:
                 run=ended.spec.run,
                 state=state,
             )
-        job_run = partial(
-            job.JobRun, settings, self._spool, launcher, self._gpus, self.stop, self._name
-        )
+        job_run = partial(job.JobRun, settings, self._spool, self._executor, self.stop, self._name)
         try:
-            launcher.prepare()
+            self._executor.prepare()
             while not self.stop.requested:
                 liveness.beat("runner")
                 if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
@@ -114,7 +105,7 @@ class Runner:
                 elif not self.stop.requested:
                     time.sleep(0.2)
         finally:
-            launcher.close()
+            self._executor.close()
         log.info("runner is down")
 
     def _mounted_volume(self) -> str:
@@ -135,14 +126,13 @@ class Runner:
                 " lock"
             )
             raise Conflict(f"{problem}; it exits to be restarted")
-        if self._gpus.shared is not None:
-            self._gpus.shared.recover()
+        self._executor.tend()
         self._waiting = {
             job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
         }
         if all(head.id in self._waiting for head in self._spool.jobs.index.heads()):
             return None
-        self._gpus.wait_until_free()
+        self._executor.wait_until_free()
         return (
             None
             if self.stop.requested

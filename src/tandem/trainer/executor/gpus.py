@@ -14,9 +14,9 @@ from tandem.system import processes
 from tandem.system.gpus import STAYING_BYTES, Devices, beyond
 from tandem.system.logs import Log
 from tandem.system.processes import Process
+from tandem.trainer.executor.shared_gpus import SharedGpus
 from tandem.trainer.launch.launcher import Launcher
-from tandem.trainer.runner.shared_gpus import SharedGpus
-from tandem.trainer.runner.stop import Stop
+from tandem.trainer.stop import Stop
 
 log = Log("runner")
 

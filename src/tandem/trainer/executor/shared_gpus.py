@@ -19,7 +19,7 @@ from tandem.spool.schema import Hold, HoldPhase, Job, JobError
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.trainer.runner.stop import Stop
+from tandem.trainer.stop import Stop
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.wake import ensure_awake, is_awake
 

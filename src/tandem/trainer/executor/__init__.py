@@ -1,0 +1,86 @@
+"""The seam between a job's attempt and the processes that run it.
+
+An `Executor` starts an attempt's processes, and its `Execution` says how they are. The runner
+decides about the job: when to stop an attempt, why it failed, whether there is another attempt. An
+executor writes nothing about the job's state.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import EventType, Job, JobError
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The attempt has no ranks yet: it waits for somebody else. No bound of the job counts."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Running:
+    """The attempt's ranks are started."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The attempt's processes ended, or never started. It stays so."""
+
+    status: int = 0  # of the ranks' parent (negative: a signal)
+    error: JobError | None = None  # why; None: the ranks' files and `status` tell
+
+
+@dataclass(frozen=True)
+class Order:
+    """One claimed attempt to run, and what its executor may ask and tell meanwhile."""
+
+    job: Job
+    files: Attempt
+    interrupted: Callable[[], JobError | None]
+    """Why the attempt has to end early, if it has to."""
+    say: Callable[[str], None]
+    """Adds a line to the job's log."""
+    tell: Callable[[EventType, dict[str, object]], None]
+    """Appends an event; waits for a volume that is gone."""
+
+
+class Execution(Protocol):
+    """The processes of one attempt. The runner polls it until it ended or has to be killed, kills
+    what is left in any case, and then has the devices given back."""
+
+    def poll(self) -> Waiting | Running | Ended:
+        """How the processes are. Doesn't block."""
+
+    def stop(self) -> None:
+        """Asks the processes to end."""
+
+    def kill(self) -> None:
+        """Ends the processes, in bounded time. Some may go on all the same: the fence keeps them
+        from the run and the job."""
+
+    def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
+        """Gives the devices back; returns the events that tell so, in their order."""
+
+
+class Executor(Protocol):
+    devices: str
+    """The devices that attempts run on, for the log."""
+
+    def prepare(self) -> None:
+        """Starts what can be started ahead of a job. Doesn't block."""
+
+    def tend(self) -> None:
+        """Does what is due between jobs. The runner calls it in each turn of its loop."""
+
+    def wait_until_free(self) -> None:
+        """Waits until an attempt can start, or the runner has to stop."""
+
+    def start(self, order: Order) -> Execution:
+        """Starts the attempt. What keeps it from its start is how it ended. Raises what is wrong
+        with the volume or the job and no other attempt would change."""
+
+    def close(self) -> None:
+        """Ends what stays between jobs."""

@@ -1,0 +1,148 @@
+"""Attempts on the runner's own host: the ranks are its descendants, on devices that vLLM may share.
+
+`kill -9` of the runner ends ranks and launchers too (PR_SET_PDEATHSIG). The next runner finds
+processes that outlived it by their mark and ends them before it settles its jobs.
+"""
+
+from tandem.config import Settings
+from tandem.errors import SpoolUnusable
+from tandem.spool import Spool
+from tandem.spool.schema import EventType, JobError
+from tandem.system import processes
+from tandem.system.logs import Log
+from tandem.system.processes import Process
+from tandem.trainer.executor import Ended, Order, Running, gpus, shared_gpus
+from tandem.trainer.executor.gpus import JobGpus
+from tandem.trainer.executor.shared_gpus import Asleep
+from tandem.trainer.launch.launcher import Handle, Launcher
+from tandem.trainer.stop import Stop
+
+log = Log("runner")
+
+KILL_SECONDS = 10.0
+"""How long killed processes may take to be gone. The kernel may hold one in an uninterruptible
+sleep."""
+STOP_SECONDS = KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS
+"""The longest time that an attempt's end takes once its ranks are to be killed."""
+
+
+class LocalExecutor:
+    """An `Executor`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        spool: Spool,
+        entry: str,
+        *,
+        volume: str,
+        runner: str,
+        stop: Stop,
+    ) -> None:
+        """Ends processes of an earlier runner of the volume: it is dead, because this one has the
+        lock. `entry`: module whose `main(attempt)` is a rank. `volume` names the volume wherever it
+        is mounted, `runner` this runner. Raises InvalidInput when the settings name devices that
+        don't exist."""
+        marker = ("TANDEM_RUNNER_OF", volume)
+        processes.adopt_orphans()
+        for orphan in processes.marked(*marker):
+            log.warning(
+                "ending a process of an earlier runner", pid=orphan.pid, command=orphan.command
+            )
+        survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=KILL_SECONDS)
+        self._stop = stop
+        self._launcher = Launcher(settings, entry, marker)
+        self._gpus = JobGpus(settings, spool, self._launcher, runner, stop)
+        self._gpus.survivors = survivors
+        self.devices = self._gpus.names
+
+    def prepare(self) -> None:
+        self._launcher.prepare()
+
+    def tend(self) -> None:
+        if self._gpus.shared is not None:
+            self._gpus.shared.recover()
+
+    def wait_until_free(self) -> None:
+        self._gpus.wait_until_free()
+
+    def start(self, order: Order) -> "LocalExecution":
+        execution = LocalExecution(order, self._launcher, self._gpus, self._stop)
+        execution.start()
+        return execution
+
+    def close(self) -> None:
+        self._launcher.close()
+
+
+class LocalExecution:
+    """An `Execution`. Its terminal event comes after the events `slept`, `released` and `woken`, so
+    that vLLM never wakes beside the job's memory."""
+
+    def __init__(self, order: Order, launcher: Launcher, gpus: JobGpus, stop: Stop) -> None:
+        self._order, self._launcher, self._gpus, self._stop = order, launcher, gpus, stop
+        self._handle: Handle | None = None
+        self._error: JobError | None = None  # why there are no ranks
+        self._has_gpus = False
+        self._survivors: list[Process] = []
+
+    def start(self) -> None:
+        self._error = self._acquire_gpus()
+        if self._error is not None:
+            return
+        self._has_gpus = True
+        try:
+            self._handle = self._launcher.launch(self._order.files)
+        except (OSError, SpoolUnusable) as error:
+            self._error = JobError(
+                type="launch_failed", message=f"can't start the ranks: {error}", retriable=True
+            )
+
+    def _acquire_gpus(self) -> JobError | None:
+        """Put a vLLM that shares the GPUs to sleep; the error says why the ranks can't start."""
+        order = self._order
+        if (shared := self._gpus.shared) is None:
+            return order.interrupted()
+        result = self._stop.retry(
+            "take the GPUs", lambda: shared.put_vllm_to_sleep(order.job, order.interrupted)
+        )
+        if isinstance(result, Asleep):
+            self._gpus.vllm_sleeps(result.devices)
+            order.say(f"vLLM sleeps after {result.seconds:.1f} s; bytes in use: {result.devices}")
+            order.tell("slept", vars(result))
+            # The event may have waited for the volume for long, and nobody renews the hold
+            # meanwhile.
+            result = self._stop.retry("renew the hold", shared.renew)
+        return order.interrupted() or result
+
+    def poll(self) -> Running | Ended:
+        if self._gpus.shared is not None:
+            self._gpus.shared.beat()
+        if self._handle is None:
+            return Ended(error=self._error)
+        status = self._handle.poll()
+        return Running() if status is None else Ended(status)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.terminate()
+
+    def kill(self) -> None:
+        if self._handle is not None:
+            self._survivors = self._handle.kill_all(KILL_SECONDS)
+
+    def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
+        # No event is written before vLLM is awake: an event waits for a volume that is gone or
+        # read-only, and vLLM must not sleep meanwhile.
+        events = list[tuple[EventType, dict[str, object]]]()
+        if self._has_gpus:
+            left = self._gpus.measure_release(self._order.job, self._survivors)
+            events.append(("released", {"processes": len(self._survivors), **left}))
+        if (shared := self._gpus.shared) is not None:
+            woken = self._stop.retry(
+                "give the GPUs back", lambda: shared.wake_vllm(self._gpus.floor)
+            )
+            if woken is not None:
+                self._order.say(f"vLLM is awake after {woken['seconds']:.1f} s")
+                events.append(("woken", woken))
+        return events

@@ -1,0 +1,359 @@
+"""The runner's decisions about attempts, on an executor whose processes do what a script says, with
+a clock of its own: any order of events leads to one end, and never are two attempts unfenced."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from spool.spool_tools import memory_directory, spool_with_run, submit
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.spool import Spool
+from tandem.spool.checkpoints import Checkpoints
+from tandem.spool.recovery import recover
+from tandem.spool.schema import TERMINAL, Event, EventType, Job, JobError
+from tandem.trainer.executor import Ended, Order, Running, Waiting
+from tandem.trainer.runner import failure, job
+from tandem.trainer.runner.job import TERMINATE_SECONDS, JobRun
+from tandem.trainer.stop import Stop
+
+DEADLINE, STALL, ATTEMPTS = 1000.0, 200.0, 3
+HANG = 150.0
+"""How much time passes at once while ranks do nothing."""
+
+
+class RunnerKilledError(BaseException):
+    """`kill -9` of the runner."""
+
+
+class Clock:
+    """Takes the place of the module `time`: sleeping takes none."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.time, self.strftime, self.gmtime = time.time, time.strftime, time.gmtime
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(scope="module")
+def clock() -> Iterator[Clock]:
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock()
+        patch.setattr(job, "time", clock)
+        patch.setattr(failure, "time", clock)
+        yield clock
+
+
+class Processes:
+    """An `Execution`. Its ranks may go on after its end, on a host that nobody reaches."""
+
+    def __init__(self, executor: "Scripted", order: Order) -> None:
+        self._executor, self._order = executor, order
+        self.files = order.files
+        self._job = order.job
+        self.committed = False
+        self._stopped = False
+        self._end: Ended | None = None
+        self.running_since: float | None = None
+
+    def poll(self) -> Waiting | Running | Ended:
+        executor, now = self._executor, self._executor.clock.now
+        lease = self.files.spool.leases.get("j")
+        if lease is not None and lease.phase not in executor.phases:
+            executor.phases.append(lease.phase)
+        if self._end is None and executor.ranks_end and self._stopped:
+            self._end = Ended(-15)
+        if self._end is not None:
+            return self._end
+        if self.running_since is not None:
+            latest = DEADLINE + TERMINATE_SECONDS + HANG + 1
+            assert now - self.running_since < latest, "no bound ended the attempt"
+        state = self._do(executor.next())
+        if isinstance(state, Ended):
+            self._end = state
+        if isinstance(state, Running) and self.running_since is None:
+            self.running_since = now
+        return state
+
+    def _do(self, action: str) -> Waiting | Running | Ended:
+        match action:
+            case "wait" | "hours":
+                self._executor.clock.now += 4000 if action == "hours" else 0
+                return Waiting("quota")
+            case "beat":
+                beat = f'{{"time": {self._executor.clock.now}, "phase": "train"}}'
+                self.files.beat(0).write_text(beat)
+            case "stage":
+                self.stage()
+            case "commit":
+                self.commit(late=False)
+            case "hang":
+                self._executor.clock.now += HANG
+            case "exit 0" | "exit 1":
+                return Ended(int(action[-1]))
+            case "preempted" | "refused":
+                retriable = action == "preempted"
+                return Ended(error=JobError(type=action, message="by it", retriable=retriable))
+            case _:
+                self._executor.happens(action)
+        return Running()
+
+    def stage(self) -> None:
+        """What ranks do: none of it makes the attempt's own directory again."""
+        try:
+            self.files.staged.mkdir()
+        except FileNotFoundError:
+            assert self._executor.is_fenced(self), "a living attempt lost its directory"
+        except FileExistsError:
+            pass
+        else:
+            content = str(self.files.number)
+            (self.files.staged / "adapter_model.safetensors").write_text(content)
+
+    def commit(self, *, late: bool) -> None:
+        """Commits what is staged. `late`: it looked at the job before it was frozen."""
+        spool, spec = self.files.spool, self._job.spec
+        try:
+            spool.checkpoints.commit(
+                self.files.staged,
+                spec.run,
+                spec.base_step + 1,
+                spec.id,
+                check=(lambda: None) if late else self.files.check,
+            )
+        except (TandemError, OSError):
+            return
+        assert not self._executor.is_fenced(self), "an attempt committed after its fence"
+        self.committed = True
+
+    def thaw(self) -> None:
+        """The ranks go on, whatever became of the job."""
+        fenced = self._executor.is_fenced(self)
+        self.stage()
+        self.commit(late=True)
+        try:
+            self.files.event("offered", step=1)
+        except TandemError:
+            assert fenced or self.committed
+        else:
+            assert not fenced, "an attempt wrote an event after its fence"
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def kill(self) -> None: ...
+
+    def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
+        # The race of a commit and the fence.
+        if (action := self._executor.next()) in ("commit", "late", "cancel", "kill the runner"):
+            self._do(action)
+        return [("released", {"processes": 0, "bytes": 0})]
+
+
+class Scripted:
+    """An `Executor`."""
+
+    devices = "cpu"
+
+    def __init__(self, spool: Spool, script: Iterator[str], clock: Clock, ranks_end: bool) -> None:
+        self._spool, self._script = spool, script
+        self.clock, self.ranks_end = clock, ranks_end
+        self.attempts: list[Processes] = []
+        self.phases: list[str] = []  # of leases
+        self.runner_stop = Stop()
+
+    def next(self) -> str:
+        return next(self._script, "exit 1")
+
+    def happens(self, action: str) -> None:
+        match action:
+            case "cancel":
+                self._spool.queue.cancel("j")
+            case "stop the runner":
+                self.runner_stop.request()
+            case "kill the runner":
+                raise RunnerKilledError
+            case "late":
+                for attempt in self.attempts:
+                    attempt.thaw()
+            case _:
+                assert action == "run", action
+
+    def is_fenced(self, attempt: Processes) -> bool:
+        state, found = self._spool.jobs.get("j")
+        return state != "running" or found.attempt != attempt.files.number
+
+    def prepare(self) -> None: ...
+
+    def tend(self) -> None: ...
+
+    def wait_until_free(self) -> None: ...
+
+    def start(self, order: Order) -> Processes:
+        for earlier in self.attempts:
+            assert not earlier.files.work.exists(), "two attempts are unfenced"
+            assert not earlier.committed, "an attempt starts after a commit"
+        self.attempts.append(Processes(self, order))
+        return self.attempts[-1]
+
+    def close(self) -> None: ...
+
+
+class Racing(Checkpoints):
+    """Frozen ranks go on right after each look for the job's checkpoint."""
+
+    executor: Scripted
+
+    def made_by(self, job: Job) -> bool:
+        made = super().made_by(job)
+        for attempt in self.executor.attempts:
+            attempt.commit(late=True)
+        return made
+
+
+def runners(
+    root: Path, script: list[str], clock: Clock, *, ranks_end: bool, racing: bool
+) -> Scripted:
+    """Runners, one after another, until the job `j` has its end."""
+    spool = Spool(root)
+    executor = Scripted(spool, iter(script), clock, ranks_end)
+    if racing:
+        spool.checkpoints.__class__ = Racing
+        spool.checkpoints.executor = executor  # type: ignore[attr-defined]
+    known = Settings(root=root, device="cpu")
+    for _ in range(len(script) + 2):
+        executor.runner_stop = Stop()
+        try:
+            recover(spool, "runner")
+            while not executor.runner_stop.requested and (claimed := spool.queue.claim("runner")):
+                JobRun(known, spool, executor, executor.runner_stop, "runner", claimed).run()
+        except RunnerKilledError:
+            continue
+        if spool.jobs.get("j")[0] in TERMINAL:
+            return executor
+    raise AssertionError("the job has no end")
+
+
+def ends_once(executor: Scripted, spool: Spool) -> tuple[str, Job, list[Event]]:
+    """Checks a job that ended; returns its state, record and events."""
+    state, ended = spool.jobs.get("j")
+    events = spool.events.read("j")
+    kinds = Counter(event.type for event in events)
+    assert events[-1].type == state
+    assert sum(kinds[kind] for kind in TERMINAL) == 1
+    assert [event.attempt for event in events if event.type == "claimed"] == [
+        *range(1, ended.attempt + 1)
+    ]
+    assert [event.attempt for event in events] == sorted(event.attempt for event in events)
+    assert ended.attempt - ended.stopped <= ATTEMPTS
+    made = spool.checkpoints.steps("r") == [0, 1]
+    assert made == (state == "succeeded")
+    assert [attempt.files.number for attempt in executor.attempts if attempt.committed] == (
+        [ended.attempt] if made else []
+    )
+    if made:
+        content = spool.checkpoints.path("r", 1) / "adapter_model.safetensors"
+        assert content.read_text() == str(ended.attempt)
+    for attempt in executor.attempts:  # as late as one likes
+        attempt.thaw()
+    assert spool.events.read("j") == events
+    assert (spool.checkpoints.steps("r") == [0, 1]) == made
+    return state, ended, events
+
+
+def run(
+    script: list[str],
+    clock: Clock,
+    *,
+    ranks_end: bool = True,
+    racing: bool = False,
+    phases: list[str] | None = None,
+) -> tuple[str, Job, list[Event]]:
+    with memory_directory() as directory:
+        root = Path(directory)
+        spool = spool_with_run(root)
+        limits = {"deadline_seconds": DEADLINE, "stall_seconds": STALL, "max_attempts": ATTEMPTS}
+        submit(spool, "j", **limits)
+        executor = runners(root, script, clock, ranks_end=ranks_end, racing=racing)
+        if phases is not None:
+            phases += executor.phases
+        return ends_once(executor, spool)
+
+
+ACTIONS = [
+    *("wait", "run", "beat", "stage", "stage", "commit", "hang", "late"),
+    *("exit 0", "exit 1", "preempted", "refused"),
+    *("cancel", "stop the runner", "kill the runner"),
+]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans())
+# The commit of an attempt that hung comes between its end and its fence.
+@example(["stage", *["hang"] * 4, "commit"], False, False)
+@example(["stage", "exit 1", "late", "stage", "late", "commit", "exit 0", "run"], True, False)
+@example(["stage", "kill the runner", "late", "stage", "commit", "kill the runner"], True, False)
+@example(["stage", "cancel", "commit", "run"], True, False)
+# The commit comes after the last look before the fence, and is tried after the fence.
+@example(["stage", "exit 1", "run", "run"], True, True)
+@example(["stage", "kill the runner", "run", "run"], True, True)
+def test_any_order_of_events_leads_to_one_end(
+    clock: Clock, script: list[str], ranks_end: bool, racing: bool
+) -> None:
+    run(script, clock, ranks_end=ranks_end, racing=racing)
+
+
+def test_ranks_that_nothing_ends_keep_no_job_from_its_end(clock: Clock) -> None:
+    state, ended, _ = run(["run", *["hang"] * 60], clock, ranks_end=False)
+    assert (state, ended.attempt) == ("failed", ATTEMPTS)
+    assert ended.result is not None
+    assert ended.result.error is not None
+    assert ended.result.error.type == "rank_hung"
+
+
+def test_hours_of_waiting_count_for_no_bound(clock: Clock) -> None:
+    before = clock.now
+    script = ["hours", *["wait"] * 5] * 3
+    state, ended, _ = run([*script, "run", "beat", "stage", "commit", "exit 0"], clock)
+    assert clock.now - before > 3 * DEADLINE
+    assert (state, ended.attempt) == ("succeeded", 1)
+
+
+def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> None:
+    phases: list[str] = []
+    state, ended, events = run(["wait", "wait", "cancel", "wait"], clock, phases=phases)
+    assert phases == ["claimed", "waiting: quota"]
+    assert (state, ended.attempt) == ("cancelled", 1)
+    assert "requeued" not in {event.type for event in events}
+
+
+HUNG = ["run", *["hang"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "attempts"),
+    [
+        (["refused"], "refused", 1),
+        (["preempted", "run"] * 3, "preempted", 3),
+        ([*HUNG, "wait", *HUNG, "wait", *HUNG], "rank_hung", 3),
+        (["run", *["beat", "hang"] * 30], "deadline", 3),
+        (["exit 0", "run"] * 3, "no_checkpoint", 3),
+        (["exit 1", "run"] * 3, "rank_crashed", 3),
+    ],
+)
+def test_why_an_attempt_failed(clock: Clock, script: list[str], error: str, attempts: int) -> None:
+    state, ended, _ = run(script, clock)
+    assert state == "failed"
+    assert ended.result is not None
+    assert ended.result.error is not None
+    assert (ended.result.error.type, ended.attempt) == (error, attempts)
