@@ -58,6 +58,8 @@ class Paths:
         self.replicas = root / "replicas"
         self.jobs = root / "jobs"
         self.hold = self.jobs / "hold.json"
+        self.shared_vllm = self.jobs / "vllm.json"
+        self.inference = self.jobs / "inference.json"
         self.damaged = self.jobs / "damaged"
         self.removed = self.jobs / "removed"
         self.directories = [
@@ -68,13 +70,11 @@ class Paths:
         ]
         self.runner_lock = self.jobs / "runner.lock"
         self.claim_lock = self.jobs / "locks/claim"
-        self.gpus_lock = self.jobs / "locks/gpus"
         self.publisher_lock = self.jobs / "locks/publisher"
         job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
         self.locks = [
             self.runner_lock,
             self.claim_lock,
-            self.gpus_lock,
             self.publisher_lock,
             *job_locks,
         ]

@@ -14,6 +14,7 @@ from tandem.spool.schema.base import (
     Record,
     RunName,
 )
+from tandem.spool.schema.inference import HoldAnswer, Place, SharedVllm
 from tandem.spool.schema.jobs import (
     Beat,
     DPOJob,
@@ -74,6 +75,7 @@ __all__ = [
     "Event",
     "EventType",
     "Hold",
+    "HoldAnswer",
     "HoldPhase",
     "Job",
     "JobError",
@@ -92,6 +94,7 @@ __all__ = [
     "OptimizerSettings",
     "Origin",
     "PackedData",
+    "Place",
     "PreferenceLoss",
     "Probe",
     "RLJob",
@@ -109,5 +112,6 @@ __all__ = [
     "Schedule",
     "Served",
     "Serving",
+    "SharedVllm",
     "Trainable",
 ]

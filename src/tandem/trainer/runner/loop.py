@@ -135,8 +135,6 @@ class Runner:
                 " lock"
             )
             raise Conflict(f"{problem}; it exits to be restarted")
-        if self._gpus.shared is not None:
-            self._gpus.shared.recover()
         self._waiting = {
             job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
         }
