@@ -251,8 +251,7 @@ def test_a_volume_that_refuses_to_remove_a_lost_hold_does_not_keep_vllm_asleep(s
 def test_the_place_of_vllm_is_what_ranks_need(stage):
     """In a network of its own this machine has another address than loopback."""
     here = stage.publisher(weights="merged", transport="nccl", base_model=str(stage.model))
-    place = here._spool.inference.place()
-    assert place is not None
+    [place] = here._spool.inference.places()
     assert same_network(place.network)
     far = Settings(inference_url="http://192.0.2.7:8000", weights="merged", transport="nccl")
     assert vllm_place(far).address == "192.0.2.7"

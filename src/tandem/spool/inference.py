@@ -1,10 +1,10 @@
 """How and where vLLM is, as its publisher says: `jobs/vllm.json` (`SharedVllm`) on GPUs that it
-shares with the trainer, and `jobs/inference.json` (`Place`) for ranks that send whole weights."""
+shares with the trainer, and `jobs/inference.json` (`VllmPlace`) for ranks that send weights."""
 
 from tandem.spool import fs
 from tandem.spool.paths import Paths
 from tandem.spool.replicas import Replicas
-from tandem.spool.schema import Place, SharedVllm
+from tandem.spool.schema import SharedVllm, VllmPlace
 
 
 class InferenceRecords:
@@ -21,15 +21,13 @@ class InferenceRecords:
     def put_shared(self, record: SharedVllm) -> None:
         fs.write_json_atomic(self._paths.shared_vllm, record, durable=False)
 
-    def put_place(self, place: Place) -> None:
+    def put_place(self, place: VllmPlace) -> None:
         """Of the only inference server. One of several says it in its own record."""
         fs.write_json_atomic(self._paths.inference, place, durable=False)
 
-    def place(self) -> Place | None:
-        """Where an inference server is, of several one that is ready; None where none has said
-        so."""
-        replicas = self._replicas.fresh().values()
-        for replica in sorted(replicas, key=lambda record: not record.ready):
-            if replica.place is not None:
-                return replica.place
-        return fs.read_undamaged(self._paths.inference, Place)
+    def places(self) -> list[VllmPlace]:
+        """Where the inference servers are, as far as they have said so."""
+        if replicas := self._replicas.fresh():
+            return [record.place for record in replicas.values() if record.place is not None]
+        only = fs.read_undamaged(self._paths.inference, VllmPlace)
+        return [] if only is None else [only]

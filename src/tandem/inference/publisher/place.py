@@ -3,16 +3,16 @@
 from urllib.parse import urlsplit
 
 from tandem.config import Settings
-from tandem.spool.schema import Place
+from tandem.spool.schema import VllmPlace
 from tandem.system.loopback import is_loopback
 from tandem.system.network import network_name, reachable_address
 
 _EVERY = ("0.0.0.0", "::")
 
 
-def vllm_place(settings: Settings) -> Place:
+def vllm_place(settings: Settings) -> VllmPlace:
     """By the host of TANDEM_INFERENCE_URL, if other machines could use it, else by this machine's
     address."""
     host = str(urlsplit(settings.resolved_inference_url).hostname)
     here = is_loopback(host) or host in _EVERY
-    return Place(address=reachable_address() if here else host, network=network_name())
+    return VllmPlace(address=reachable_address() if here else host, network=network_name())

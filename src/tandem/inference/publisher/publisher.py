@@ -21,7 +21,7 @@ from tandem.inference.publisher.checkpoint_loader import (
 from tandem.inference.publisher.place import vllm_place
 from tandem.inference.publisher.records import OnlyServer, Records
 from tandem.inference.publisher.replica import Member
-from tandem.inference.publisher.shared_gpus import SharedGpus
+from tandem.inference.publisher.shared_gpus import LentGpus
 from tandem.inference.publisher.transports import (
     AdapterCopies,
     LoraTransport,
@@ -53,9 +53,9 @@ class Publisher:
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
         self._client = client
-        self._shared: SharedGpus | None = None  # with the trainer
+        self._shared: LentGpus | None = None  # with the trainer
         if settings.gpu_mode == "shared":
-            self._shared = SharedGpus(self._spool, client, Devices(settings, "inference"))
+            self._shared = LentGpus(self._spool, client, Devices(settings, "inference"))
         copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
         self._transport = (
             LoraTransport(client, copies)

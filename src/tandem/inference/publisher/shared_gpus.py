@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 _State = Literal["awake", "asleep", "gone"]
 
 
-class SharedGpus:
+class LentGpus:
     def __init__(self, spool: Spool, client: VllmClient, devices: Devices) -> None:
         self._spool, self._client, self._devices = spool, client, devices
         # A publisher that was killed may have answered the hold already.

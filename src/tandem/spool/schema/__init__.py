@@ -14,7 +14,7 @@ from tandem.spool.schema.base import (
     Record,
     RunName,
 )
-from tandem.spool.schema.inference import HoldAnswer, Place, SharedVllm
+from tandem.spool.schema.inference import HoldAnswer, SharedVllm, VllmPlace
 from tandem.spool.schema.jobs import (
     Beat,
     DPOJob,
@@ -94,7 +94,6 @@ __all__ = [
     "OptimizerSettings",
     "Origin",
     "PackedData",
-    "Place",
     "PreferenceLoss",
     "Probe",
     "RLJob",
@@ -114,4 +113,5 @@ __all__ = [
     "Serving",
     "SharedVllm",
     "Trainable",
+    "VllmPlace",
 ]

@@ -31,7 +31,7 @@ class SharedVllm(Record):
     answer: HoldAnswer | None = None  # to the hold that there was then
 
 
-class Place(Record):
+class VllmPlace(Record):
     """`jobs/inference.json`, and in a replica's record: where an inference server is, for ranks
     that send it weights."""
 
