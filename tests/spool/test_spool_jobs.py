@@ -285,7 +285,8 @@ def test_sweep_of_old_remains_only(spool):
     ended.mkdir()
     submit(spool, "queued")
     spool.checkpoints.pin("r", 1)
-    (spool.root / "runs/r/merged").mkdir()
+    for name in ("runs/r/merged", "runs/r/served", "replicas"):
+        (spool.root / name).mkdir()
     remains = []
     for name in (
         "jobs/data/crashed/",
@@ -300,6 +301,8 @@ def test_sweep_of_old_remains_only(spool):
         "runs/r/checkpoints/.tmp-x",
         "runs/r/pinned/.tmp-x",
         "runs/r/merged/.tmp-x",
+        "runs/r/served/.tmp-0.json.01ABC",
+        "replicas/.tmp-0.json.01ABC",
         "jobs/cancel/crashed",
     ):
         remains.append(path := spool.root / name)

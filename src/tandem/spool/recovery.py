@@ -53,13 +53,15 @@ def sweep(spool: Spool) -> None:
         spool.root,
         spool.paths.runs,
         spool.paths.jobs,
+        spool.paths.replicas,
         spool.uploads.directory,
         spool.tunings.directory,
         *spool.paths.jobs.glob("[!.]*"),
         *queue,
     ]
     for run in spool.paths.runs.glob("[!.]*"):
-        directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
+        below = ("checkpoints", "discarded", "pinned", "merged", "served")
+        directories += [run, *(run / name for name in below)]
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)
 
