@@ -18,6 +18,8 @@ from tandem.inference.publisher.publisher import Publisher
 from tandem.spool.replicas import Replicas
 from tandem.vllm_client.client import VllmClient
 
+TESTS = str(Path(__file__).parent.parent)
+"""The program's PYTHONPATH."""
 PHASES: dict[str, tuple[type, str, str]] = {
     "before the load": (VllmClient, "load_lora", "before"),
     "between load and verification": (VllmClient, "load_lora", "after"),

@@ -85,6 +85,7 @@ class ReplicaB:
             "TANDEM_API_KEY": API_KEY,
             "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
             "TMPDIR": str(directory),
+            "PYTHONPATH": replica_and_stop.TESTS,
         }
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
