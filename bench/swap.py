@@ -413,7 +413,6 @@ def measure(ways: list[str], model: Path, options: argparse.Namespace) -> list[d
             senders: contextlib.AbstractContextManager[Senders | None] = contextlib.nullcontext()
             if transport in WHOLE:
                 variables = vllm.variables | {
-                    "TANDEM_INFERENCE_URL": vllm.settings.resolved_inference_url,
                     "TANDEM_TRANSPORT": transport,
                     "CUDA_VISIBLE_DEVICES": ",".join(map(str, options.trainer_gpus)),
                 }

@@ -20,13 +20,13 @@ from ranks import start_rank
 from tandem.config import Settings
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import Job, JobResult, Manifest
+from tandem.spool.schema import Job, JobResult, Manifest, VllmPlace
+from tandem.system.network import network_name
 from waiting import until
 
 
 class Senders:
-    """`tp` ranks in each of `pp` stages, of one run. `variables`: TANDEM_INFERENCE_URL and
-    others."""
+    """`tp` ranks in each of `pp` stages, of one run. `variables`: more of their environment."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Senders:
         self._number = 0
         self._job: Job | None = None
         directory.mkdir()
+        if not spool.inference.places():  # else a publisher has said it
+            spool.inference.put_place(VllmPlace(address="127.0.0.1", network=network_name()))
         [port] = free_ports(1)
         self._environment = os.environ | {
             "PYTHONWARNINGS": "ignore",
@@ -52,7 +54,6 @@ class Senders:
             "TANDEM_ROOT": str(spool.root),
             "TANDEM_WEIGHTS": "merged",
             "TANDEM_TRANSPORT": way,
-            "TANDEM_INFERENCE_URL": "http://127.0.0.1:9",
             **variables,
         }
 

@@ -95,15 +95,14 @@ def test_compose_refuses_the_same_gpu_for_both(devices, files):
 
 
 @pytest.mark.parametrize("given", [{}, {"TANDEM_TRAINER_DEVICES": f"{A},{B}"}])
-def test_shared_gives_both_the_trainers_gpus_and_the_trainer_the_admin_token(given):
+def test_shared_gives_both_the_trainers_gpus_and_the_trainer_no_way_to_vllm(given):
     config = Compose(MAIN, SHARED).config(TANDEM_GPU_MODE="shared", **given)
     devices = given.get("TANDEM_TRAINER_DEVICES", "0")
     for role in ("trainer", "inference"):
         assert environment(config, role)["NVIDIA_VISIBLE_DEVICES"] == devices
-        assert environment(config, role)["TANDEM_ADMIN_TOKEN_FILE"] == "/run/secrets/admin_token"
-        assert {secret["source"] for secret in config["services"][role]["secrets"]} == SECRETS[
-            "inference"
-        ]
+        assert {secret["source"] for secret in config["services"][role]["secrets"]} == SECRETS[role]
+    trainer = environment(config, "trainer")
+    assert not {"TANDEM_ADMIN_TOKEN_FILE", "TANDEM_INFERENCE_URL"} & trainer.keys()
     assert {environment(config, name)["TANDEM_GPU_MODE"] for name in OURS} == {"shared"}
     preflight = environment(config, "preflight")
     assert preflight["TANDEM_TRAINER_DEVICES"] == preflight["TANDEM_INFERENCE_DEVICES"] == devices

@@ -34,12 +34,7 @@ OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
     "device": ({"device": "cpu"}, {"TANDEM_DEVICE": "cpu", "NVIDIA_VISIBLE_DEVICES": "void"}),
     "gpuMode": (
         {"gpuMode": "shared", "shared": {"via": "resource"}},
-        {
-            "TANDEM_GPU_MODE": "shared",
-            # The trainer's:
-            "TANDEM_INFERENCE_URL": "http://127.0.0.1:8000",
-            "TANDEM_ADMIN_TOKEN_FILE": "/etc/tandem/secrets/admin_token",
-        },
+        {"TANDEM_GPU_MODE": "shared"},
     ),
     "tinyModel": ({"tinyModel": True, "baseModel": ""}, {"TANDEM_BASE_MODEL": "models/tiny"}),
     "huggingface.endpoint": (

@@ -17,7 +17,6 @@ from helm.renders import (
     case,
     container_of,
     environment,
-    is_shared,
     pod_of,
     preflight_of,
     with_values,
@@ -69,10 +68,10 @@ def files(pod: dict, container: dict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_inference_and_a_trainer_that_shares_its_gpus_get_the_admin_token(name):
+def test_only_inference_gets_the_admin_token(name):
     """Files of mode 440, of which only the hub's token is optional."""
     rendered = case(name)
-    admins = {"inference", "trainer"} if is_shared(name) else {"inference"}
+    admins = {"inference"}
     for _, pod in rendered.pods():
         for container in containers(pod):
             assert not container.get("envFrom")
@@ -124,7 +123,7 @@ def test_preflight_finds_the_secrets_that_the_chart_gives_a_role(monkeypatch, tm
         for check, status in found.items()
         if check in ("TANDEM_API_KEY", "TANDEM_ADMIN_TOKEN")
     }
-    admin = role == "inference" or (role == "trainer" and is_shared(name))
+    admin = role == "inference"
     assert found["settings"] == "ok"
     assert secrets == {"TANDEM_API_KEY": "ok"} | ({"TANDEM_ADMIN_TOKEN": "ok"} if admin else {})
 

@@ -1,20 +1,25 @@
 """`python replica_and_stop.py PHASE GO`: the publisher of a replica that is ready, and kills itself
-when it reaches a phase of the next publication. That begins when the file GO is there; the file
-GO.ready says that it may."""
+when it reaches a phase of the next publication: of an adapter (`PHASES`) or of merged weights
+(`publish_and_stop.PHASES`). That begins when the file GO is there; the file GO.ready says that it
+may."""
 
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from inference import publish_and_stop
 from tandem.config import load_settings
 from tandem.inference.publisher.publisher import Publisher
 from tandem.spool.replicas import Replicas
 from tandem.vllm_client.client import VllmClient
 
+TESTS = str(Path(__file__).parent.parent)
+"""The program's PYTHONPATH."""
 PHASES: dict[str, tuple[type, str, str]] = {
     "before the load": (VllmClient, "load_lora", "before"),
     "between load and verification": (VllmClient, "load_lora", "after"),
@@ -27,15 +32,18 @@ PHASES: dict[str, tuple[type, str, str]] = {
 def main(phase: str, go: Path) -> None:
     settings = load_settings()
     publisher = Publisher(settings, VllmClient(settings))
-    publisher.once()
+    while not publisher.once() or not publisher._spool.replicas.all()[str(settings.replica)].ready:
+        time.sleep(0.1)
     go.with_suffix(".ready").touch()
     while not go.exists():
         time.sleep(0.01)
-    owner, name, when = PHASES[phase]
+    owner, name, when = PHASES.get(phase) or (VllmClient, *publish_and_stop.PHASES[phase])
     call: Callable[..., Any] = getattr(owner, name)
 
     def call_and_stop(*args: Any, **kwargs: Any) -> None:
-        if when == "after":
+        if when == "during":
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if when != "before":
             call(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -18,7 +18,8 @@ from tandem.inference.server.worker import landing
 from tandem.inference.server.worker.landing import Source
 from tandem.model.transfer import members
 from tandem.spool import Spool
-from tandem.spool.schema import LORA_TARGETS, ONLY, Replica
+from tandem.spool.schema import LORA_TARGETS, ONLY, Replica, VllmPlace
+from tandem.system.network import network_name
 from whole_weights_sender import Senders
 
 BOUND = 40.0
@@ -239,7 +240,15 @@ def test_another_version_takes_the_landing_place(
 @pytest.fixture
 def servers(ranks: Senders) -> Iterator[None]:
     """Two inference servers are ready, and one lives and isn't."""
-    record = Replica(replica="0", url="", host="", pid=1, started=0, beat=time.time() + 20)
+    record = Replica(
+        replica="0",
+        url="",
+        host="",
+        place=VllmPlace(address="127.0.0.1", network=network_name()),
+        pid=1,
+        started=0,
+        beat=time.time() + 20,
+    )
     (ranks.spool.root / "replicas").mkdir(exist_ok=True)
     for name in "012":
         change = {"replica": name, "ready": name != "2"}

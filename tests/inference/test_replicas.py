@@ -223,6 +223,7 @@ def test_a_publisher_that_is_killed_in_any_phase(
         "TANDEM_DEVICE": "cpu",
         "TANDEM_MAX_LORAS": "25",
         "TMPDIR": str(tmp_path),
+        "PYTHONPATH": replica_and_stop.TESTS,
     }
     go = tmp_path / "go"
     with subprocess.Popen(

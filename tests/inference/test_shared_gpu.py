@@ -10,7 +10,12 @@ import pytest
 
 from inference.stage import Stage
 from runner import fake_gpu
+from tandem.config import Settings
+from tandem.errors import SpoolUnusable
+from tandem.inference.publisher.place import vllm_place
 from tandem.inference.publisher.publisher import Publisher
+from tandem.spool.schema import SharedVllm
+from tandem.system.network import same_network
 from tandem.vllm_client.client import InferenceRefused
 
 MIB = 2**20
@@ -22,13 +27,11 @@ from tandem.spool.schema import Hold
 spool, floor = Spool(sys.argv[1]), int(sys.argv[2])
 name = f"holder:{os.getpid()}"
 with spool.runner_lock(name):
-    print("starts", flush=True)
-    with spool.hold.lock():
-        now = time.time()
-        spool.hold.put(Hold(
-            runner=name, job="j", attempt=1, phase="training", since=now, beat=now, lease=60,
-            deadline=now + float(sys.argv[3]), floor={"GPU-aaaa1111": floor} if floor else {},
-        ))
+    now = time.time()
+    spool.hold.put(Hold(
+        runner=name, job="j", attempt=1, phase=sys.argv[4], since=now, beat=now, lease=60,
+        deadline=now + float(sys.argv[3]), floor={"GPU-aaaa1111": floor} if floor else {},
+    ))
     print("holds", flush=True)
     sys.stdin.read()
 """
@@ -43,20 +46,28 @@ class SharedGpu:
     def publisher(self) -> Publisher:
         return self.stage.publisher(device="cuda", gpu_mode="shared", grace=60.0)
 
-    def start_runner(self, *, floor: int = 0, deadline: float = 600) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOLDER, str(self.spool.root), str(floor), str(deadline)]
+    def hold(self, *, floor: int = 0, deadline: float = 600, phase: str = "training") -> None:
+        values = (str(self.spool.root), str(floor), str(deadline), phase)
+        command = [sys.executable, "-c", HOLDER, *values]
         runner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.runners.append(runner)
         assert runner.stdout is not None
-        assert runner.stdout.readline() == "starts\n"
-        return runner
-
-    def hold(self, **values: float) -> None:
-        assert self.start_runner(**values).stdout.readline() == "holds\n"
+        assert runner.stdout.readline() == "holds\n"
 
     def kill_runner(self) -> None:
         self.runners[-1].kill()
         self.runners[-1].wait()
+
+    def said(self) -> SharedVllm:
+        record = self.spool.inference.shared()
+        assert record is not None
+        return record
+
+    def answer(self) -> tuple[str, str]:
+        answer = self.said().answer
+        assert answer is not None
+        assert answer.job == "j"
+        return answer.outcome, answer.why
 
     def use(self, mib: int) -> None:
         fake_gpu.use(self.gpu, "rank", mib)
@@ -148,14 +159,99 @@ def test_a_vllm_that_sleeps_without_a_hold_is_woken_also_after_it_refused(shared
     assert publisher.once()
 
 
-def test_no_hold_is_written_while_the_publisher_works(shared):
+def test_the_publisher_puts_vllm_to_sleep_for_a_hold_once_and_wakes_it_after(shared):
     publisher = shared.publisher()
-    with publisher._vllm_awake() as why_not:
-        assert why_not == ""
-        runner = shared.start_runner()
-        time.sleep(0.5)
-        assert shared.spool.hold.get() is None
-        assert runner.poll() is None
-    assert runner.stdout.readline() == "holds\n"
-    with publisher._vllm_awake() as why_not:
-        assert why_not == "the trainer has the GPUs (training, job j)"
+    assert publisher.once() is True
+    assert (shared.said().state, shared.said().answer) == ("awake", None)
+    shared.hold(phase="sleeping")
+    for _ in range(3):
+        assert publisher.once() is False
+        assert shared.vllm.asleep
+        assert (shared.said().state, *shared.answer()) == ("asleep", "asleep", "")
+    assert shared.stage.called("/sleep") == 1
+    # A publisher that starts meanwhile asks vLLM nothing that it was asked before.
+    assert shared.publisher().once() is False
+    assert shared.stage.called("/sleep") == 1
+    looked = shared.said().looked
+    shared.spool.hold.clear()
+    assert publisher.once() is True
+    assert not shared.vllm.asleep
+    assert (shared.said().state, shared.said().answer) == ("awake", None)
+    assert shared.said().looked > looked
+
+
+def test_a_publisher_that_was_killed_before_it_answered_is_followed_by_one_that_does(shared):
+    shared.hold(phase="sleeping")
+    shared.vllm.asleep = True  # the first one has asked vLLM, and has not written that it sleeps
+    assert shared.publisher().once() is False
+    assert shared.answer() == ("asleep", "")
+    assert shared.stage.called("/sleep") == 0
+
+
+def test_a_vllm_that_is_not_ready_is_not_put_to_sleep(shared):
+    """It may start, and has looked for a hold before there was one."""
+    publisher = shared.publisher()
+    shared.hold(phase="sleeping")
+    shared.vllm.dead = True
+    assert publisher.once() is False
+    assert (shared.said().state, *shared.answer()) == (
+        "gone",
+        "refused",
+        "vLLM stopped being ready",
+    )
+    shared.vllm.dead = False
+    # The answer stays: the runner gives up.
+    assert publisher.once() is False
+    assert (shared.said().state, shared.answer()[0]) == ("awake", "refused")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_vllm_that_fails_to_sleep_refuses_and_one_that_dies_is_gone(shared, dies):
+    def fail() -> None:
+        shared.vllm.dead = dies
+        raise RuntimeError("for the test's sake")
+
+    publisher = shared.publisher()
+    shared.vllm.on_sleep = fail
+    shared.hold(phase="sleeping")
+    assert publisher.once() is False
+    outcome, why = shared.answer()
+    assert outcome == ("gone" if dies else "refused")
+    assert "for the test's sake" in why
+    shared.vllm.dead = False
+
+
+def test_a_hold_ends_the_publishers_pause_and_so_does_its_end(shared):
+    publisher = shared.publisher()
+    publisher.once()
+    for change in (lambda: shared.hold(phase="sleeping"), shared.spool.hold.clear):
+        change()
+        begin = time.monotonic()
+        publisher.wait(60)
+        assert time.monotonic() - begin < 5
+        publisher.once()
+    begin = time.monotonic()
+    publisher.wait(0.5)
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_a_volume_that_refuses_to_remove_a_lost_hold_does_not_keep_vllm_asleep(shared, monkeypatch):
+    def refuse() -> None:
+        raise SpoolUnusable("read-only")
+
+    publisher = shared.publisher()
+    shared.hold()
+    shared.vllm.asleep = True
+    shared.kill_runner()
+    monkeypatch.setattr(publisher._spool.hold, "clear", refuse)
+    assert publisher.once() is True
+    assert not shared.vllm.asleep
+
+
+def test_the_place_of_vllm_is_what_ranks_need(stage):
+    """In a network of its own this machine has another address than loopback."""
+    here = stage.publisher(weights="merged", transport="nccl", base_model=str(stage.model))
+    [place] = here._spool.inference.places()
+    assert same_network(place.network)
+    far = Settings(inference_url="http://192.0.2.7:8000", weights="merged", transport="nccl")
+    assert vllm_place(far).address == "192.0.2.7"

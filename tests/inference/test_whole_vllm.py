@@ -53,9 +53,8 @@ class WholeTrainer(MergedTrainer):
 
     def __init__(self, vllm: VllmServer, directory: Path, way: str, tp: int) -> None:
         super().__init__(vllm, directory, transport=way)
-        variables = {"TANDEM_INFERENCE_URL": vllm.url, **SENDERS}
         self.senders = Senders(
-            directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **variables
+            directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **SENDERS
         )
 
     def offer(self, seed: int) -> int:

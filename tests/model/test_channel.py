@@ -21,6 +21,7 @@ def test_weights_arrive_and_all_sockets_are_loopbacks(tmp_path: Path, where: str
     if where == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     environment = rank_environment(Settings(weights="merged", transport="nccl"))
+    environment["NCCL_SOCKET_IFNAME"] = "lo"  # as `way_to_vllm` chooses it on one host
     command = [sys.executable, str(END), str(tmp_path)]
     with watched(os.getpid()) as found:
         ends = [

@@ -1,6 +1,8 @@
-"""A runner that shares a fake GPU with a fake vLLM, and a real publisher: all real processes."""
+"""A runner that shares a fake GPU with a fake vLLM, and a real publisher: all real processes. The
+runner knows neither vLLM's address nor the admin token."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ class SharedStack(Stack):
         super().__init__(directory / "spool", launch, entry="sharing_rank")
         self.gpu, driver = fake_gpu.install(directory)
         self._journal_start = 0
+        self._publisher: subprocess.Popen[bytes] | None = None
         [port] = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.environment |= {"TANDEM_INFERENCE_PORT": str(port)}
@@ -39,6 +42,15 @@ class SharedStack(Stack):
             **variables,
         }
         self.environment.pop("CUDA_VISIBLE_DEVICES", None)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        whole = self.environment
+        unknown = ("TANDEM_INFERENCE_PORT", "TANDEM_ADMIN_TOKEN")
+        self.environment = {name: v for name, v in whole.items() if name not in unknown}
+        try:
+            return super().start()
+        finally:
+            self.environment = whole
 
     def program(self, name: str, module: str) -> subprocess.Popen[bytes]:
         with (self.spool.root / f"{name}.log").open("ab") as log:
@@ -62,8 +74,19 @@ class SharedStack(Stack):
         """What vLLM does from now on, see `shared_vllm`."""
         (self.gpu / "orders").write_text(json.dumps(orders))
 
-    def publisher(self) -> subprocess.Popen[bytes]:
-        return self.program("publisher", "tandem.inference.publisher")
+    def publisher(self) -> None:
+        """Start a publisher."""
+        self._publisher = self.program("publisher", "tandem.inference.publisher")
+
+    @property
+    def publishes(self) -> bool:
+        return self._publisher is not None and self._publisher.poll() is None
+
+    def signal_publisher(self, number: signal.Signals) -> None:
+        assert self._publisher is not None
+        self._publisher.send_signal(number)
+        if number == signal.SIGKILL:
+            self._publisher.wait()
 
     def healthy(self) -> bool:
         return answers(f"{self.url}/health")

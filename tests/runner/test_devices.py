@@ -61,13 +61,11 @@ NCCL = {"weights": "merged", "transport": "nccl"}
     ("settings", "given", "interface"),
     [
         ({}, None, "lo"),
-        ({"inference_url": "http://inference:8000"}, None, "lo"),  # no NCCL between the two
-        (NCCL, None, "lo"),
-        (NCCL | {"inference_url": "http://inference:8000"}, None, None),
+        (NCCL, None, None),  # ranks choose it, by where vLLM is
         ({}, "eth7", "eth7"),
     ],
 )
-def test_nccl_of_one_host_listens_on_loopback_only(monkeypatch, settings, given, interface):
+def test_nccl_among_ranks_listens_on_loopback_only(monkeypatch, settings, given, interface):
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     if given is not None:
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
@@ -174,7 +172,6 @@ def test_a_launch_carries_the_settings_of_ranks_and_no_secret(tmp_path):
         dtype="bfloat16",
         recompute="full",
         base_precision="fp8",
-        inference=("vllm", 8443),
     )
     with pytest.raises(ValidationError, match="pipelines"):
         RankSettings.model_validate_json('{"sizes": {"pipelines": 2}}')

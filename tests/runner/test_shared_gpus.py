@@ -33,19 +33,14 @@ def stack(shared):
         shared.start()
     elif shared.runner.poll() is not None:
         shared.start()
+    if not shared.publishes:
+        shared.publisher()
     shared.until(shared.healthy, "vLLM")
+    shared.until(lambda: not shared.asleep(), "vLLM to be awake")
     shared.forget()
     shared.name = shared.run(f"run-{len(shared.spool.runs.names())}")
     yield shared
     assert not [line for line in shared.journal() if "out of memory" in line]
-
-
-@pytest.fixture
-def publisher(stack):
-    publisher = stack.publisher()
-    yield publisher
-    publisher.kill()
-    publisher.wait()
 
 
 def awake_and_unheld(stack):
@@ -66,7 +61,7 @@ def floor(mib=0):
     return {fake_gpu.UUID: (fake_gpu.ASLEEP + 3 + mib) * MIB}
 
 
-def test_a_whole_cycle_in_its_order_and_in_bytes(stack, publisher):
+def test_a_whole_cycle_in_its_order_and_in_bytes(stack):
     for number in (1, 2):
         job_id = stack.submit(stack.name)
         state, _ = stack.wait(job_id)
@@ -88,6 +83,7 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
     try:
         stack.start()
         stack.vllm()
+        stack.publisher()
         stack.run()
         for number in (1, 2):
             job_id = stack.submit("run")
@@ -113,7 +109,7 @@ def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, 
         stack.close()
 
 
-def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack, publisher):
+def test_while_a_job_trains_the_hold_says_so_and_nobody_wakes_vllm(stack):
     job_id = stack.submit(stack.name, do="wait", until=1)
     stack.until_beating(job_id)
     hold = live_hold(stack)
@@ -180,7 +176,7 @@ PHASES = [
 
 
 @pytest.mark.parametrize(("moment", "order"), PHASES)
-def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, publisher, moment, order):
+def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, moment, order):
     stack.vllm_does(sleep_seconds=2, wake_seconds=1)
     job_id = stack.submit(stack.name, **order)
     stack.until_journal(moment)
@@ -206,9 +202,7 @@ def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     awake_and_unheld(stack)
 
 
-def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_not_renew(
-    stack, publisher
-):
+def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_not_renew(stack):
     stack.vllm_does(sleep_seconds=2)
     job_id = stack.submit(stack.name)
     stack.until_journal("vllm falls asleep")
@@ -222,25 +216,56 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
 
 
 @pytest.mark.parametrize("awake", [False, True])
-def test_a_runner_that_finds_a_stale_hold_settles_it(stack, awake):
-    """There is no publisher to do it, and no job is queued. `awake`: the runner before was killed
-    after vLLM had woken, before it removed the hold: the memory in use is vLLM's own."""
+def test_a_publisher_that_finds_a_stale_hold_settles_it(stack, awake):
+    """Runner and publisher were killed. `awake`: after vLLM had woken, before the hold was removed:
+    the memory in use is vLLM's own."""
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_journal("rank runs")
     stack.until(
         lambda: (hold := stack.spool.hold.get()) is not None and hold.floor, "the floor in the hold"
     )
+    stack.signal_publisher(signal.SIGKILL)
     stack.kill()
     if awake:
         stack.until(lambda: fake_gpu.others(stack.gpu) == fake_gpu.ASLEEP, "the ranks to be gone")
         stack.wake_vllm()
     assert stack.spool.hold.get() is not None
     stack.start()
+    next_id = stack.submit(stack.run(f"{stack.name}-next"))
+    stack.until_logged("jobs wait: the publisher has not settled")
+    stack.publisher()
     assert stack.wait(job_id)[0] == "failed"
     stack.until_journal("vllm is awake")
-    stack.until(lambda: stack.spool.hold.get() is None, "the hold to be gone")
+    assert stack.wait(next_id)[0] == "succeeded"
     awake_and_unheld(stack)
-    assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
+
+
+@pytest.mark.parametrize(("moment", "order"), PHASES)
+def test_kill_9_of_the_publisher_and_the_next_one_goes_on(stack, moment, order):
+    stack.vllm_does(sleep_seconds=1, wake_seconds=1)
+    job_id = stack.submit(stack.name, **order)
+    stack.until_journal(moment)
+    stack.signal_publisher(signal.SIGKILL)
+    stack.publisher()
+    if order:
+        stack.until(lambda: stack.text("publisher").count("the trainer has the GPUs"), "a turn")
+        time.sleep(1)
+        assert "vllm wakes" not in stack.journal()
+        stack.spool.queue.cancel(job_id)
+    assert stack.wait(job_id)[0] == ("cancelled" if order else "succeeded")
+    awake_and_unheld(stack)
+
+
+def test_a_job_ends_without_a_publisher_and_the_next_publisher_wakes_vllm(stack):
+    job_id = stack.submit(stack.name, do="wait", until=1)
+    stack.until_beating(job_id)
+    stack.signal_publisher(signal.SIGKILL)
+    stack.spool.queue.cancel(job_id)
+    stack.until(lambda: stack.spool.hold.get() is None, "the hold to be gone")
+    assert stack.asleep()
+    stack.publisher()
+    assert stack.wait(job_id)[0] == "cancelled"
+    awake_and_unheld(stack)
 
 
 def test_sigterm_in_a_cycle_wakes_vllm_and_puts_the_job_back(stack):
@@ -282,7 +307,7 @@ def test_a_refused_wake_is_tried_again_before_the_end(stack):
     assert stack.wait(job_id)[0] == "succeeded"
     awake_and_unheld(stack)
     assert stack.journal().count("vllm wakes") == 3
-    assert stack.logged().count("vLLM does not wake; trying again") == 1
+    assert stack.logged().count("vLLM does not wake; the publisher tries again") == 1
 
 
 @SLOW
@@ -299,9 +324,13 @@ def test_a_vllm_that_says_it_sleeps_and_keeps_its_memory_fails_the_job(stack):
 
 def test_sigterm_ends_a_runner_that_waits_for_the_publisher(stack):
     assert stack.wait(stack.submit(stack.name))[0] == "succeeded"
-    with stack.spool.hold.lock():  # as the publisher holds it while it loads
-        job_id = stack.submit(stack.name)
-        time.sleep(2)
-        assert stack.stop() == 0
+    stack.signal_publisher(signal.SIGSTOP)  # as it loads something for long
+    job_id = stack.submit(stack.name)
+    stack.until(stack.spool.hold.get, "a hold")
+    time.sleep(2)
+    assert stack.spool.events.read(job_id)[-1].type == "claimed"
+    assert stack.stop() == 0
     assert stack.spool.jobs.get(job_id)[0] == "queued"
+    assert stack.spool.hold.get() is None
+    stack.signal_publisher(signal.SIGCONT)
     stack.spool.queue.cancel(job_id)

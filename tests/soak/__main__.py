@@ -67,7 +67,7 @@ class Soak:
         self.client = Client(self.root, self.stack.url, self._ledger, self._rng.getrandbits(32))
         self._moments = Moments(self.root, self.client, self._rng)
         self._strikes = Strikes(self._rng, self._ledger)
-        self._conditions = Conditions(self.stack, self.volume, self._rng)
+        self._conditions = Conditions(self.stack, self.volume, self._rng, self._ledger)
         self._damage = Damage(self.root, self._rng, self._ledger)
         self.counts: dict[str, Counter[str]] = {
             name: Counter()

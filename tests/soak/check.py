@@ -45,6 +45,8 @@ class Ledger:
     damaged: set[str] = field(default_factory=set)  # job ids whose queued file was damaged
     repeated: set[str] = field(default_factory=set)  # accepted job ids that were submitted again
     runs: set[str] = field(default_factory=set)  # runs whose creation was answered with success
+    # Job id -> how many events it had when the volume became full, and when it had space again.
+    full: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     torn: int = 0  # half lines that were written to event files
     strikes: int = 0  # signals to programs
 
@@ -60,6 +62,9 @@ class Ledger:
                     getattr(ledger, kind).add(entry["id"])
                 case "run":
                     ledger.runs.add(entry["run"])
+                case "full":
+                    for job_id, (begin, end) in entry["events"].items():
+                        ledger.full.setdefault(job_id, []).append((begin, end))
                 case "torn":
                     ledger.torn += 1
                 case "strike":
@@ -78,6 +83,8 @@ class JobFile:
     state: str  # a terminal state, or "damaged"
     record: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
+    # See `Ledger.full`.
+    full: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def steps_by_attempt(self) -> dict[int, list[dict[str, Any]]]:
@@ -87,6 +94,41 @@ class JobFile:
             if event["type"] == "step":
                 found[event["attempt"]].append(event["data"])
         return found
+
+    @property
+    def made_by_attempt(self) -> dict[int, list[int]]:
+        """The optimizer steps of each attempt that made any: those with an event, and those whose
+        event a full volume refused."""
+        loaded = [event["attempt"] for event in self.events if event["type"] == "loaded"]
+        found = {}
+        for attempt in sorted({*loaded, *self.steps_by_attempt}):
+            told = [data["step"] for data in self.steps_by_attempt.get(attempt, [])]
+            ended = self.state == "succeeded" and attempt == max(loaded, default=0)
+            if made := sorted(told + self._left_out(attempt, ended)):
+                found[attempt] = made
+        return found
+
+    def _left_out(self, attempt: int, ended: bool) -> list[int]:
+        """The steps without an event whose place among the events was reached while the volume was
+        full. `ended`: the attempt's checkpoint says that it made all of its steps."""
+        missing: list[int] = []
+        told, place = 0, 0
+        for number, event in enumerate(self.events):
+            if event["attempt"] == attempt and event["type"] in ("loaded", "step"):
+                reached = event["data"]["step"] if event["type"] == "step" else told + 1
+                missing += self._refused(number, range(told + 1, reached))
+                told, place = (reached, number + 1) if event["type"] == "step" else (0, number + 1)
+        return missing + (self._refused(place, range(told + 1, self.steps + 1)) if ended else [])
+
+    def _refused(self, place: int, steps: range) -> list[int]:
+        return [*steps] if any(begin <= place <= end for begin, end in self.full) else []
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps that the job's events name, else one for each epoch: the soak's jobs
+        have one batch."""
+        told = [data["steps"] for steps in self.steps_by_attempt.values() for data in steps]
+        return int(told[0] if told else self.record["spec"]["optimizer"]["epochs"])
 
 
 def violations(
@@ -137,7 +179,8 @@ def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
             found.append(f"job {job_id}: is in {states}, its state {state}, its result {result}")
         if state in TERMINAL and result is None:
             found.append(f"job {job_id}: is {state} without a result")
-        jobs[job_id] = JobFile(job_id, run, int(base_step), path, state, record)
+        full = ledger.full.get(job_id, [])
+        jobs[job_id] = JobFile(job_id, run, int(base_step), path, state, record, full=full)
     return jobs
 
 
@@ -197,7 +240,7 @@ def _check_events(job: JobFile, found: list[str]) -> None:
             wrong(f"was damaged, and its end says {end['data']}")
         return
     _check_end(job, end, wrong)
-    _check_order([event for event in events if event["type"] not in ("served", *TERMINAL)], wrong)
+    _check_order(job, wrong)
     _check_steps(job, wrong)
 
 
@@ -222,7 +265,8 @@ def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
         )
 
 
-def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
+def _check_order(job: JobFile, wrong: Any) -> None:
+    events = [event for event in job.events if event["type"] not in ("served", *TERMINAL)]
     places = [(event["attempt"], ORDER.index(event["type"])) for event in events]
     if places != sorted(places):
         wrong(f"events out of order: {[(event['attempt'], event['type']) for event in events]}")
@@ -232,6 +276,7 @@ def _check_order(events: list[dict[str, Any]], wrong: Any) -> None:
     if doubled := [key for key, count in counts.items() if count > 1]:
         wrong(f"doubled events: {doubled}")
     seen = {(event["attempt"], event["type"]) for event in events}
+    seen |= {(attempt, "step") for attempt in job.made_by_attempt}
     for attempt in sorted({attempt for attempt, _ in seen}):
         kinds = [kind for kind in CHAIN if (attempt, kind) in seen]
         if kinds != [*CHAIN[: len(kinds)]]:
@@ -243,12 +288,13 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
     step that another attempt repeats, from the same checkpoint, has the same loss and gradient, bit
     for bit."""
     known: dict[int, dict[str, Any]] = {}
-    for attempt, steps in job.steps_by_attempt.items():
-        if [data["step"] for data in steps] != list(range(1, len(steps) + 1)):
-            wrong(f"attempt {attempt} made the optimizer steps {[data['step'] for data in steps]}")
-        if len({data["steps"] for data in steps}) > 1 or len(steps) > steps[0]["steps"]:
-            wrong(f"attempt {attempt} made {len(steps)} optimizer steps of {steps[0]['steps']}")
-        for data in steps:
+    for attempt, made in job.made_by_attempt.items():
+        if made != list(range(1, len(made) + 1)):
+            wrong(f"attempt {attempt} made the optimizer steps {made}")
+        told = job.steps_by_attempt.get(attempt, [])
+        if len({data["steps"] for data in told}) > 1 or len(made) > job.steps:
+            wrong(f"attempt {attempt} made {len(made)} optimizer steps of {job.steps}")
+        for data in told:
             numbers = {name: data["metrics"][name] for name in ("loss", "grad_norm")}
             if known.setdefault(data["step"], numbers) != numbers:
                 wrong(
@@ -256,8 +302,8 @@ def _check_steps(job: JobFile, wrong: Any) -> None:
                     f" {known[data['step']]}"
                 )
     if job.state == "succeeded":
-        last = next(reversed(job.steps_by_attempt.values()), [])
-        if not last or len(last) != last[0]["steps"]:
+        last = next(reversed(job.made_by_attempt.values()), [])
+        if len(last) != job.steps:
             wrong(f"succeeded with {len(last)} optimizer steps in its last attempt")
 
 

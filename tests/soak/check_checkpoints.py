@@ -85,8 +85,10 @@ def _check_origin(path: Path, manifest: dict[str, Any], job: Any, found: list[st
         return
     if (job.run, job.base_step + 1) != (manifest["run"], manifest["step"]):
         found.append(f"{name}: its job {job.id} goes from {job.run}@{job.base_step}")
-    steps = next(reversed(job.steps_by_attempt.values()), [])
-    if steps and any(
+    made = next(reversed(job.made_by_attempt.items()), None)
+    steps = [] if made is None else job.steps_by_attempt.get(made[0], [])
+    told = steps and steps[-1]["step"] == made[1][-1]  # else a full volume refused its event
+    if told and any(
         manifest["metrics"][key] != steps[-1]["metrics"][key] for key in ("loss", "grad_norm")
     ):
         found.append(f"{name}: its metrics are not those of the last step of job {job.id}")
@@ -122,7 +124,7 @@ def _check_weights(
             found.append(f"{run}/{path.name}: has numbers that are not finite")
         stored = 0 if optimizer is None else int(optimizer["step"])
         if job is not None and job.state == "succeeded":
-            count += len(next(reversed(job.steps_by_attempt.values()), []))
+            count += len(next(reversed(job.made_by_attempt.values()), []))
             if stored != count:
                 found.append(
                     f"{run}/{path.name}: Adam counts {stored} optimizer steps, the events count"

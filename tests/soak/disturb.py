@@ -6,7 +6,8 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from soak.check import JUNK, TERMINAL
@@ -125,10 +126,11 @@ class Strikes:
 class Conditions:
     """At most one of each kind at a time, for a second or two."""
 
-    def __init__(self, stack: Stack, volume: Volume, rng: random.Random) -> None:
-        self._stack, self._volume, self._rng = stack, volume, rng
+    def __init__(self, stack: Stack, volume: Volume, rng: random.Random, ledger: Ledger) -> None:
+        self._stack, self._volume, self._rng, self._ledger = stack, volume, rng, ledger
         self._now: dict[str, float] = {}  # kind -> when it ends
         self._clock: dict[str, float] = {}
+        self._events: dict[str, int] = {}  # by job: its events when the volume became full
         self.kinds = ["slow", "clocks", *(["full", "read-only"] if volume.mounted else [])]
 
     def begin(self) -> str | None:
@@ -142,6 +144,7 @@ class Conditions:
             0.5, 2.5 if kind in ("full", "read-only") else 8.0
         )
         if kind == "full":
+            self._events = self._counted()
             self._volume.fill()
         elif kind == "clocks":
             modules = (
@@ -169,12 +172,28 @@ class Conditions:
             del self._now[kind]
             if kind == "full":
                 self._volume.empty()
+                now = self._counted(self._events)
+                events = {job: (self._events.get(job, 0), count) for job, count in now.items()}
+                self._ledger.write("full", events=events)
             elif kind == "read-only":
                 self._volume.writable()
             elif kind == "clocks":
                 self._clock = {}
         if over:
             self._tell()
+
+    def _counted(self, also: Iterable[str] = ()) -> dict[str, int]:
+        """The events of each job that has not ended, and of `also`."""
+        counts, also = {}, {*also}
+        for pattern in ("live/*/*/[!.]*", "ended/*/[!.]*"):
+            for path in (self._volume.root / "jobs").glob(pattern):
+                job = path.name.split(",")[3]
+                if pattern.startswith("ended") and job not in also:
+                    continue
+                with suppress(FileNotFoundError):
+                    lines = (path / "events.jsonl").read_bytes().split(b"\n")[:-1]
+                    counts[job] = sum(line.endswith(b"}") for line in lines)
+        return counts
 
     def _tell(self) -> None:
         self._stack.set_conditions(

@@ -294,6 +294,48 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
     assert violations(root, ledger) == []
 
 
+@pytest.mark.parametrize("steps", [(1,), (2,), (3,), (1, 2), (2, 3)])
+def test_steps_that_a_full_volume_refused_are_no_violation(
+    good: Path, tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    """Only where the events were as many while the volume was full, and only if the checkpoint
+    says that the steps were made."""
+    root, ledger = tmp_path / "spool", Ledger.read(good / "ledger")
+    shutil.copytree(good / "spool", root)
+
+    def leave_out(lines: list[str]) -> None:
+        del lines[2 + steps[0] : 3 + steps[-1]]
+        number(lines)
+
+    events("one", leave_out)(root)
+    place = 2 + steps[0]  # behind `claimed`, `started`, `loaded` and the steps that were told
+    assert violations(root, ledger) != []
+    for elsewhere in ((0, place - 1), (place + 1, 9)):
+        ledger.full = {"one": [elsewhere]}
+        assert violations(root, ledger) != []
+    ledger.full = {"two": [(0, 9)]}
+    assert violations(root, ledger) != []
+    ledger.full = {"one": [(place, place)]}
+    assert violations(root, ledger) == []
+    forged(ADAM, save({"step": np.array(5)}))(root)
+    assert any("Adam counts 5 optimizer steps" in line for line in violations(root, ledger))
+
+
+@pytest.mark.parametrize("kind", ["loaded", "succeeded"])
+def test_a_full_volume_excuses_no_other_event(good: Path, tmp_path: Path, kind: str) -> None:
+    root, ledger = tmp_path / "spool", Ledger.read(good / "ledger")
+    shutil.copytree(good / "spool", root)
+
+    def lose(lines: list[str]) -> None:
+        (place,) = [i for i, line in enumerate(lines) if f'"{kind}"' in line]
+        del lines[place]
+        number(lines)
+
+    events("one", lose)(root)
+    ledger.full = {"one": [(0, 9)]}
+    assert violations(root, ledger) != []
+
+
 def test_a_process_that_is_left_is_found(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
     with subprocess.Popen(["sleep", "60"], env={"TANDEM_ROOT": str(tmp_path)}) as process:

@@ -72,6 +72,8 @@ FILES = {
     "cancel": lambda spool: spool.paths.cancel_file("lost"),
     "events": lambda spool: spool.paths.events_file("lost"),
     "hold": lambda spool: spool.paths.hold,
+    "vllm.json": lambda spool: spool.paths.shared_vllm,
+    "inference.json": lambda spool: spool.paths.inference,
 }
 
 
@@ -90,6 +92,7 @@ def test_what_is_no_file_keeps_no_other_job_waiting(
     spool = Spool(tmp_path)
     recovery.recover(spool, "new")
     spool.hold.live()
+    assert (spool.inference.shared(), spool.inference.places()) == (None, [])
     ended = []
     while (job := spool.queue.claim("new")) is not None:
         if spool.checkpoints.steps(job.spec.run)[-1] == job.spec.base_step:

@@ -281,7 +281,8 @@ def test_recover_says_what_was_lost(spool):
 def test_sweep_of_old_remains_only(spool):
     submit(spool, "queued")
     spool.checkpoints.pin("r", 0)
-    (spool.root / "runs/r/merged").mkdir()
+    for name in ("runs/r/merged", "runs/r/served", "replicas"):
+        (spool.root / name).mkdir()
     bucket = spool.paths.bucket("r", 0).relative_to(spool.root)
     remains = []
     for name in (
@@ -296,6 +297,8 @@ def test_sweep_of_old_remains_only(spool):
         "runs/r/checkpoints/.tmp-x",
         "runs/r/pinned/.tmp-x",
         "runs/r/merged/.tmp-x",
+        "runs/r/served/.tmp-0.json.01ABC",
+        "replicas/.tmp-0.json.01ABC",
     ):
         remains.append(path := spool.root / name)
         if name.endswith("/"):

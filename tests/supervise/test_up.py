@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from configparser import ConfigParser
 from contextlib import suppress
 from functools import partial
 
@@ -244,3 +245,19 @@ def test_as_json_every_line_is_an_object_that_names_its_program(up):
     assert {line["program"] for line in lines} == {"a", "b", "up"}
     (own,) = [line for line in lines if line["message"] == "from a"]
     assert (own["level"], own["logger"], own["fields"]) == ("warning", "fake", {"n": 1})
+
+
+def test_the_runner_gets_no_way_to_vllm(tmp_path, monkeypatch):
+    """Its environment has the variables of vLLM's address and admin token, empty: settings take
+    them for unset."""
+    config = ConfigParser(interpolation=None)
+    config.read(supervisord.write_config(tmp_path, tmp_path, supervisord.PROGRAMS["all"]))
+    for name in ("vllm", "publisher", "runner"):
+        for variable in ("TANDEM_ADMIN_TOKEN", "TANDEM_INFERENCE_URL"):
+            monkeypatch.setenv(variable, "http://set")
+        own = config[f"program:{name}"]["environment"]
+        for variable, value in re.findall(r'(\w+)="([^"]*)"', own):
+            monkeypatch.setenv(variable, value)
+        settings = Settings()
+        has = settings.secret("admin_token"), settings.inference_url
+        assert has == ((None, None) if name == "runner" else ("http://set", "http://set"))

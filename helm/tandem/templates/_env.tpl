@@ -40,16 +40,7 @@
 {{- include "tandem.settings" (pick $v.trainer.settings "topology" "tensorParallel" "sequenceParallel" "pipelineParallel" "contextParallel" "expertParallel" "expertTensorParallel") }}
 - name: TANDEM_INFERENCE_URL
   value: http://{{ include "tandem.host" (dict "root" .root "host" "inference") }}:{{ $v.inference.service.port }}
-{{- else if eq .role "trainer" }}
-{{- /* Not by the Service that needs a ready vLLM: the trainer talks to it when it sleeps, too. */}}
-- name: TANDEM_INFERENCE_URL
-  value: {{ if include "tandem.shared" .root }}http://127.0.0.1:8000{{ else }}http://{{ include "tandem.host" (dict "root" .root "host" "inference-pods") }}:8000{{ end }}
-{{- if include "tandem.shared" .root }}
-{{- /* It puts vLLM to sleep and wakes it. */}}
-- name: TANDEM_ADMIN_TOKEN_FILE
-  value: /etc/tandem/secrets/admin_token
-{{- end }}
-{{- else }}
+{{- else if eq .role "inference" }}
 - name: TANDEM_INFERENCE_URL
   value: http://127.0.0.1:8000
 - name: TANDEM_INFERENCE_TENSOR_PARALLEL

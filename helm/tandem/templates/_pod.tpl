@@ -181,7 +181,7 @@ number of inference servers behind a proxy; tests compare. */}}
   emptyDir: {sizeLimit: {{ .root.Values.cache.size }}}
 {{- end }}
 - name: {{ include "tandem.own" (merge (dict "name" "secrets") .) }}
-  {{- include "tandem.secretVolume" (dict "root" .root "admin" (or (eq .role "inference") (and (eq .role "trainer") (eq (include "tandem.shared" .root) "true")))) | nindent 2 }}
+  {{- include "tandem.secretVolume" (dict "root" .root "admin" (eq .role "inference")) | nindent 2 }}
 {{- with $role.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

@@ -11,6 +11,7 @@ from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints, MergedFiles
 from tandem.spool.events import Events
+from tandem.spool.inference import InferenceRecords
 from tandem.spool.jobs import Jobs
 from tandem.spool.locks import (
     HoldRecord,
@@ -50,6 +51,7 @@ class Spool:
         self.merged = MergedFiles(self.runs, self.served, self.replicas.steps)
         self.leases = Leases(self.paths)
         self.hold = HoldRecord(self.paths)
+        self.inference = InferenceRecords(self.paths, self.replicas)
         self.queue = Queue(
             self.paths, self.runs, self.checkpoints, self.jobs, self.events, self.leases
         )

@@ -197,11 +197,6 @@ class HoldRecord:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
-    def lock(self, *, blocking: bool = True) -> AbstractContextManager[int]:
-        """Held while the hold changes, and by whoever needs vLLM awake. Not blocking:
-        LockHeldError."""
-        return file_lock(self._paths.gpus_lock, blocking=blocking)
-
     def get(self) -> Hold | None:
         """The hold; None without one, or if the file is damaged."""
         return fs.read_undamaged(self._paths.hold, Hold)

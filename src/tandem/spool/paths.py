@@ -70,15 +70,16 @@ class Paths:
         self.live = self.jobs / "live"
         self.active = self.jobs / "active"
         self.ended = self.jobs / "ended"
+        self.shared_vllm = self.jobs / "vllm.json"
+        self.inference = self.jobs / "inference.json"
         self.damaged = self.jobs / "damaged"
         self.hold = self.jobs / "hold.json"
         locks = self.jobs / "locks"
         self.runner_lock = self.jobs / "runner.lock"
-        self.claim_lock, self.gpus_lock = locks / "claim", locks / "gpus"
-        self.publisher_lock = locks / "publisher"
+        self.claim_lock, self.publisher_lock = locks / "claim", locks / "publisher"
         top = [self.runs, self.jobs, self.live, self.active, self.ended, self.damaged, locks]
         self.directories = [*top, *(self.ended / digit for digit in _DIGITS)]
-        named = [self.runner_lock, self.claim_lock, self.gpus_lock, self.publisher_lock]
+        named = [self.runner_lock, self.claim_lock, self.publisher_lock]
         self._buckets: dict[str, Path] = {}  # of live jobs that were looked for by their ids
         self.locks = [*named, *(locks / digit for digit in _DIGITS)]
 

@@ -48,11 +48,12 @@ def sweep(spool: Spool) -> None:
     """Removes stale temporary names, which dead processes left. Anybody may call this at any
     time. Those in a job's directory go when the job ends."""
     paths = spool.paths
-    directories = [spool.root, paths.runs, paths.jobs, *paths.jobs.glob("[!.]*")]
+    directories = [spool.root, paths.runs, paths.jobs, paths.replicas, *paths.jobs.glob("[!.]*")]
     directories += [spool.uploads.directory, spool.tunings.directory]
     directories += [*paths.ended.glob("[!.]*"), *paths.live_buckets()]
     for run in paths.runs.glob("[!.]*"):
-        directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
+        below = ("checkpoints", "discarded", "pinned", "merged", "served")
+        directories += [run, *(run / name for name in below)]
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)
 

@@ -58,9 +58,17 @@ _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="
 # Several inference servers' one address.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
-# It stops its ranks, puts the job back, and wakes a vLLM that shares its GPUs. Its own bound is
-# tandem.trainer.runner.loop.STOP_SECONDS.
-_RUNNER = Program("runner", "tandem.trainer.runner", 61, costly=True)
+# It stops its ranks, puts the job back, and gives shared GPUs back. Its own bound is
+# tandem.trainer.runner.loop.STOP_SECONDS. It does not talk to vLLM, so it needs no way to it.
+_RUNNER = Program(
+    "runner",
+    "tandem.trainer.runner",
+    61,
+    costly=True,
+    environment=tuple(
+        (f"TANDEM_{name}", "") for name in ("ADMIN_TOKEN", "ADMIN_TOKEN_FILE", "INFERENCE_URL")
+    ),
+)
 PROGRAMS: dict[str, tuple[Program, ...]] = {
     "all": (_EXPORTER, _CONTROLLER, _VLLM, _PUBLISHER, _RUNNER),
     "trainer": (_EXPORTER, _RUNNER),

@@ -45,14 +45,8 @@ def secrets(asked: Asked) -> Iterator[Answer]:
     elif asked.command is not Command.PREFLIGHT:
         remedy = "`tandem up` makes one; separate containers need the same one"
         yield Answer("warn", "TANDEM_ADMIN_TOKEN", "not set", remedy)
-    elif asked.role in _with_token(settings):
+    elif asked.role in (Container.ALL, Container.INFERENCE):
         yield Answer("fail", "TANDEM_ADMIN_TOKEN", *_MISSING)
-
-
-def _with_token(settings: Settings) -> set[Container]:
-    """The containers that need the admin token; on shared GPUs the trainer puts vLLM to sleep."""
-    shared = {Container.TRAINER} if settings.gpu_mode == "shared" else set()
-    return {Container.ALL, Container.INFERENCE} | shared
 
 
 def _no_key(asked: Asked) -> Answer:

@@ -51,7 +51,10 @@ def main() -> None:
             if str(error) != trouble:
                 log.error(f"trying again: {error}")
             trouble = str(error)
-        time.sleep(POLL_SECONDS)
+        if publisher is None:
+            time.sleep(POLL_SECONDS)
+        else:
+            publisher.wait(POLL_SECONDS)
 
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ The publisher compares the spool with vLLM's list of models and does what is mis
 only saves work, so it and vLLM may die and start again at any time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping
 
 from pydantic import ValidationError
 
@@ -18,8 +18,10 @@ from tandem.inference.publisher.checkpoint_loader import (
     CheckpointNotVisible,
     CheckpointRefused,
 )
+from tandem.inference.publisher.place import vllm_place
 from tandem.inference.publisher.records import OnlyServer, Records
 from tandem.inference.publisher.replica import Member
+from tandem.inference.publisher.shared_gpus import LentGpus
 from tandem.inference.publisher.transports import (
     AdapterCopies,
     LoraTransport,
@@ -35,7 +37,6 @@ from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceGone, InferenceUnavailable, VllmClient
-from tandem.vllm_client.wake import ensure_awake
 
 log = Log("publisher")
 
@@ -51,8 +52,10 @@ class Publisher:
         self._spool = Spool(settings.root)
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
-        self._devices = Devices(settings, "inference") if settings.gpu_mode == "shared" else None
         self._client = client
+        self._shared: LentGpus | None = None  # with the trainer
+        if settings.gpu_mode == "shared":
+            self._shared = LentGpus(self._spool, client, Devices(settings, "inference"))
         copies = AdapterCopies(copies_directory(settings.root, settings.resolved_inference_url))
         self._transport = (
             LoraTransport(client, copies)
@@ -63,11 +66,13 @@ class Publisher:
         self._loader = CheckpointLoader(
             self._spool, client, self._transport, Tolerance.of(settings), base_model
         )
-        self._records: Records = (
-            OnlyServer(self._spool)
-            if settings.replica is None
-            else Member(self._spool, client, settings)
-        )
+        place = vllm_place(settings) if settings.way == "nccl" else None
+        if settings.replica is None:
+            self._records: Records = OnlyServer(self._spool)
+            if place is not None:
+                self._spool.inference.put_place(place)
+        else:
+            self._records = Member(self._spool, client, settings, place)
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
@@ -80,11 +85,11 @@ class Publisher:
     def once(self) -> bool:
         """Do what is missing, for every run. False when vLLM sleeps or can't be reached."""
         try:
-            with self._vllm_awake() as why_not:
-                self._log_change("awake", why_not and f"vLLM sleeps: {why_not}", log.info)
-                if why_not:
-                    return False
-                self._publish_runs()
+            why_not = self._shared.turn() if self._shared is not None else ""
+            self._log_change("awake", why_not and f"vLLM sleeps: {why_not}", log.info)
+            if why_not:
+                return False
+            self._publish_runs()
         except InferenceUnavailable as error:
             self._log_change("vllm", f"waiting for vLLM: {error}")
             if isinstance(error, InferenceGone) and not self._gone:
@@ -96,18 +101,13 @@ class Publisher:
         self._log_change("vllm", "")
         return True
 
-    @contextmanager
-    def _vllm_awake(self) -> Iterator[str]:
-        """If the value is empty, vLLM is awake and stays awake in this context: on shared GPUs
-        nobody can write a hold. Otherwise the value says why not."""
-        if self._devices is None:
-            yield ""
-            return
-        with self._spool.hold.lock():
-            if (hold := self._spool.hold.live()) is not None:
-                yield f"the trainer has the GPUs ({hold.phase}, job {hold.job})"
-            else:
-                yield ensure_awake(self._spool, self._client, self._devices) or ""
+    def wait(self, seconds: float) -> None:
+        """Until the next `once`; on shared GPUs also until a trainer asks for them or gives them
+        back."""
+        if self._shared is not None:
+            self._shared.wait(seconds)
+        else:
+            time.sleep(seconds)
 
     def _publish_runs(self) -> None:
         self._records.turn_begins()

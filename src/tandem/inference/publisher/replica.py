@@ -25,7 +25,7 @@ from tandem.inference.publisher.checkpoint_loader import ServedCheckpoint
 from tandem.inference.publisher.records import tell_job
 from tandem.spool import Spool
 from tandem.spool.replicas import DEAD_SECONDS
-from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
+from tandem.spool.schema import Refused, Replica, ReplicaServed, Served, VllmPlace
 from tandem.system.environment import leaving_file
 from tandem.system.logs import Log
 from tandem.vllm_client.client import InferenceGone, VllmClient
@@ -44,7 +44,9 @@ DRAIN_SECONDS = READY_MARGIN_SECONDS
 class Member:
     """The records of one of several vLLM servers. A thread renews them while vLLM loads a step."""
 
-    def __init__(self, spool: Spool, client: VllmClient, settings: Settings) -> None:
+    def __init__(
+        self, spool: Spool, client: VllmClient, settings: Settings, place: VllmPlace | None = None
+    ) -> None:
         assert settings.replica is not None
         self._spool, self._replicas, self._client = spool, spool.replicas, client
         self._id, self._seconds = settings.replica, settings.publish_seconds
@@ -53,6 +55,7 @@ class Member:
             replica=self._id,
             url=client.url,
             host=socket.gethostname(),
+            place=place,
             pid=os.getpid(),
             started=time.time(),
             beat=time.time(),

@@ -8,7 +8,6 @@ watches over it from another thread.
 """
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,14 +48,6 @@ def join_meeting(path: Path) -> FileStore:
     store = FileStore(str(path), -1)  # a number of processes would have the last one remove it
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store
-
-
-def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`. Sends nothing."""
-    kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as towards:
-        towards.connect(target)
-        return str(towards.getsockname()[0])
 
 
 def finish(pending: Pending) -> None:

@@ -14,6 +14,7 @@ from tandem.spool.schema.base import (
     Record,
     RunName,
 )
+from tandem.spool.schema.inference import HoldAnswer, SharedVllm, VllmPlace
 from tandem.spool.schema.jobs import (
     Beat,
     DPOJob,
@@ -74,6 +75,7 @@ __all__ = [
     "Event",
     "EventType",
     "Hold",
+    "HoldAnswer",
     "HoldPhase",
     "Job",
     "JobError",
@@ -109,5 +111,7 @@ __all__ = [
     "Schedule",
     "Served",
     "Serving",
+    "SharedVllm",
     "Trainable",
+    "VllmPlace",
 ]

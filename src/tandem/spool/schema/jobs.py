@@ -213,11 +213,12 @@ class Beat(RankMemory):
     device_used_peak: int | None = None  # the most that this rank saw
 
 
-HoldPhase = Literal["sleeping", "training", "releasing", "waking"]
+HoldPhase = Literal["sleeping", "training", "releasing"]
 
 
 class Hold(Record):
-    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM."""
+    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM, or with the phase
+    `sleeping` asks the publisher for them. It gives them back by removing the record."""
 
     schema_version: Literal[1] = 1
     runner: str

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from tandem.errors import PATTERN_WORDS
 from tandem.spool.schema.base import Record
+from tandem.spool.schema.inference import VllmPlace
 from tandem.spool.schema.runs import Refused, Served
 from tandem.system.environment import REPLICA_PATTERN
 
@@ -29,6 +30,7 @@ class Replica(Record):
     replica: ReplicaId
     url: str  # of its vLLM, as its publisher reaches it
     host: str
+    place: VllmPlace | None = None
     pid: int  # the publisher's
     started: float  # Unix seconds
     beat: float  # Unix seconds

@@ -72,9 +72,6 @@ class Executor(Protocol):
     def prepare(self) -> None:
         """Starts what can be started ahead of a job. Doesn't block."""
 
-    def tend(self) -> None:
-        """Does what is due between jobs. The runner calls it in each turn of its loop."""
-
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""
 

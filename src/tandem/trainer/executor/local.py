@@ -59,10 +59,6 @@ class LocalExecutor:
     def prepare(self) -> None:
         self._launcher.prepare()
 
-    def tend(self) -> None:
-        if self._gpus.shared is not None:
-            self._gpus.shared.recover()
-
     def wait_until_free(self) -> None:
         self._gpus.wait_until_free()
 

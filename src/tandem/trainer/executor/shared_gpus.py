@@ -1,42 +1,41 @@
-"""GPUs that the trainer shares with vLLM: putting vLLM to sleep for a job and waking it afterwards.
+"""GPUs that the trainer shares with vLLM: getting them for a job and giving them back.
 
-docs/architecture.md has the cycle of a job. The hold is written before vLLM is checked, and a vLLM
-that starts looks for a hold first: so a vLLM that is about to take the memory is either noticed
-here or waits there.
+The runner does not talk to vLLM. It asks for the GPUs by a hold, the publisher puts vLLM to sleep
+and answers in a record, and the runner measures the memory. docs/architecture.md has the cycle of a
+job. The hold is written before the publisher looks at vLLM, and a vLLM that starts looks for a hold
+first: so a vLLM that is about to take the memory is either noticed by the publisher or waits there.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import InvalidInput, TandemError, Unauthorized
+from tandem.errors import InvalidInput, TandemError
 from tandem.spool import Spool
-from tandem.spool.locks import LockHeldError
-from tandem.spool.schema import Hold, HoldPhase, Job, JobError
+from tandem.spool.schema import Hold, HoldAnswer, HoldPhase, Job, JobError
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
 from tandem.trainer.stop import Stop
-from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
-from tandem.vllm_client.wake import ensure_awake, is_awake
 
 log = Log("runner")
 
 SLEEP_SECONDS = 180.0  # for the publisher to finish its load and for vLLM to fall asleep
 FREED_SECONDS = 10.0  # for the memory of a sleeping vLLM to be free
 WAKE_SECONDS = 60.0
-# Once the runner was asked to stop; after that the publisher wakes vLLM.
+# Once the runner was asked to stop; the publisher goes on.
 STOPPING_WAKE_SECONDS = 15.0
 STOP_SECONDS = STOPPING_WAKE_SECONDS + 10.0
-"""The most that this file adds to the time the runner needs to stop: two requests to vLLM take 5 s
-each."""
+"""The most that this file adds to the time the runner needs to stop."""
+SILENT_SECONDS = 10.0
+"""A publisher that has said nothing for so long loads something, or is gone."""
 KEPT_SHARE = 0.5
 """A sleeping vLLM keeps its CUDA context, graphs and communicators, 1 to 8 GB. One that keeps more
 than this share of what it used while awake did not free its memory."""
 _POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 0.02  # between two looks for an answer of the publisher
 
 
 @dataclass(frozen=True)
@@ -59,36 +58,32 @@ class SharedGpus:
                 "there is no GPU to share; give the container one", field="TANDEM_GPU_MODE"
             )
         self._spool, self._devices, self._runner, self._stop = spool, devices, runner, stop
-        self._vllm = VllmClient(settings, timeout=5.0, work_timeout=SLEEP_SECONDS)
         self._heartbeat = settings.heartbeat_seconds
         # Several beats long, because none is written while the runner waits for killed ranks or for
         # the driver.
         self._lease = max(settings.lease_seconds, 10 * settings.heartbeat_seconds)
         self._hold: Hold | None = None
 
-    def recover(self) -> None:
-        """Wake a vLLM that a killed runner left asleep. Call it between jobs: a hold is another
-        runner's then."""
-        if self._spool.hold.get() is not None:
-            self.unavailable()
-
     def unavailable(self) -> str | None:
-        """Why no job can have the GPUs now, or None. Wakes a vLLM that sleeps without reason."""
-        wake = partial(
-            self._request, WAKE_SECONDS, self._vllm.wake_up, lambda: self._stop.requested
-        )
-        try:
-            with self._lock(lambda: self._stop.requested) as locked:
-                if not locked:
-                    return f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s"
-                reason = ensure_awake(self._spool, self._vllm, self._devices, wake)
-            return reason or (
-                None if self._vllm.healthy() else "vLLM is not ready: its engine is dead"
-            )
-        except InferenceUnavailable as error:
-            return f"vLLM is not ready: {error}"
-        except (InferenceRefused, Unauthorized) as error:
-            return f"vLLM refused a request: {error}"
+        """Why no job can have the GPUs now, or None."""
+        if (hold := self._spool.hold.get()) is not None:
+            return f"the publisher has not settled yet what job {hold.job} left"
+        state = self._vllm()
+        return None if state == "awake" else self._not_ready(state)
+
+    def _vllm(self, since: float = 0.0) -> str | None:
+        """How vLLM is, by a look of the publisher after `since`; None where it has said nothing for
+        SILENT_SECONDS."""
+        found, now = self._spool.inference.shared(), time.monotonic()
+        if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
+            return None
+        return found.state
+
+    def _not_ready(self, state: str | None) -> str:
+        if state is None:
+            return "the publisher does not say how vLLM is"
+        found = self._spool.inference.shared()
+        return f"vLLM is not ready: {found.why if found and found.why else state}"
 
     def put_vllm_to_sleep(self, job: Job, interrupted: Callable[[], object]) -> Asleep | JobError:
         """Get the GPUs for a job; the error says why that failed. Either way, call `wake_vllm`
@@ -98,40 +93,32 @@ class SharedGpus:
         """
         begin = time.monotonic()
         before = self._devices.used()
-        if not self._write_hold(job, interrupted):
-            return _unavailable(f"the publisher did not release vLLM within {SLEEP_SECONDS:.0f} s")
-        if not is_awake(self._vllm):
-            return _unavailable("vLLM stopped being ready")
-        failure: TandemError | None = None  # to sleep, which may mean that vLLM died
-        try:
-            self._request(SLEEP_SECONDS, self._vllm.sleep, interrupted)
-            if not self._vllm.is_sleeping():
-                failure = InferenceUnavailable(
-                    "it answered that it sleeps, and then that it is awake"
-                )
-        except TandemError as error:
-            failure = error
-        if failure is not None and self._vllm.healthy():
-            return _unavailable(f"vLLM does not sleep: {failure}")
+        hold = self._write_hold(job)
+        answer = self._answer(hold, interrupted)
+        if answer is None:
+            return _unavailable(
+                f"the publisher did not put vLLM to sleep within {SLEEP_SECONDS:.0f} s, or before"
+                " the runner gave up"
+            )
+        if answer.outcome == "refused":
+            return _unavailable(answer.why)
         used, kept = self._wait_until_freed(before, interrupted)
         if kept:
-            state = "sleeps" if failure is None else f"died ({failure})"
+            state = "sleeps" if answer.outcome == "asleep" else f"died ({answer.why})"
             message = (
                 f"vLLM {state}, but its memory is not free: {kept} bytes are in use, before it was"
                 f" {before}"
             )
             return JobError(type="gpus_not_freed", message=message, retriable=True)
-        if failure is not None:
-            log.warning("vLLM died while it fell asleep; its memory is free", error=failure)
+        if answer.outcome == "gone":
+            log.warning("vLLM died while it fell asleep; its memory is free", error=answer.why)
         assert self._hold is not None
         floor = {uuid: size or 0 for uuid, size in used.items()}
         self._hold = self._hold.model_copy(update={"floor": floor})
         self.beat("training")
         return Asleep(before, floor, time.monotonic() - begin)
 
-    def _write_hold(self, job: Job, interrupted: Callable[[], object]) -> bool:
-        """Write the hold as soon as the publisher does not use vLLM; False if it does for
-        SLEEP_SECONDS."""
+    def _write_hold(self, job: Job) -> Hold:
         now = time.time()
         hold = Hold(
             runner=self._runner,
@@ -143,30 +130,25 @@ class SharedGpus:
             lease=self._lease,
             deadline=now + job.spec.deadline_seconds + SLEEP_SECONDS + WAKE_SECONDS,
         )
-        with self._lock(interrupted) as locked:
-            if locked:
-                self._spool.hold.put(hold)
-                self._hold = hold
-        return locked
+        self._spool.hold.put(hold)
+        self._hold = hold
+        return hold
 
-    @contextmanager
-    def _lock(self, interrupted: Callable[[], object]) -> Iterator[bool]:
-        """Hold the lock of the GPUs. The value is False if the publisher has it for SLEEP_SECONDS,
-        or if interrupted.
-
-        Never waits in the lock itself, because SIGTERM would not end that, and no heartbeat would
-        be written.
-        """
+    def _answer(self, hold: Hold, interrupted: Callable[[], object]) -> HoldAnswer | None:
+        """The publisher's answer to this hold; None within SLEEP_SECONDS, or if interrupted."""
         end = time.monotonic() + SLEEP_SECONDS
         while time.monotonic() < end and not interrupted():
-            try:
-                with self._spool.hold.lock(blocking=False):
-                    yield True
-                    return
-            except LockHeldError:
-                time.sleep(0.02)
-                self.beat()
-        yield False
+            found = self._spool.inference.shared()
+            answer = None if found is None else found.answer
+            if answer is not None and (answer.runner, answer.job, answer.attempt) == (
+                hold.runner,
+                hold.job,
+                hold.attempt,
+            ):
+                return answer
+            self.beat()
+            time.sleep(_ANSWER_SECONDS)
+        return None
 
     def _wait_until_freed(
         self, before: Mapping[str, int | None], interrupted: Callable[[], object]
@@ -221,8 +203,8 @@ class SharedGpus:
         return None
 
     def wake_vllm(self, floor: Mapping[str, int]) -> dict[str, object] | None:
-        """Wake vLLM once no more than `floor` (bytes by device UUID) is in use, and remove the
-        hold.
+        """Remove the hold once no more than `floor` (bytes by device UUID) is in use, and wait
+        until the publisher has woken vLLM.
 
         Returns the fields of the event `woken`: bytes in use and seconds; None if there was no vLLM
         to wake. Raises SpoolUnusable, and must then be called again.
@@ -231,16 +213,15 @@ class SharedGpus:
         if hold is None:
             return None
         if hold.floor and not self._wait_until_released(hold, floor):
-            # The hold stays: whoever finds it after this runner has ended waits for the memory
+            # The hold stays: the publisher, after this runner has ended, waits for the memory
             # before it wakes vLLM.
             self._hold = None
             return None
-        self.beat("waking")
         begin = time.monotonic()
-        woken = self._wake()
-        event = {"devices": self._devices.used(), "seconds": time.monotonic() - begin}
         self._spool.hold.clear()
         self._hold = None
+        woken = self._wait_until_awake(begin)
+        event = {"devices": self._devices.used(), "seconds": time.monotonic() - begin}
         return event if woken else None
 
     def _wait_until_released(self, hold: Hold, floor: Mapping[str, int]) -> bool:
@@ -254,7 +235,7 @@ class SharedGpus:
                     bytes_in_use=left,
                 )
                 return True
-            if is_awake(self._vllm):
+            if self._vllm() == "awake":
                 # Somebody started or woke one in spite of the hold, because it was not renewed in
                 # time.
                 log.warning(
@@ -272,51 +253,26 @@ class SharedGpus:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _wake(self) -> bool:
-        """Wake vLLM, with retries; False if it is gone or does not wake in time."""
-        deadline = time.monotonic() + WAKE_SECONDS
-
-        def late() -> bool:
-            nonlocal deadline
-            if self._stop.requested:
-                deadline = min(deadline, time.monotonic() + STOPPING_WAKE_SECONDS)
-            return time.monotonic() > deadline
-
-        logged = False
-        while True:
-            try:
-                self._request(WAKE_SECONDS, self._vllm.wake_up, late)
-                if is_awake(self._vllm):
-                    return True
-                failure = "it answers that it sleeps"
-            except TandemError as error:
-                failure = str(error)
-            if not self._vllm.healthy():
-                log.warning("vLLM is gone; the GPUs are free for the next one", error=failure)
+    def _wait_until_awake(self, since: float) -> bool:
+        """Wait until the publisher says that vLLM is awake; False if vLLM is gone or does not wake
+        in time."""
+        end, logged = since + WAKE_SECONDS, False
+        while (state := self._vllm(since)) != "awake":
+            if state == "gone":
+                log.warning("the GPUs are free for the next vLLM", error=self._not_ready(state))
                 return False
-            if late():
+            if self._stop.requested:
+                end = min(end, time.monotonic() + STOPPING_WAKE_SECONDS)
+            failure = self._not_ready(state)
+            if time.monotonic() > end:
                 log.error("vLLM can't be woken; the publisher goes on trying", error=failure)
                 return False
-            if not logged:
-                log.error("vLLM does not wake; trying again", error=failure)
+            if state == "asleep" and not logged:
+                log.error("vLLM does not wake; the publisher tries again", error=failure)
                 logged = True
-            time.sleep(1.0)
-
-    def _request(
-        self, seconds: float, request: Callable[[], None], interrupted: Callable[[], object]
-    ) -> None:
-        """Run `request` in a thread and renew the hold meanwhile. Raises what `request` raises, and
-        InferenceUnavailable after `seconds` or when interrupted."""
-        end = time.monotonic() + seconds
-
-        def beat() -> None:
-            if time.monotonic() > end or interrupted():
-                raise InferenceUnavailable(
-                    f"vLLM did not answer within {seconds:.0f} s or until the runner gave up"
-                )
-            self.beat()
-
-        liveness.in_thread(request, beat, _POLL_SECONDS)
+            liveness.beat("runner")
+            time.sleep(_ANSWER_SECONDS)
+        return True
 
 
 def _unavailable(message: str) -> JobError:

@@ -12,7 +12,6 @@ import os
 import subprocess
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from tandem.config import Settings
 from tandem.spool import Spool, fs
@@ -46,12 +45,9 @@ class RankSettings(Record):
     recompute: Literal["auto", "none", "full"] = "auto"
     base_precision: Literal["same", "fp8"] = "same"
     way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
-    inference: tuple[str, int] = ("127.0.0.1", 8000)
-    """vLLM's host and port."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        url = urlsplit(settings.resolved_inference_url)
         return cls(
             sizes=Sizes.of(settings),
             device=settings.device,
@@ -59,7 +55,6 @@ class RankSettings(Record):
             recompute=settings.recompute,
             base_precision=settings.base_precision,
             way=settings.way,
-            inference=(str(url.hostname), url.port or 80),
         )
 
 

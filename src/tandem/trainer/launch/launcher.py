@@ -15,7 +15,6 @@ from tandem.system.environment import (
     scratch_directory,
 )
 from tandem.system.logs import Log
-from tandem.system.loopback import is_loopback
 from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
@@ -117,8 +116,8 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         # All ranks are on this host, whose name may not resolve inside a container.
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if settings.way != "nccl" or is_loopback(RankSettings.of(settings).inference[0]):
-        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # else its sockets listen beyond this host
+    if settings.way != "nccl":  # else ranks choose it, by where vLLM is
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # its sockets don't listen beyond this host
     if settings.launch == "resident":
         # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their
         # own, which grow.

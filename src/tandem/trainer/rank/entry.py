@@ -19,6 +19,7 @@ from tandem.spool import fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.trainer.launch import RankSettings
+from tandem.trainer.rank.way_to_vllm import choose_interface
 
 if TYPE_CHECKING:
     from tandem.trainer.rank.state import RankState
@@ -83,6 +84,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
         # One queue to the GPU instead of eight, because creating queues takes half of the time of a
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        choose_interface(attempt.spool, settings)
         preload(settings.device)
         from tandem.trainer.rank.train import run_rank
 

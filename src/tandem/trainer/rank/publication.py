@@ -27,7 +27,6 @@ from tandem.model.transfer.channel import (
     finish,
     join_meeting,
     make_meeting,
-    own_address,
 )
 from tandem.model.transfer.members import fix_members, read_members
 from tandem.model.transfer.merge import merge
@@ -37,6 +36,7 @@ from tandem.spool.schema import ONLY, Manifest
 from tandem.system import liveness
 from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank.model_files import ModelFiles, Weights
+from tandem.trainer.rank.way_to_vllm import address_for_vllm
 
 
 class TrainedWeights(Weights):
@@ -88,7 +88,7 @@ class Publication:
             if way != "volume" and self._rank == 0:
                 make_meeting(self.attempt.meeting)
                 meeting = self.attempt.meeting.relative_to(self.attempt.spool.root)
-                offer = {"address": own_address(*self.settings.inference)}
+                offer = {"address": address_for_vllm(self.attempt.spool)}
                 offer |= {"meeting": meeting.as_posix()}
                 offer |= {"sizes": asdict(self._sizes), "targets": self._targets}
                 offer |= {"servers": self._servers()}

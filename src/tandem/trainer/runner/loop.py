@@ -126,7 +126,6 @@ class Runner:
                 " lock"
             )
             raise Conflict(f"{problem}; it exits to be restarted")
-        self._executor.tend()
         self._waiting = {
             job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
         }

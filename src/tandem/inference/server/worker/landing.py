@@ -33,11 +33,11 @@ from tandem.model.transfer.channel import (
     Pending,
     finish,
     join_meeting,
-    own_address,
 )
 from tandem.model.transfer.members import join_members
 from tandem.model.transfer.merge import merge
 from tandem.model.transfer.parts import Part, SendBuffer, agreement, send_order, senders
+from tandem.system.network import own_address
 from tandem.topology.sizes import Sizes
 
 log = logging.getLogger("vllm.tandem")
@@ -287,7 +287,7 @@ def receive(
     RuntimeError where the ranks send without this server.
     """
     store = join_meeting(Path(source["meeting"]))
-    address = own_address(source["address"], 80)
+    address = own_address(source["address"])
     sizes = Sizes(**source["sizes"])
     count = len(senders(sizes))
     order = send_order(arch, source["targets"], sizes=sizes, most=BUFFER_BYTES // dtype.itemsize)

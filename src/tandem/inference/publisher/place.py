@@ -1,0 +1,18 @@
+"""Where this publisher's vLLM is, for ranks that send whole weights to it."""
+
+from urllib.parse import urlsplit
+
+from tandem.config import Settings
+from tandem.spool.schema import VllmPlace
+from tandem.system.loopback import is_loopback
+from tandem.system.network import network_name, reachable_address
+
+_EVERY = ("0.0.0.0", "::")
+
+
+def vllm_place(settings: Settings) -> VllmPlace:
+    """By the host of TANDEM_INFERENCE_URL, if other machines could use it, else by this machine's
+    address."""
+    host = str(urlsplit(settings.resolved_inference_url).hostname)
+    here = is_loopback(host) or host in _EVERY
+    return VllmPlace(address=reachable_address() if here else host, network=network_name())

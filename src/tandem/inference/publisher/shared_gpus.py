@@ -1,0 +1,150 @@
+"""A vLLM that shares its GPUs with the trainer: asleep while a trainer holds them, else awake.
+
+The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
+phase `sleeping`, and gives them back by removing the hold, which also a full volume permits. The
+publisher answers in a record (`SharedVllm`). It looks for a hold between its own turns, so vLLM
+never falls asleep while something is loaded into it.
+"""
+
+import time
+from contextlib import suppress
+from typing import Literal
+
+from tandem.errors import SpoolUnusable, TandemError
+from tandem.spool import Spool
+from tandem.spool.schema import Hold, HoldAnswer, SharedVllm
+from tandem.system.gpus import Devices
+from tandem.system.logs import Log
+from tandem.vllm_client.client import InferenceUnavailable, VllmClient
+
+log = Log("publisher")
+
+_POLL_SECONDS = 0.05
+_State = Literal["awake", "asleep", "gone"]
+
+
+class LentGpus:
+    def __init__(self, spool: Spool, client: VllmClient, devices: Devices) -> None:
+        self._spool, self._client, self._devices = spool, client, devices
+        # A publisher that was killed may have answered the hold already.
+        before = spool.inference.shared()
+        self._answer = before.answer if before is not None else None
+        self._seen: Hold | None = None  # the hold that the last turn found
+        self._trouble = ""
+
+    def turn(self) -> str:
+        """Do what the hold asks for, or wake vLLM where none is live, and record how vLLM is. Empty
+        if vLLM is awake, and stays so until the next call; else why not.
+
+        Raises what VllmClient raises where vLLM can't be woken.
+        """
+        looked = time.monotonic()
+        self._seen = self._spool.hold.get()
+        if (hold := self._spool.hold.live()) is not None:
+            self._answer_hold(hold)
+            self._say(looked, *self._state())
+            return f"the trainer has the GPUs ({hold.phase}, job {hold.job})"
+        self._answer = None
+        try:
+            why = self._ensure_awake(self._seen)
+        except TandemError as error:
+            gone = isinstance(error, InferenceUnavailable)
+            self._say(looked, "gone" if gone else "asleep", str(error))
+            raise
+        if why:
+            self._say(looked, "asleep", why)
+        else:
+            self._say(looked, *self._state())
+        return why
+
+    def wait(self, seconds: float) -> None:
+        """Until the next turn: at once when there is a hold, or none any more, since the last."""
+        end = time.monotonic() + seconds
+        with suppress(TandemError, OSError):  # the next turn says so
+            while time.monotonic() < end and _same(self._spool.hold.get(), self._seen):
+                time.sleep(_POLL_SECONDS)
+            return
+        time.sleep(seconds)
+
+    def _answer_hold(self, hold: Hold) -> None:
+        """Once per hold: a vLLM that died meanwhile is another one later."""
+        if _same(self._answer, hold):
+            return
+        self._answer = None
+        if hold.phase == "sleeping":
+            outcome, why = self._put_to_sleep()
+            of = hold.model_dump(include={"runner", "job", "attempt"})
+            self._answer = HoldAnswer(**of, outcome=outcome, why=why)
+            log.info(f"a job asked for the GPUs: {outcome}", job=hold.job, why=why or None)
+
+    def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
+        """The outcome, and why vLLM does not sleep."""
+        # A vLLM that starts has looked for a hold before there was this one, and would wake beside
+        # the job.
+        if not self._client.healthy():
+            return "refused", "vLLM stopped being ready"
+        try:
+            if not self._client.is_sleeping():  # as a killed publisher leaves it
+                self._client.sleep()
+            if self._client.is_sleeping():
+                return "asleep", ""
+            failure = "it answered that it sleeps, and then that it is awake"
+        except TandemError as error:
+            failure = str(error)
+        if self._client.healthy():
+            return "refused", f"vLLM does not sleep: {failure}"
+        return "gone", failure
+
+    def _ensure_awake(self, hold: Hold | None) -> str:
+        """Clear a stale hold and wake vLLM. Returns why that can't be done yet.
+
+        Before it wakes vLLM it waits, over several calls, until the lost trainer's memory is back
+        at the hold's floor, or until the hold's deadline. If vLLM is already awake, the memory in
+        use is vLLM's own.
+        """
+        if hold is not None:
+            # A hold without a floor was written before any rank started.
+            late = time.time() > hold.deadline
+            busy = self._devices.busy(hold.floor) if hold.floor and not late else {}
+            if busy and self._state()[0] != "awake":
+                return (
+                    f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
+                    " bytes are in use"
+                )
+            # Before the wake: the watchdog restarts a vLLM that can't wake only where there is no
+            # hold. A volume that refuses it is no reason to sleep on.
+            with suppress(SpoolUnusable):
+                self._spool.hold.clear()
+        if self._client.is_sleeping():
+            told = hold.model_dump(include={"runner", "job", "phase"}) if hold is not None else {}
+            log.info("no trainer holds the GPUs: waking vLLM", **told)
+            self._client.wake_up()
+            log.info("vLLM is awake")
+        return ""
+
+    def _state(self) -> tuple[_State, str]:
+        """How vLLM is, and why it is gone."""
+        try:
+            if not self._client.healthy():
+                return "gone", "it does not answer, or its engine is dead"
+            return "asleep" if self._client.is_sleeping() else "awake", ""
+        except TandemError as error:
+            return "gone", str(error)
+
+    def _say(self, looked: float, state: _State, why: str) -> None:
+        now = time.monotonic()
+        record = SharedVllm(state=state, why=why, looked=looked, beat=now, answer=self._answer)
+        try:
+            self._spool.inference.put_shared(record)
+            self._trouble = ""
+        except (TandemError, OSError) as error:
+            if str(error) != self._trouble:
+                log.error(f"the runner can't be told how vLLM is: {error}")
+            self._trouble = str(error)
+
+
+def _same(one: Hold | HoldAnswer | None, other: Hold | None) -> bool:
+    """Whether both are of the same attempt of one runner, or both are absent."""
+    if one is None or other is None:
+        return one is other
+    return (one.runner, one.job, one.attempt) == (other.runner, other.job, other.attempt)

@@ -1,0 +1,28 @@
+"""The network between ranks and vLLM's workers, by the place of vLLM that its publisher has written
+to the volume."""
+
+import os
+
+from tandem.spool import Spool
+from tandem.system.network import LOOPBACK, own_address, same_network
+from tandem.trainer.launch import RankSettings
+
+
+def address_for_vllm(spool: Spool) -> str:
+    """This machine's address for vLLM's workers. RuntimeError where no publisher has said where its
+    vLLM is; OSError where there is no way to it."""
+    if not (places := spool.inference.places()):
+        raise RuntimeError(
+            f"no publisher has written to {spool.root} where its vLLM is; start inference with"
+            " TANDEM_TRANSPORT=nccl, too"
+        )
+    elsewhere = [place for place in places if not same_network(place.network)]
+    return own_address(elsewhere[0].address) if elsewhere else LOOPBACK
+
+
+def choose_interface(spool: Spool, settings: RankSettings) -> None:
+    """NCCL's sockets listen beyond this host only if a vLLM is elsewhere. Call it before NCCL
+    starts."""
+    places = spool.inference.places() if settings.way == "nccl" else []
+    if places and all(same_network(place.network) for place in places):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
