@@ -15,7 +15,7 @@ from local_stack import LocalStack, succeeded, train
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS
 from tiny import GEMMA4_MOE, write_random_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN = "taught"
 
 
@@ -66,10 +66,7 @@ FAMILIES = {
     ),
     "gemma4": Family("gemma4", GEMMA, OF_GEMMA),
     "gemma4_moe": Family("gemma4", GEMMA | GEMMA4_MOE, OF_GEMMA[:3]),
-    "mistral3": Family("mistral3", {"head_dim": 32}, LORA_TARGETS),
-    "qwen3_vl": Family("qwen3_vl", {"head_dim": 32}, LORA_TARGETS),
     "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
-    "smollm3": Family("smollm3", {"head_dim": 32}, LORA_TARGETS),
 }
 
 
@@ -108,6 +105,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_is_served(name: str, tmp_path: Path) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
