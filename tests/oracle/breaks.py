@@ -105,7 +105,8 @@ def never_clipped(self, _norm, rate):
 
 ROTATION, ATTEND = policy_module.rotation, sublayers.attend
 VALUES_PARTS = head_rows.NormalisedValues._parts
-VALUES_BACKWARD, LAYER = head_rows.NormalisedValues.backward, decoder_layer._Sublayers.forward
+VALUES_BACKWARD = head_rows.NormalisedValues.backward
+COMPUTE, GO_BACK = decoder_layer.DecoderLayer.compute, decoder_layer.DecoderLayer.go_back
 DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
@@ -239,14 +240,16 @@ def wholly(positions, frequencies, dtype, factor=1.0):
     return ROTATION(positions, torch.where(frequencies == 0, 0.1, frequencies), dtype, factor)
 
 
-def without_number(ctx, leaf, x, sublayers, tree, level, _number):
-    return LAYER(ctx, leaf, x, sublayers, tree, level, None)
+def without_number(self, x, tree, level):
+    self.scalar = None
+    return COMPUTE(self, x, tree, level)
 
 
-def number_forward_only(ctx, *arguments):
-    output = LAYER(ctx, *arguments)
-    ctx.scalar = None
-    return output
+def number_forward_only(self, gradient, saved, tree):
+    number, self.scalar = self.scalar, None
+    gradient = GO_BACK(self, gradient, saved, tree)
+    self.scalar = number
+    return gradient
 
 
 def always_open(_self, normalised):
@@ -474,12 +477,12 @@ BREAKS = {
         lambda c: of_gemma4(c) and "sliding_attention" in c.config["layer_types"][:-1],
     ),
     "gemma4: layers have no number": Break(
-        (decoder_layer._Sublayers, "forward", staticmethod(without_number)),
+        (decoder_layer.DecoderLayer, "compute", without_number),
         # The last layer's is lost in the norm that follows.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(
-        (decoder_layer._Sublayers, "forward", staticmethod(number_forward_only)), of_gemma4
+        (decoder_layer.DecoderLayer, "go_back", number_forward_only), of_gemma4
     ),
     "gemma4: logits are not capped": Break((logprobs, "_capped", lambda x, _: x), capped),
     "gemma4: the cap has no slope": Break((torch.Tensor, "square_", torch.Tensor.zero_), capped),
