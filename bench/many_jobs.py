@@ -125,24 +125,20 @@ def fill(spool: Spool, job: Job, state: JobState, count: int, runs: int) -> None
     for number in range(count):
         job_id, run = f"{state}-{number}", f"run-{number % runs}"
         created = time.time() - (30.0 * (count - number) if result else 0.0)
-        data = job.spec.data.model_copy(update={"path": f"jobs/data/{job_id}"})
         changed = {
             "id": job_id,
             "run": run,
             "base_step": 1 + number // runs,
             "created": created,
-            "data": data,
         }
-        copy = job.model_copy(
-            update={"spec": job.spec.model_copy(update=changed), "result": result}
-        )
-        key = copy.key
-        file = spool.paths.job_file(state, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(copy.model_dump_json(indent=1) + "\n")
-        spool.paths.id_file(job_id).write_text(key.name)
+        spec = job.spec.model_copy(update=changed)
+        copy = job.model_copy(update={"spec": spec, "state": state, "result": result})
+        key, paths = copy.key, spool.paths
+        directory = paths.live_dir(key) if result is None else paths.ended_dir(key, state)
+        directory.mkdir(parents=True)
+        (directory / "job.json").write_text(copy.model_dump_json(indent=1) + "\n")
         if result is None:
-            spool.paths.data_dir(job_id).mkdir()
+            (directory / "data").mkdir()
         else:
             event = Event(seq=0, time=created, job=job_id, type="succeeded", data={"step": 1})
-            spool.paths.events_file(job_id).write_text(event.model_dump_json() + "\n")
+            (directory / "events.jsonl").write_text(event.model_dump_json() + "\n")

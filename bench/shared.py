@@ -301,7 +301,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def troubles(made: Parts, spool: Spool) -> list[str]:
     """Lines of any log that tell of missing memory."""
-    logs = [*made.logs.glob("*.log"), *(spool.root / "jobs/logs").glob("*.log")]
+    logs = [*made.logs.glob("*.log"), *spool.paths.jobs.rglob("log")]
     return [
         f"{path.name}: {line.strip()[:300]}"
         for path in logs

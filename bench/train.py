@@ -118,7 +118,7 @@ def tandem_step(
     config: dict[str, Any], row: str, way: str, targets: tuple[str, ...] | None
 ) -> Callable[[], None]:
     """`targets`: of LoRA; None trains all weights."""
-    from tandem.model import device, parallel, recompute
+    from tandem.model import device, graphs, parallel, recompute
     from tandem.model.build import build_policy
     from tandem.model.rows import RowTensors
     from tandem.model.weights.base_memory import BaseWeights
@@ -176,10 +176,16 @@ def tandem_step(
         levels = recompute.fit(policy, tensors)
         print("levels", [sum(level == k for level in levels) for k in (0, 1, 2)], file=sys.stderr)
 
+    repeated: list[bool] = []
+
     def step() -> None:
         optimizer.zero_grad()
         with policy.adapter_fixed():
             policy(tensors).logprobs.mean().backward()
+            if not repeated:  # as `Training`, in a job of many rows
+                repeated.append(True)
+                graphs.repeat(policy, tensors, 100)
+                print("graphs", policy.layer_graphs is not None, file=sys.stderr)
         optimizer.reduce_gradients()
         optimizer.step(optimizer.gradient_norm(), settings.learning_rate)
 
@@ -236,7 +242,6 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
     for _ in range(2):
         step()
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(arguments.steps):
         begin = time.perf_counter()
@@ -269,6 +274,7 @@ def one(arguments: argparse.Namespace) -> dict[str, Any]:
         "effective tokens/s": arguments.ranks * effective / median,
         "seconds": median,
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved GiB": torch.cuda.memory_reserved() / 2**30,  # with that of CUDA graphs
         "TFLOP/s per GPU": (model_flops(arch, lengths, arguments.trainable) / median / 1e12),
     }
 

@@ -70,7 +70,7 @@ def logits(policy: Policy, row: RowTensors) -> torch.Tensor:
 
     row = policy.lay_out(row)
     local = (
-        policy.gpt.decoder(policy._first_hidden(row), **policy.decoder_inputs(row))[:, 0]
+        policy.gpt.decoder(policy.first_hidden(row), **policy.decoder_inputs(row))[:, 0]
         @ policy.head.t()
     )
     local = _capped(local, policy.arch.softcap)

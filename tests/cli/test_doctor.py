@@ -324,11 +324,11 @@ def test_what_is_damaged_is_named(doctor, monkeypatch, tmp_path):
     spool = Spool.create(tmp_path / "spool")
     assert doctor()[1]["spool"]["found"] == "nothing is damaged"
     (spool.root / "runs/empty").mkdir()
-    (spool.paths.state_dir("queued") / "junk").touch()
+    (spool.paths.live / "junk").touch()
     checks = doctor()[1]
     assert checks["damaged run"]["status"] == "warn"
     assert "runs/empty" in checks["damaged run"]["found"]
-    assert checks["damaged name"]["found"] == str(spool.root / "jobs/queued/junk")
+    assert checks["damaged name"]["found"] == str(spool.root / "jobs/live/junk")
 
 
 @pytest.mark.parametrize(("devices", "status"), [("1", "fail"), ("", "ok")])

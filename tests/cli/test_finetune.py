@@ -2,6 +2,7 @@
 and resume."""
 
 import json
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -167,7 +168,7 @@ def test_the_same_command_goes_on_after_a_failed_job_and_when_records_are_gone(
         assert (status, "SIGSEGV" in err) == (3, True), err
     assert server.spool.jobs.list(run, ("queued",)) == []  # what was prepared ahead
     for _, job in server.spool.jobs.list(run, ("succeeded",)):  # as after TANDEM_KEEP_DAYS
-        server.spool.paths.id_file(job.spec.id).unlink()
+        shutil.rmtree(server.spool.paths.job_dir(job.spec.id))
     with trainer(server, run, 4) as second:  # neither do the bounds of a job name it
         status, _, err = tandem("train", "sft", run, *ARGUMENTS, "--set", "deadline_seconds=1e6")
     assert status == 0, err

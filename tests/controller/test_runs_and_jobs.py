@@ -333,7 +333,7 @@ def test_the_controller_removes_what_the_settings_do_not_keep_and_goes_on_after_
     monkeypatch.setattr(app, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(app, "prune", fail_once)
     server, client = deploy(keep_checkpoints=1, keep_every=2)
-    old, young = server.spool.root / "jobs/data/.tmp-old", server.spool.root / "jobs/.tmp-young"
+    old, young = server.spool.root / "jobs/live/.tmp-old", server.spool.root / "jobs/.tmp-young"
     for path in (old, young):
         path.touch()
     os.utime(old, (time.time() - 4000,) * 2)

@@ -47,7 +47,7 @@ spool, run = Spool(Path("/data")), sys.argv[1]
 for step in spool.checkpoints.steps(run):
     spool.checkpoints.verify(run, step)
 print(*spool.checkpoints.steps(run))
-print(*(path for path in Path("/data/jobs/data").iterdir()))
+print(*Path("/data/jobs").glob("live/*/*/*/data"))
 """
 
 
@@ -140,7 +140,7 @@ def test_docker_kill_of_the_trainer(stack):
 _STOP_IN_CHECKPOINT = """
 import json, os, signal, sys, time
 from pathlib import Path
-work = Path("/data/jobs/work") / sys.argv[1]
+(work,) = Path("/data/jobs").glob(f"live/*/*/*,{sys.argv[1]}/attempts")
 end = time.monotonic() + 60
 while time.monotonic() < end:
     for beat in work.glob("*/beat.0"):

@@ -31,7 +31,7 @@ def map_path_parameters(_: Any, path_parameters: dict[str, Any]) -> dict[str, An
     """Half of the paths name something that exists."""
     known = {
         "run": [path.name for path in ROOT.glob("runs/[!.]*")],
-        "job": [path.name for path in ROOT.glob("jobs/ids/[!.]*")],
+        "job": [path.name.split(",")[3] for path in ROOT.rglob("jobs/*/*/*,*,*,*")],
         "step": [0, 1, 2],
     }
     chosen = random.Random(repr(path_parameters))

@@ -30,7 +30,7 @@ from spool.spool_tools import memory_directory
 
 USED = "used.json"
 # Programs believe records that they can read: only packed data and weights have hashes.
-_RECORDS = re.compile(r"jobs/(queued|running)/|run\.json|manifest\.json|jobs/ids/")
+_RECORDS = re.compile(r"jobs/live/.*/job\.json|jobs/active/|run\.json|manifest\.json")
 _Seen = tuple[list[str], dict[str, str]]
 """What went wrong, and the adapters that exist afterwards: SHA-256 by `<run>@<step>`."""
 
@@ -73,7 +73,7 @@ class Fuzzer:
         self.seen[kind] += 1
         used = path.read_bytes() if name == USED and path.is_file() and how != "sparse" else b"{}"
         trains = chosen.random() < 0.2 or bool(
-            re.search(r"jobs/(queued|running|data|ids)|checkpoints|run\.json", name)
+            re.search(r"jobs/(live|active)/|checkpoints|run\.json", name)
         )
         problems, made = self._read(root, name, used, trains, api)
         if trains and not _RECORDS.search(name):
@@ -124,10 +124,10 @@ class Fuzzer:
 def _kind(name: str) -> str:
     """The file's path without the names of runs and jobs, steps and times. All packed arrays are
     one kind."""
-    if name.startswith("jobs/data/"):
+    if "/data/" in name:
         return "jobs/data"
     name = re.sub(r"runs/[^/]+", "runs/R", name)
-    name = re.sub(r"(jobs/[a-z]+/)(?:[^/]+/)*(?=[^/]*\.(json|jsonl|log)$)", r"\1", name)
+    name = re.sub(r"(jobs/(?:live|ended|active)/).*?[^/]*,[^/]*", r"\1J", name)
     name = re.sub(r"\d{8}(-\w+)?", "N", name)
     return re.sub(
         r"(main|lost|asked|ended|failed|cancelled|forked)(-\w+)?",

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import fake_vllm
 from fake_vllm import FakeVllm
+from spool.spool_tools import submit
 from tandem.config import Settings
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.identity_adapter import write_identity_adapter
@@ -43,7 +44,7 @@ def commit(
 ) -> Manifest:
     """The next checkpoint of a run, with the adapter of that directory, or the one that the
     callable writes."""
-    staged = spool.root / "jobs/work" / fs.new_ulid()
+    staged = spool.root / "jobs" / fs.new_ulid()
     staged.mkdir(parents=True)
     if callable(adapter):
         adapter(staged)
@@ -100,7 +101,8 @@ class Stage:
         one."""
         adapter = partial(self.write_adapter, effect if weights is None else weights)
         if job is not None:
-            self.spool.events.append(job, "claimed")
+            submit(self.spool, job, "run")
+            self.spool.queue.cancel(job)  # any end: its events get `served` all the same
         commit(self.spool, "run", adapter, self.probe(effect), job)
         self.effects.append(effect)
 

@@ -81,7 +81,7 @@ def test_a_step_that_was_removed_by_age_is_not_taken_from_those_who_sample_from_
 
 def test_no_events_come_back_for_a_job_that_was_removed(stage: Stage) -> None:
     stage.step(0.3, job="job-1")
-    stage.spool.paths.events_file("job-1").unlink()
+    shutil.rmtree(stage.spool.paths.job_dir("job-1"))
     stage.publisher().once()
     assert stage.served() == (1, None)
     assert not stage.spool.paths.events_file("job-1").exists()

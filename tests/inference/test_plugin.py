@@ -1,6 +1,7 @@
 """The plugin: vLLM's engine processes end with the server that started them; on the CPU, adapters
 change only their own tokens; FlashInfer is used only where it can compile its kernels."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.inference.server import patches
+from tandem.inference.server import patches, plugin
 from tandem.system import processes
+from tandem.vllm_client.names import MERGED_VARIABLE
 from waiting import until
 
 # A server that starts its engine as vLLM does on CUDA: a spawned child that calls the plugin.
@@ -68,6 +70,31 @@ def test_the_engine_dies_with_its_server(tmp_path) -> None:
         server.stdout.close()
         if processes.read_process(engine) is not None:
             os.kill(engine, signal.SIGKILL)
+
+
+def test_the_api_server_collects_garbage_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its engine as often as Python does."""
+    monkeypatch.setattr(patches, "bound_http_requests", lambda: None)
+    monkeypatch.setattr(plugin, "_fork_the_engine_on_the_cpu", lambda: None)
+    before, found = gc.get_threshold(), []
+    monkeypatch.setattr(patches, "switch_expert_lora_off", lambda: found.append(gc.get_threshold()))
+    monkeypatch.setattr(plugin, "die_with_parent", lambda parent: None)
+    for name in (
+        "hide_flashinfer_without_nvcc",
+        "multiply_adapters_on_the_cpu",
+        "tell_failed_adapters",
+    ):
+        monkeypatch.setattr(patches, name, lambda: None)
+    monkeypatch.delenv(MERGED_VARIABLE, raising=False)
+    try:
+        parents = iter([SimpleNamespace(pid=1), None])
+        monkeypatch.setattr(plugin.multiprocessing, "parent_process", lambda: next(parents))
+        plugin.register()
+        assert found == [before]
+        plugin.register()
+        assert gc.get_threshold() == plugin.COLLECTIONS
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_adapters_on_the_cpu_change_their_own_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:

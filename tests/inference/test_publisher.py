@@ -728,7 +728,7 @@ def test_a_publisher_killed_at_any_call_leaves_nothing_undone(stage: Stage, tmp_
         assert stage.served() == (1, None), point
         assert stage.vllm.adapters["run@1"][1] == pytest.approx(effect), point
         assert [event.type for event in stage.spool.events.read(f"job-{point}")] == [
-            "claimed",
+            "cancelled",
             "served",
         ], point
         if finished:

@@ -48,7 +48,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def sizes() -> dict[str, list[int]]:
     """Kind -> size of each of its allocations."""
     kinds: dict[str, dict[int, int]] = {
-        kind: {} for kind in ("base", "other", "lora", "gradients", "moments")
+        kind: {} for kind in ("base", "other", "lora", "gradients", "moments", "graphs")
     }
     for optimizer in optimizers:
         policy, moments = optimizer.policy, optimizer.moments().values()
@@ -59,6 +59,13 @@ def sizes() -> dict[str, list[int]]:
         kinds["base"] = {at: size for at, size in parameters.items() if at not in kinds["lora"]}
         kinds["other"] = {at: size for at, size in storages(others).items() if at not in parameters}
         kinds["gradients"] = storages(parameter.grad for parameter in lora)
+        if policy.layer_graphs is not None:  # their inputs and outputs
+            graphs = vars(policy.layer_graphs)
+            kinds["graphs"] = storages(
+                value
+                for value in [*graphs.values(), *graphs["_inputs"]]
+                if isinstance(value, torch.Tensor)
+            )
         kinds["moments"] = storages(tensor for tensors in moments for tensor in tensors.values())
     return {kind: sorted(found.values()) for kind, found in kinds.items()}
 

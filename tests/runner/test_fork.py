@@ -132,7 +132,7 @@ def test_a_checkpoint_that_somebody_else_made_is_a_conflict(stack):
     first = stack.submit("taken", do="wait")
     second = stack.submit("taken")
     stack.until_beating(first)
-    staged = stack.spool.root / "jobs/work/foreign"
+    staged = stack.spool.root / "jobs/foreign"
     for step in (1, 2):
         staged.mkdir()
         (staged / "weights").write_text("x")

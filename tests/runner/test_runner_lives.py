@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from runner.runner_stack import Stack
-from spool.volume_tools import mounted
+from spool.volume_tools import mounted, read_only
 from tandem.spool.attempt import Attempt
 from tandem.supervise.supervisord import PROGRAMS
 from tandem.system import processes
@@ -176,35 +176,23 @@ def test_a_volume_that_goes_and_comes_back_is_waited_for(make):
 
 
 def test_a_volume_that_refuses_every_write_delays_the_end_of_a_job_and_loses_nothing(stack):
-    """Files in the place of directories: the job's log, its lease, its events and its end can't be
+    """The job's directory is read-only: its log, its lease, its events and its end can't be
     written."""
     job_id = stack.submit(stack.run("refused"), do="wait", until=1, attempts=1)
     stack.until_beating(job_id)
-    jobs = stack.spool.paths.jobs
-
-    def restore(name):
-        (jobs / name).unlink()
-        (jobs / f"{name}.away").rename(jobs / name)
-
     stack.runner.send_signal(signal.SIGSTOP)
-    for name in ("logs", "leases", "events", "failed"):
-        (jobs / name).rename(jobs / f"{name}.away")
-        (jobs / name).write_text("in the way")
-    for process in stack.children():
-        if process.parent != stack.runner.pid:  # leader and rank
-            processes.send(process, signal.SIGKILL)
-    stack.runner.send_signal(signal.SIGCONT)
-    stack.until_logged("can't write the event released")
-    time.sleep(1)
-    assert stack.runner.poll() is None
-    restore("events")
-    stack.until_logged("can't record the job's end")
-    for name in ("logs", "leases", "failed"):
-        restore(name)
+    with read_only(stack.spool.paths.job_dir(job_id)):
+        for process in stack.children():
+            if process.parent != stack.runner.pid:  # leader and rank
+                processes.send(process, signal.SIGKILL)
+        stack.runner.send_signal(signal.SIGCONT)
+        stack.until_logged("can't write the event released")
+        time.sleep(1)
+        assert stack.runner.poll() is None
     state, job = stack.wait(job_id)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert stack.kinds(job_id) == ["claimed", "released", "failed"]
-    stack.until_logged("could record the job's end again")
+    stack.until_logged("could write the event released again")
     assert stack.wait(stack.submit("refused"))[0] == "succeeded"
 
 

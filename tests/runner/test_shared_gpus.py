@@ -3,12 +3,12 @@ either."""
 
 import signal
 import time
-from contextlib import contextmanager
 
 import pytest
 
 from runner import fake_gpu
 from runner.shared_stack import MIB, SharedStack
+from spool.volume_tools import read_only
 from tandem.system import processes
 from tandem.trainer.runner import loop
 
@@ -192,22 +192,11 @@ def test_kill_9_of_the_runner_and_the_publisher_wakes_vllm(stack, publisher, mom
     awake_and_unheld(stack)
 
 
-@contextmanager
-def no_events(stack):
-    """The volume refuses every event: a file is in the place of their directory."""
-    events = stack.spool.paths.jobs / "events"
-    away = events.rename(events.with_name("events.away"))
-    events.write_text("in the way")
-    yield
-    events.unlink()
-    away.rename(events)
-
-
 def test_vllm_wakes_while_the_volume_refuses_the_event_of_the_release(stack):
     job_id = stack.submit(stack.name, do="wait", attempts=1)
     stack.until_beating(job_id)
     stack.runner.send_signal(signal.SIGSTOP)
-    with no_events(stack):
+    with read_only(stack.spool.paths.job_dir(job_id)):
         processes.send(stack.children()[-1], signal.SIGKILL)  # parents first: this is the rank
         stack.runner.send_signal(signal.SIGCONT)
         stack.until_logged("can't write the event released")
@@ -223,7 +212,7 @@ def test_no_rank_starts_once_the_publisher_took_a_hold_that_a_full_volume_did_no
     stack.vllm_does(sleep_seconds=2)
     job_id = stack.submit(stack.name)
     stack.until_journal("vllm falls asleep")
-    with no_events(stack):
+    with read_only(stack.spool.paths.job_dir(job_id)):
         stack.until_journal("vllm is awake")
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "inference_unavailable")

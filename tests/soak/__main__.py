@@ -211,9 +211,7 @@ class Soak:
         return [f"not within {seconds:.0f} s: {what}; missing: {left}"] if left else []
 
     def _pending(self) -> list[str]:
-        running = "jobs/running/[!.]*.json"  # twice, as jobs go to and fro between the two
-        patterns = (running, "jobs/queued/*/*/[!.]*.json", running)
-        paths = {path for pattern in patterns for path in self.root.glob(pattern)}
+        paths = self.root.glob("jobs/live/*/*/[!.]*")
         return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
 
     def _not_served(self) -> list[str]:
@@ -224,10 +222,8 @@ class Soak:
             with suppress(OSError, ValueError):
                 served = json.loads((run.parent / "served.json").read_text())["step"]
                 job = json.loads((newest / "manifest.json").read_text())["job"]
-                events = self.root / f"jobs/events/{job}.jsonl"
-                told = not events.exists() or '"type":"served"' in events.read_text().replace(
-                    " ", ""
-                )
+                events = next(self.root.glob(f"jobs/ended/*/*,{job},*/events.jsonl"), None)
+                told = events is None or '"type":"served"' in events.read_text().replace(" ", "")
             if not told or served != int(newest.name):
                 missing.append(f"{run.parent.name}@{newest.name}, served is {served}, told: {told}")
         return missing
@@ -258,13 +254,11 @@ class Soak:
         )
 
     def summary(self) -> dict[str, object]:
-        paths = [
-            path for path in self.root.glob("jobs/*ed/*/*.json") if check.JUNK not in path.name
-        ]
+        paths = [*self.root.glob("jobs/ended/*/*/job.json")]
         jobs = [json.loads(path.read_text()) for path in paths]
         counts = {name: dict(count.most_common()) for name, count in self.counts.items()}
         return {
-            "jobs": Counter(path.parts[-3] for path in paths),
+            "jobs": Counter(job["state"] for job in jobs),
             "errors": Counter(
                 job["result"]["error"]["type"] for job in jobs if job["result"]["error"]
             ),

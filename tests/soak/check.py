@@ -69,11 +69,12 @@ class Ledger:
 
 @dataclass
 class JobFile:
-    """A job, from the name of its file, its content and its events."""
+    """A job, from the name of its directory, its record and its events."""
 
     id: str
     run: str
     base_step: int
+    directory: Path
     state: str  # a terminal state, or "damaged"
     record: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -98,12 +99,7 @@ def violations(
     _check_promises(root, ledger, jobs, found)
     torn = 0
     for job in jobs.values():
-        # The submitter died after it had removed the damaged job's events, and before the new job
-        # was there.
-        begun_anew = job.state == "damaged" and job.id in ledger.repeated
-        if begun_anew and not (root / "jobs" / "events" / f"{job.id}.jsonl").exists():
-            continue
-        torn += _read_events(root, job, found)
+        torn += _read_events(job, found)
         _check_events(job, found)
     if torn > ledger.strikes + ledger.torn:
         found.append(f"{torn} half-written lines in event files after {ledger.strikes} strikes")
@@ -113,41 +109,35 @@ def violations(
 
 
 def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
-    """Every job, by id. It must have one file, in one terminal state or among the damaged ones."""
-    places: dict[str, list[tuple[str, Path]]] = defaultdict(list)
-    for state in ("queued", "running", *TERMINAL):
-        for path in (root / "jobs" / state).rglob("*.json"):
-            if not path.name.startswith(".tmp-") and JUNK not in path.name:
-                places[path.stem.split(",")[-1]].append((state, path))
+    """Every job, by id. It must have one directory, among the ended jobs or the damaged ones."""
     jobs = {}
     for path in (root / "jobs" / "damaged").iterdir():
-        job_id = path.name.split(".json.")[0].split(",")[-1]
         if JUNK in path.name:
             continue
+        _, base_step, run, job_id = path.name.rpartition(".")[0].split(",")
         if job_id not in ledger.damaged:
             found.append(f"job {job_id}: {path.name} is set aside, and nobody damaged it")
-        if job_id not in places:
-            _, base_step, run, _ = path.name.split(".json.")[0].split(",", 1)[1].split(",")
-            jobs[job_id] = JobFile(job_id, run, int(base_step), "damaged", {})
-    for job_id, files in places.items():
-        states = [state for state, _ in files]
-        if len(files) > 1 or states[0] not in TERMINAL:
-            found.append(f"job {job_id}: is in {states}, not in exactly one terminal state")
-        state, path = files[-1]
-        _, base_step, run, _ = path.stem.split(",")
-        record = json.loads(path.read_text())
-        spec = record["spec"]
+        jobs[job_id] = JobFile(job_id, run, int(base_step), path, "damaged", {})
+    places: dict[str, list[Path]] = defaultdict(list)
+    for pattern in ("live/*/*/*", "ended/*/*"):
+        for path in (root / "jobs").glob(pattern):
+            if not path.name.startswith(".tmp-") and JUNK not in path.name:
+                places[path.name.split(",")[3]].append(path)
+    for job_id, directories in places.items():
+        path = directories[-1]
+        _, base_step, run, _, *states = path.name.split(",")
+        if len(directories) > 1 or not states:
+            names = [str(place.relative_to(root / "jobs").parts[0]) for place in directories]
+            found.append(f"job {job_id}: is in {names}, not ended in exactly one directory")
+        record = json.loads((path / "job.json").read_text())
+        spec, result, state = record["spec"], record["result"], record["state"]
         if (spec["id"], spec["run"], spec["base_step"]) != (job_id, run, int(base_step)):
             found.append(f"job {job_id}: {path.name} holds job {spec['id']} of run {spec['run']}")
-        name = root / "jobs" / "ids" / job_id
-        if not name.exists() or (
-            name.read_text().strip() != path.stem and job_id not in ledger.damaged
-        ):
-            found.append(f"job {job_id}: jobs/ids does not name its key {path.stem}")
-        result = record["result"]
-        if state in TERMINAL and (result is None or result["state"] != state):
-            found.append(f"job {job_id}: is in {state}, its result is {result}")
-        jobs[job_id] = JobFile(job_id, run, int(base_step), state, record)
+        if states not in ([], [state]) or (result or {}).get("state") not in (None, state):
+            found.append(f"job {job_id}: is in {states}, its state {state}, its result {result}")
+        if state in TERMINAL and result is None:
+            found.append(f"job {job_id}: is {state} without a result")
+        jobs[job_id] = JobFile(job_id, run, int(base_step), path, state, record)
     return jobs
 
 
@@ -164,10 +154,10 @@ def _check_promises(root: Path, ledger: Ledger, jobs: dict[str, JobFile], found:
             found.append(f"run {run}: was created, and is lost")
 
 
-def _read_events(root: Path, job: JobFile, found: list[str]) -> int:
+def _read_events(job: JobFile, found: list[str]) -> int:
     """Fill in `job.events`; returns the number of half-written lines."""
     try:
-        content = (root / "jobs" / "events" / f"{job.id}.jsonl").read_bytes()
+        content = (job.directory / "events.jsonl").read_bytes()
     except FileNotFoundError:
         found.append(f"job {job.id}: has no events")
         return 0
@@ -212,7 +202,8 @@ def _check_events(job: JobFile, found: list[str]) -> None:
 
 
 def _check_end(job: JobFile, end: dict[str, Any], wrong: Any) -> None:
-    result = job.record["result"]
+    if (result := job.record["result"]) is None:  # which `_jobs` has said
+        return
     if any(result[name] != value for name, value in end["data"].items()):
         wrong(f"its result is {result}, its terminal event says {end['data']}")
     if job.state == "succeeded" and result["step"] != job.base_step + 1:
@@ -275,14 +266,14 @@ def _check_remains(
 ) -> None:
     """What a job needs only until it ends is gone, and strikes left few temporary names; `swept`:
     none."""
-    for kind in ("data", "work", "leases", "cancel"):
-        for path in (root / "jobs" / kind).iterdir():
-            job = jobs.get(path.name.removesuffix(".json"))
-            if job is not None and job.state != "damaged":
-                found.append(f"job {job.id} ({job.state}): left {path.relative_to(root)}")
-    temporary = [
-        path for path in root.rglob(".tmp-*") if "logs" not in path.relative_to(root).parts
-    ]
+    for job in jobs.values():
+        for path in job.directory.iterdir():
+            if path.name not in ("job.json", "events.jsonl", "log"):
+                found.append(f"job {job.id} ({job.state}): left {path.name}")
+    for path in (root / "jobs" / "active").iterdir():
+        if JUNK not in path.name:
+            found.append(f"job {path.name.split(',')[-1]}: left {path.relative_to(root)}")
+    temporary = [*root.rglob(".tmp-*")]
     if len(temporary) > (0 if swept else 2 * ledger.strikes + 5):
         names = ", ".join(str(path.relative_to(root)) for path in temporary[:5])
         found.append(

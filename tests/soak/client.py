@@ -89,7 +89,7 @@ class Client:
                 self._rng.choice(["PUT", "DELETE"]),
                 f"/v1/runs/{run}/checkpoints/{self._rng.randrange(4)}/pin",
             )
-        elif len([*self._root.glob(f"jobs/queued/{run}/*/*.json")]) < PENDING:
+        elif len([*self._root.glob(f"jobs/live/{run}/*/[!.]*")]) < PENDING:
             self._submit(run)
 
     def _create(self, run: str) -> None:

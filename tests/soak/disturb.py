@@ -12,6 +12,7 @@ from pathlib import Path
 from soak.check import JUNK, TERMINAL
 from soak.client import Client, Ledger
 from soak.stack import Stack, Victim, Volume
+from tandem.errors import TandemError
 from tandem.spool.locks import LockHeldError, file_lock
 from tandem.spool.paths import Paths
 
@@ -76,13 +77,11 @@ class Moments:
     def _came(self, moment: str, known: dict[str, str]) -> bool:
         """Whether a job that runs, or ran when it was last asked, has a new event of this type."""
         came = False
-        running = [
-            path.stem.split(",")[-1] for path in (self._root / "jobs/running").glob("[!.]*.json")
-        ]
-        for job in {*running, *known}:
+        active = [path.name.split(",")[-1] for path in (self._root / "jobs/active").glob("[!.]*")]
+        for job in {*active, *known}:
             try:
-                content = (self._root / f"jobs/events/{job}.jsonl").read_bytes()
-            except OSError:
+                content = Paths(self._root).events_file(job).read_bytes()
+            except (OSError, TandemError):
                 continue
             last = content.rstrip(b"\n").rpartition(b"\n")[2]
             kind = next((kind for kind in EVENTS if f'"type": "{kind}"'.encode() in last), "")
@@ -190,7 +189,6 @@ class Damage:
         self._root, self._rng, self._ledger = root, rng, ledger
         self.kinds = {
             "queued job": self._queued_job,
-            "id": self._id,
             "half an event": self._half_an_event,
             "lease": self._lease,
             "served.json": self._served,
@@ -238,65 +236,55 @@ class Damage:
                     file.write(bytes([content[0] ^ 0x80]) if content else b"\xff")
 
     def _queued_job(self) -> bool:
-        if self._rng.random() < 0.5 or (path := self._some("jobs/queued/*/*/*.json")) is None:
+        if self._rng.random() < 0.5 or (path := self._some("jobs/live/*/*/*/job.json")) is None:
             return False
-        self._ledger.write("damaged", id=path.stem.split(",")[-1])
-        self._spoil(path)
-        return True
-
-    def _id(self) -> bool:
-        """The name of a job's key, put back after a moment: without it the listings are asked."""
-        if (path := self._some("jobs/ids/*")) is None:
+        if '"state": "queued"' not in path.read_text():
             return False
-        content = path.read_bytes()
+        self._ledger.write("damaged", id=path.parent.name.split(",")[-1])
         self._spoil(path)
-        time.sleep(self._rng.uniform(0, 0.3))
-        path.write_bytes(content)
         return True
 
     def _half_an_event(self) -> bool:
         """As a writer that died: under the job's lock, half of a line without its end. More events
         follow."""
-        jobs = [
-            *self._root.glob("jobs/running/[!.]*.json"),
-            *self._root.glob("jobs/queued/*/*/[!.]*.json"),
-        ]
-        paths = [self._root / "jobs/events" / f"{job.stem.split(',')[-1]}.jsonl" for job in jobs]
-        if not (paths := [path for path in paths if path.exists()]):
+        if (path := self._some("jobs/live/*/*/*/events.jsonl")) is None:
             return False
-        path = self._rng.choice(paths)
-        self._ledger.write("torn", id=path.stem)
+        job = path.parent.name.split(",")[-1]
+        self._ledger.write("torn", id=job)
         try:
             with (
-                file_lock(Paths(self._root).job_lock(path.stem), blocking=False),
-                path.open("ab") as file,
+                file_lock(Paths(self._root).job_lock(job), blocking=False),
+                path.open("r+b") as file,
             ):
+                file.seek(0, 2)
                 file.write(b'{"seq": 3, "time": 17')
         except LockHeldError:
             return False
         return True
 
     def _lease(self) -> bool:
-        return (path := self._some("jobs/leases/*.json")) is not None and not self._spoil(path)
+        return (path := self._some("jobs/live/*/*/*/lease.json")) is not None and not self._spoil(
+            path
+        )
 
     def _served(self) -> bool:
         return (path := self._some("runs/*/served.json")) is not None and not self._spoil(path)
 
     def _heartbeat(self) -> bool:
-        return (path := self._some("jobs/work/*/*/beat.*")) is not None and not self._spoil(path)
+        return (
+            path := self._some("jobs/live/*/*/*/attempts/*/beat.*")
+        ) is not None and not self._spoil(path)
 
     def _junk(self) -> bool:
         where = self._rng.choice(
             [
                 "runs",
                 "jobs",
-                "jobs/queued",
-                "jobs/running",
-                "jobs/succeeded",
+                "jobs/live",
+                "jobs/active",
+                "jobs/ended",
+                "jobs/ended/0",
                 "jobs/damaged",
-                "jobs/ids",
-                "jobs/events",
-                "jobs/data",
             ]
         )
         path = self._root / where / f"{JUNK}-{self._rng.randrange(4)}.json"
@@ -305,7 +293,7 @@ class Damage:
 
     def _staged(self) -> bool:
         """A file that nobody wants in an attempt's work directory."""
-        if (path := self._some("jobs/work/*/*")) is None:
+        if (path := self._some("jobs/live/*/*/*/attempts/*")) is None:
             return False
         (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
             b'{"0": '
@@ -318,7 +306,7 @@ class Damage:
         if (path := self._some("runs/*/checkpoints/*/*")) is None or not path.is_file():
             return False
         job = re.search('"job": "(.*)"', (path.parents[0] / "manifest.json").read_text())
-        if job is None or not [*self._root.glob(f"jobs/succeeded/*/*,{job[1]}.json")]:
+        if job is None or not [*self._root.glob(f"jobs/ended/*/*,{job[1]},succeeded")]:
             return False  # its job has not ended yet, and may look at it
         copy = shutil.copy2(path, self._root.parent / "copy")
         try:

@@ -96,9 +96,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def file_of(spool: Path, job_id: str) -> Path:
-    (path,) = spool.glob(f"jobs/*/*/*,{job_id}.json")
+def directory_of(spool: Path, job_id: str) -> Path:
+    (path,) = spool.glob(f"jobs/ended/*/*,{job_id},*")
     return path
+
+
+def file_of(spool: Path, job_id: str, name: str = "job.json") -> Path:
+    return directory_of(spool, job_id) / name
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -113,7 +117,7 @@ def manifest(old: str, new: str) -> Callable[[Path], object]:
 
 def events(job_id: str, change: Callable[[list[str]], object]) -> Callable[[Path], object]:
     def apply(spool: Path) -> None:
-        path = spool / "jobs" / "events" / f"{job_id}.jsonl"
+        path = file_of(spool, job_id, "events.jsonl")
         lines = path.read_text().splitlines()
         change(lines)
         path.write_text("".join(line + "\n" for line in lines))
@@ -147,10 +151,11 @@ def lost_event(lines: list[str]) -> None:
     number(lines)
 
 
-def queued_again(spool: Path) -> None:
-    directory = spool / "jobs/queued/r/00000"
-    directory.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file_of(spool, "one"), directory)
+def moved_to_live(spool: Path, job_id: str, how: Callable[..., object]) -> None:
+    directory = directory_of(spool, job_id)
+    target = spool / "jobs/live/r/00000" / directory.name.rpartition(",")[0]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    how(directory, target)
 
 
 def later_checkpoint(spool: Path) -> None:
@@ -176,26 +181,24 @@ def forged(file: str, content: bytes) -> Callable[[Path], object]:
 
 # What the checker says (a regular expression) -> what breaks the spool.
 BREAKS: dict[str, Callable[[Path], object]] = {
-    "gone: was accepted, and is lost": lambda s: file_of(s, "gone").unlink(),
-    r"one: is in \['queued', 'succeeded'\]": queued_again,
-    r"gone: is in \['running'\]": (
-        lambda s: file_of(s, "gone").rename(s / "jobs/running" / file_of(s, "gone").name)
+    "gone: was accepted, and is lost": lambda s: shutil.rmtree(directory_of(s, "gone")),
+    r"one: is in \['live', 'ended'\]": lambda s: moved_to_live(s, "one", shutil.copytree),
+    r"gone: is in \['live'\]": lambda s: moved_to_live(s, "gone", Path.rename),
+    "gone.ULID is set aside, and nobody damaged it": lambda s: directory_of(s, "gone").rename(
+        s / "jobs/damaged" / f"{directory_of(s, 'gone').name.rpartition(',')[0]}.ULID"
     ),
-    "gone.json.ULID is set aside, and nobody damaged it": (
-        lambda s: file_of(s, "gone").rename(
-            s / "jobs/damaged" / f"queued,{file_of(s, 'gone').name}.ULID"
-        )
-    ),
-    "more of run r: nobody asked for it": lambda s: shutil.copy(
-        file_of(s, "one"), str(file_of(s, "one")).replace("one.json", "more.json")
+    "more of run r: nobody asked for it": lambda s: shutil.copytree(
+        directory_of(s, "one"), str(directory_of(s, "one")).replace(",one,", ",more,")
     ),
     "one,.*|holds job two": lambda s: file_of(s, "one").write_text(file_of(s, "two").read_text()),
-    "two: jobs/ids does not name its key": lambda s: (s / "jobs/ids/two").unlink(),
-    "one: is in succeeded, its result": lambda s: edit(
+    r"one: is in \['succeeded'\], its state failed": lambda s: edit(
         file_of(s, "one"), '"state": "succeeded"', '"state": "failed"'
     ),
+    "bad: is failed without a result": lambda s: edit(
+        file_of(s, "bad"), r'(?s)"result": \{.*\}\n\}', '"result": null}'
+    ),
     "run r: was created, and is lost": lambda s: shutil.rmtree(s / "runs/r"),
-    "one: has no events": lambda s: (s / "jobs/events/one.jsonl").unlink(),
+    "one: has no events": lambda s: file_of(s, "one", "events.jsonl").unlink(),
     r"two .*: the events' numbers are \[0, 2": events("two", lambda ls: ls.pop(1)),
     "one .*attempt 1 has only the events": events("one", lost_event),
     r"terminal events are \['succeeded', 'succeeded'\]": events(
@@ -215,10 +218,13 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     ),
     "two .*: attempt 2 computed": replaced("two", 3, '"loss": 1.0', '"loss": 1.5'),
     "one .*: events out of order": replaced("one", 0, '"claimed"', '"released"'),
-    "2 half-written lines": lambda s: (s / "jobs/events/one.jsonl").open("a").write('{"a\n{"b\n'),
+    "2 half-written lines": (
+        lambda s: file_of(s, "one", "events.jsonl").open("a").write('{"a\n{"b\n')
+    ),
     "two .*ended in attempt": lambda s: edit(file_of(s, "two"), '"attempt": 2', '"attempt": 1'),
-    "one .*: left jobs/data/one": lambda s: (s / "jobs/data/one").mkdir(),
-    "two .*: left jobs/leases/two.json": lambda s: (s / "jobs/leases/two.json").touch(),
+    "one .*: left data": lambda s: file_of(s, "one", "data").mkdir(),
+    "two .*: left lease.json": lambda s: file_of(s, "two", "lease.json").touch(),
+    "two: left jobs/active/": lambda s: (s / "jobs/active/1,1,r,two").touch(),
     "20 temporary names after 1 strikes": lambda s: [
         (s / f"jobs/.tmp-{i}").touch() for i in range(20)
     ],
@@ -276,7 +282,7 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
     shutil.copytree(good / "spool", root)
     spool, ledger = Spool(root), Ledger.read(good / "ledger")
     spool_tools.submit(spool, "hurt")
-    (path,) = root.glob("jobs/queued/r/*/*,hurt.json")
+    (path,) = root.glob("jobs/live/r/*/*,hurt/job.json")
     path.write_text("{")
     assert spool.queue.claim("runner") is None
     ledger.asked["hurt"] = "r"
@@ -285,11 +291,6 @@ def test_the_soaks_own_damage_is_no_violation(good: Path, tmp_path: Path) -> Non
         f"job hurt: {next(root.glob('jobs/damaged/*')).name} is set aside, and nobody damaged it"
     ]
     ledger.damaged.add("hurt")
-    assert violations(root, ledger) == []
-    # A submitter of the same id that dies has removed the events, and has not queued the new job.
-    (root / "jobs/events/hurt.jsonl").unlink()
-    assert violations(root, ledger) != []
-    ledger.repeated.add("hurt")
     assert violations(root, ledger) == []
 
 

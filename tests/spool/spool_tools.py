@@ -12,7 +12,6 @@ from tandem.spool.schema import (
     JobError,
     JobResult,
     JobSpec,
-    JobState,
     PackedData,
     RLJob,
     RunSpec,
@@ -107,9 +106,9 @@ def commit(spool: Spool, job: Job, content: bytes = b"trained") -> None:
     )
 
 
-def job_path(spool: Spool, state: JobState, job_id: str) -> Path:
-    """The job's file in one state, whether it is there or not."""
-    return spool.paths.job_file(state, spool.jobs.find(job_id))
+def job_path(spool: Spool, job_id: str) -> Path:
+    """The job's file."""
+    return spool.paths.job_file(job_id)
 
 
 def serve(spool: Spool, step: int) -> None:

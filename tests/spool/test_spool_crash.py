@@ -61,25 +61,26 @@ def summary(spool: Spool) -> dict:
         if where == "running":
             assert spool.leases.get(job_id).attempt in (listed.attempt, listed.attempt + 1)
         state["jobs"][job_id] = where, listed.attempt, listed.last_error is not None
-    for path in (spool.root / "jobs/events").iterdir():
-        events = spool.events.read(path.stem)
+        events = spool.events.read(job_id)
         assert [event.seq for event in events] == list(range(len(events)))
         assert sum(event.type in TERMINAL for event in events) <= 1
     return state
 
 
 def remains(spool: Spool) -> list[str]:
-    """Files that belong to no living job (apart from temporary names, which are removed once they
-    are an hour old)."""
+    """What no job needs any more (apart from temporary names, which are removed once they are an
+    hour old, and with their job)."""
+    found = [*spool.jobs.index.junk()]
     running = {job.spec.id for _, job in spool.jobs.list(states=("running",))}
-    owners = dict.fromkeys(("work", "leases", "cancel"), running)
-    owners["data"] = {job.spec.id for _, job in spool.jobs.list(states=("queued", "running"))}
-    files = [path for kind in owners for path in (spool.root / "jobs" / kind).glob("[!.]*")]
-    return [
-        str(path)
-        for path in files
-        if path.name.removesuffix(".json") not in owners[path.parent.name]
+    found += [
+        path for path in spool.paths.active.iterdir() if path.name.split(",")[3] not in running
     ]
+    for state, job in spool.jobs.list():
+        extra = {"queued": {"data"}, "running": {"data", "attempts", "lease.json", "cancel"}}
+        kept = {"job.json", "events.jsonl", "log", *extra.get(state, ())}
+        files = spool.paths.job_dir(job.spec.id).glob("[!.]*")
+        found += [path for path in files if path.name not in kept]
+    return [str(path) for path in found]
 
 
 @dataclass
@@ -135,10 +136,6 @@ def requeue(spool: Spool) -> None:
     spool.queue.requeue(job(spool), LOST)
 
 
-def half_requeued(state: dict) -> bool:
-    return state["jobs"]["j"] == ("running", 1, True)
-
-
 def finish(spool: Spool) -> None:
     spool.queue.finish(job(spool), succeeded(job(spool)))
 
@@ -159,7 +156,7 @@ def recover_then_claim(spool: Spool) -> None:
     claimed = spool.queue.claim("new")
     assert claimed.attempt in (1, 2)
     # Removes the difference between the two, for the comparison with the undisturbed claim.
-    path = job_path(spool, "running", "j")
+    path = job_path(spool, "j")
     path.write_text(claimed.model_copy(update={"attempt": 1, "last_error": None}).model_dump_json())
 
 
@@ -208,11 +205,11 @@ CASES = {
     ),
     "cancel queued": Case(prepare_queued, cancel, (cancel, recover_then_cancel)),
     "cancel running": Case(prepare_running, cancel),
-    "requeue": Case(prepare_running, requeue, (requeue, recover_new), half_requeued),
+    "requeue": Case(prepare_running, requeue, (requeue, recover_new)),
     "requeue to cancelled": Case(prepare_cancelling, requeue),
     "finish": Case(prepare_committed, finish, (finish, recover_new)),
     "fail": Case(prepare_running, lambda spool: spool.queue.finish(job(spool), failed())),
-    "recover": Case(prepare_running, recover_new, between=half_requeued),
+    "recover": Case(prepare_running, recover_new),
     "recover committed": Case(prepare_committed, recover_new),
     "commit": Case(prepare_running, lambda spool: commit(spool, job(spool)), (commit_again,)),
     "rollback": Case(

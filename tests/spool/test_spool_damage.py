@@ -12,6 +12,7 @@ import pytest
 from spool.spool_tools import (
     add_run,
     commit,
+    failed,
     job_path,
     run_spec,
     spool_with_run,
@@ -64,9 +65,9 @@ FILES = {
     "run.json": lambda spool: spool.root / "runs/r/run.json",
     "manifest": lambda spool: spool.checkpoints.path("r", 1) / "manifest.json",
     "served.json": lambda spool: spool.root / "runs/r/served.json",
-    "job": lambda spool: job_path(spool, "running", "lost"),
-    "queued job": lambda spool: job_path(spool, "queued", "next"),
-    "id": lambda spool: spool.paths.id_file("lost"),
+    "job": lambda spool: job_path(spool, "lost"),
+    "queued job": lambda spool: job_path(spool, "next"),
+    "active": lambda spool: spool.paths.active_file(spool.jobs.find("lost")),
     "lease": lambda spool: spool.paths.lease_file("lost"),
     "cancel": lambda spool: spool.paths.cancel_file("lost"),
     "events": lambda spool: spool.paths.events_file("lost"),
@@ -174,26 +175,46 @@ def test_links_that_lead_nowhere_have_no_size(tmp_path: Path) -> None:
     assert spool.checkpoints.size("r") > before
 
 
-@pytest.mark.parametrize("state", ["queued", "running"])
-def test_the_data_of_a_damaged_job_goes_with_its_file(tmp_path: Path, state: str) -> None:
-    """Without a runner. Another job with the same id keeps its own."""
+@pytest.mark.parametrize("state", ["queued", "running", "failed"])
+def test_a_damaged_job_goes_with_its_data(tmp_path: Path, state: str) -> None:
+    """Without a runner. Another job keeps its own."""
     spool = spool_with_run(tmp_path)
     job, other = submit(spool), submit(spool)
-    if state == "running":
-        spool.queue.claim("runner")
-    data = spool.paths.data_dir(job.spec.id)
-    assert data.is_dir()
-    spool.paths.job_file(state, job.key).write_text("{")
-    with pytest.raises(NotFound):
+    if state != "queued":
+        claimed = spool.queue.claim("runner")
+        assert claimed is not None
+        if state == "failed":
+            spool.queue.finish(claimed, failed())
+    directory = spool.paths.job_dir(job.spec.id)
+    (directory / "job.json").write_text("{")
+    with pytest.raises(NotFound, match="it was damaged, and its directory is"):
         spool.jobs.get(job.spec.id)
-    assert not data.exists()
+    assert not directory.exists()
+    assert not list(spool.paths.active.iterdir())
+    (aside,) = spool.paths.damaged.iterdir()
+    assert {path.name for path in aside.iterdir()} <= {"job.json", "events.jsonl"}
+    ends = [event for event in spool.events.read(job.spec.id) if event.type in TERMINAL]
+    assert [end.type for end in ends] == ["failed"]
     assert spool.paths.data_dir(other.spec.id).is_dir()
+    assert spool.queue.claim("runner").spec.id == other.spec.id
 
 
-def test_a_job_with_one_whole_file_keeps_its_data(tmp_path: Path) -> None:
-    """A death between two renames left it in two directories, and damage one of them."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": "succeeded"},
+        {"state": "running", "result": {"state": "failed", "finished": 1.0}},
+        {"state": "failed", "result": {"state": "cancelled", "finished": 1.0}},
+        None,
+    ],
+)
+def test_a_job_that_contradicts_itself_is_damaged(tmp_path: Path, change: dict | None) -> None:
     spool = spool_with_run(tmp_path)
-    job = submit(spool)
-    spool.paths.job_file("running", job.key).write_text("{")
-    assert spool.jobs.get(job.spec.id)[0] == "queued"
-    assert spool.paths.data_dir(job.spec.id).is_dir()
+    submit(spool, "j")
+    path = job_path(spool, "j")
+    if change is None:
+        path.unlink()
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert spool.jobs.list() == []
+    assert len(spool.damage()["job"]) == 1

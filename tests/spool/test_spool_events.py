@@ -8,9 +8,18 @@ import time
 
 import pytest
 
+from spool.spool_tools import submit
+from tandem.errors import NotFound
 from tandem.spool import Spool
 
 FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def spool(spool: Spool) -> Spool:
+    """A spool with the job `j`."""
+    submit(spool, "j")
+    return spool
 
 
 def seqs(spool: Spool) -> list[int]:
@@ -18,7 +27,9 @@ def seqs(spool: Spool) -> list[int]:
 
 
 def test_append_read(spool):
-    assert spool.events.read("j") == []
+    assert spool.events.read("j") == spool.events.read("nobody") == []
+    with pytest.raises(NotFound):
+        spool.events.append("nobody", "step")
     first = spool.events.append("j", "claimed", attempt=1, runner="me")
     second = spool.events.append(
         "j", "step", attempt=1, loss=0.5, nothing=float("nan"), text="a\nb\u2028é"

@@ -253,7 +253,7 @@ def test_absence_is_believed_only_after_the_directory_was_opened(tmp_path, monke
     real, forgotten = fs.read_plain, []
 
     def forgetful(path, *, most):
-        if path.name.endswith(",j.json") and path not in forgotten and "queued" in path.parts:
+        if path.name == "job.json" and path not in forgotten:
             forgotten.append(path)
             raise FileNotFoundError(2, "stale", str(path))
         return real(path, most=most)
@@ -339,18 +339,17 @@ def test_records_leave_nothing(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 def test_listings_of_directories_that_are_gone_leave_nothing(memory_path: Path) -> None:
     spool = spool_with_run(memory_path)
-    top = str(spool.paths.state_dir("failed"))
+    top = str(spool.paths.live)
 
-    def list_an_hour(number: int) -> None:
-        os.mkdir(directory := f"{top}/hour-{number}")  # noqa: PTH102 (pathlib keeps the names)
+    def list_a_run(number: int) -> None:
+        os.makedirs(directory := f"{top}/run-{number}/00000")  # noqa: PTH103 (pathlib keeps names)
         for job in range(5):
-            os.close(
-                os.open(f"{directory}/{job:016d},00000000,r,job-{number}-{job}.json", os.O_CREAT)
-            )
-        assert spool.jobs.index.count("failed") == 5
-        shutil.rmtree(directory)
+            name = f"{job:016d},00000000,run-{number},job-{number}-{job}"
+            os.mkdir(f"{directory}/{name}")  # noqa: PTH102
+        assert spool.jobs.index.count("queued") == 5
+        shutil.rmtree(f"{top}/run-{number}")
 
-    assert growth(list_an_hour) < 1_000_000
+    assert growth(list_a_run) < 1_000_000
 
 
 def growth(read: Callable[[int], object]) -> int:

@@ -19,7 +19,6 @@ from spool.spool_tools import (
     start,
     submit,
     succeeded,
-    train_one,
 )
 from spool.volume_tools import refused, temporary_names, tree
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
@@ -30,27 +29,26 @@ from tandem.spool.recovery import recover
 from tandem.spool.removal import delete_run
 from tandem.spool.schema import JobError, JobResult, RLLoss
 
+RUNNING = ["attempts", "data", "events.jsonl", "job.json", "lease.json"]
+
 
 def types(spool: Spool, job_id: str) -> list[str]:
     return [event.type for event in spool.events.read(job_id)]
 
 
 def places(spool: Spool, job_id: str) -> list[str]:
-    """The directories under jobs/ that have something of the job, but for ids/, which always
-    has."""
-    found = set()
-    for path in (spool.root / "jobs").rglob("*"):
-        if path.name.split(",")[-1].split(".json")[0].removesuffix(".log") == job_id:
-            found.add(path.relative_to(spool.root / "jobs").parts[0])
-    assert "ids" in found
-    return sorted(found - {"ids"})
+    """Where the job's directory is below jobs/, and what is in it."""
+    (directory,) = [path for path in spool.paths.jobs.rglob(f"*,{job_id}*") if path.is_dir()]
+    found = [directory.relative_to(spool.paths.jobs).parts[0]]
+    found += sorted(path.name for path in directory.iterdir())
+    return found + ["active"] * len([*spool.paths.active.glob(f"*,{job_id}")])
 
 
 def test_the_whole_way(spool):
     job, new = spool.queue.submit(maker(), run="r", job_id="j", fingerprint="f", base_step=0)
     assert new
     assert spool.jobs.get("j") == ("queued", job)
-    assert job.spec.data.path == "jobs/data/j"
+    assert spool.root / job.spec.data.path == spool.paths.data_dir("j")
     assert (spool.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
     claimed = spool.queue.claim("me")
     assert (claimed.attempt, claimed.spec) == (1, job.spec)
@@ -63,13 +61,13 @@ def test_the_whole_way(spool):
         os.uname().nodename,
         1,
     )
-    assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
+    assert places(spool, "j") == ["live", *RUNNING, "active"]
     commit(spool, claimed)
     spool.paths.log_file("j").write_text("a log")
     assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
     state, done = spool.jobs.get("j")
     assert (state, done.result.step) == ("succeeded", 1)
-    assert places(spool, "j") == ["events", "logs", "succeeded"]
+    assert places(spool, "j") == ["ended", "events.jsonl", "job.json", "log"]
     assert [(event.type, event.data.get("step")) for event in spool.events.read("j")] == [
         ("claimed", None),
         ("succeeded", 1),
@@ -228,7 +226,7 @@ def test_requeue_until_an_error_lasts(spool):
         assert spool.queue.requeue(job, LOST) == "queued"
         state, waiting = spool.jobs.get("j")
         assert (state, waiting.attempt, waiting.last_error) == ("queued", 1, LOST)
-        assert places(spool, "j") == ["data", "events", "queued"]
+        assert places(spool, "j") == ["live", "data", "events.jsonl", "job.json"]
     again = spool.queue.claim("me")
     assert again.attempt == 2
     for end in (lambda: spool.queue.requeue(job, LOST), lambda: spool.queue.finish(job, failed())):
@@ -239,7 +237,7 @@ def test_requeue_until_an_error_lasts(spool):
         assert spool.queue.requeue(again, lasting) == "failed"
         assert spool.jobs.get("j")[1].result.error == lasting
     assert types(spool, "j") == ["claimed", "requeued", "claimed", "failed"]
-    assert places(spool, "j") == ["events", "failed"]
+    assert places(spool, "j") == ["ended", "events.jsonl", "job.json"]
 
 
 def test_each_lost_attempt_has_its_event_and_a_request_to_cancel_goes_with_the_job(spool):
@@ -281,26 +279,23 @@ def test_recover_says_what_was_lost(spool):
 
 
 def test_sweep_of_old_remains_only(spool):
-    ended = spool.paths.data_dir(train_one(spool).spec.id)
-    ended.mkdir()
     submit(spool, "queued")
-    spool.checkpoints.pin("r", 1)
+    spool.checkpoints.pin("r", 0)
     (spool.root / "runs/r/merged").mkdir()
+    bucket = spool.paths.bucket("r", 0).relative_to(spool.root)
     remains = []
     for name in (
-        "jobs/data/crashed/",
-        "jobs/data/.tmp-01ABC/",
-        "jobs/work/crashed/",
+        "jobs/live/.tmp-01ABC/",
+        f"{bucket}/.tmp-01ABC/",
+        "jobs/ended/0/.tmp-gone.01ABC/",
+        "jobs/damaged/.tmp-01ABC/",
         "runs/.tmp-01ABC/",
-        "jobs/queued/.tmp-x.json.01ABC",
         "jobs/.tmp-hold.json.01ABC",
-        "jobs/leases/crashed.json",
         ".tmp-probe.01ABC",
         "runs/r/.tmp-x",
         "runs/r/checkpoints/.tmp-x",
         "runs/r/pinned/.tmp-x",
         "runs/r/merged/.tmp-x",
-        "jobs/cancel/crashed",
     ):
         remains.append(path := spool.root / name)
         if name.endswith("/"):
@@ -317,22 +312,45 @@ def test_sweep_of_old_remains_only(spool):
             os.utime(path, (time.time() - age,) * 2)
         recover(spool, "me")
         assert [path.exists() for path in remains] == [age < 3600] * len(remains)
-        assert not ended.exists()
     assert (spool.paths.data_dir("queued") / "tokens.npy").exists()  # its job is there, however old
     assert temporary_names(spool.root) == []
 
 
-def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool):
+def test_what_a_dead_process_left_in_a_job_goes_with_its_end(spool):
+    job = start(spool, "j")
+    for name in (".tmp-job.json.01ABC", "cancel"):
+        (spool.paths.job_dir("j") / name).touch()
+    (spool.paths.job_dir("j") / ".tmp-attempts.01ABC").mkdir()
+    spool.queue.finish(job, failed())
+    assert places(spool, "j") == ["ended", "events.jsonl", "job.json"]
+
+
+@pytest.mark.parametrize("complete", [lambda spool: spool.queue.claim("me"), recover])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_cancellation_that_died_half_way_is_completed_by_the_runner(spool, named, complete):
+    """`named`: its name in active/ is there, which a loss of power may take."""
     job = submit(spool, "j")
     result = JobResult(state="cancelled", finished=time.time())
-    job_path(spool, "running", "j").write_text(
-        job.model_copy(update={"result": result}).model_dump_json()
-    )
+    decided = job.model_copy(update={"state": "cancelled", "result": result})
+    job_path(spool, "j").write_text(decided.model_dump_json())
+    if named:
+        spool.paths.active_file(job.key).touch()
     assert spool.jobs.get("j")[0] == "queued"  # decided, but nobody has been told
-    assert spool.queue.next_base("r") == 0
-    assert spool.queue.claim("me") is None
+    assert spool.queue.next_base("r") == (0 if named else 1)
+    complete(spool) if complete is not recover else recover(spool, "me")
     assert types(spool, "j") == ["cancelled"]
-    assert places(spool, "j") == ["cancelled", "events"]
+    assert places(spool, "j") == ["ended", "events.jsonl", "job.json"]
+    assert spool.queue.next_base("r") == 0
+
+
+def test_a_running_job_whose_name_a_loss_of_power_took_is_not_claimed_again(spool):
+    job = start(spool, "j")
+    submit(spool, "next")
+    spool.paths.active_file(job.key).unlink()
+    assert spool.queue.claim("me") is None
+    assert places(spool, "j") == ["live", *RUNNING, "active"]
+    spool.paths.active_file(job.key).unlink()
+    assert [(state, job.spec.id) for state, job in recover(spool, "new")] == [("queued", "j")]
 
 
 def test_paging_through_the_jobs_of_all_states(spool):
@@ -387,15 +405,18 @@ def test_a_claim_and_a_submission_do_not_read_the_queue(spool, monkeypatch):
     for step in range(1, 2500):
         for state, job in (("queued", first), ("failed", ended)):
             spec = job.spec.model_copy(update={"id": f"{state}-{step}", "base_step": step})
-            copied = job.model_copy(update={"spec": spec})
-            spool.paths.id_file(spec.id).write_text(copied.key.name)
-            file = spool.paths.job_file(state, copied.key)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(copied.model_dump_json())
+            key = job.model_copy(update={"spec": spec}).key
+            paths = spool.paths
+            directory = paths.live_dir(key) if state == "queued" else paths.ended_dir(key, "failed")
+            directory.mkdir(parents=True)
     assert spool.queue.next_base("r") == 2500
+    cost()
+    time.sleep(2.6)  # until then, a directory that has changed is listed each time
+    cost()
     many = cost()
     assert many[1] <= few[1] + 2
-    assert many[0] <= few[0] + 1010  # the run's first directory of queued jobs
+    # The run's first directory of live jobs, some times; a sixteenth of the ended ones.
+    assert many[0] <= few[0] + 1600, many
 
 
 def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
@@ -412,7 +433,7 @@ def test_base_steps_across_directories_of_the_queue(spool, monkeypatch):
         assert job.spec.base_step == step
         commit(spool, job)
         spool.queue.finish(job, succeeded(job))
-    assert sorted(path.name for path in (spool.root / "jobs/queued/r").iterdir()) == [
+    assert sorted(path.name for path in (spool.root / "jobs/live/r").iterdir()) == [
         "00001",
         "00002",
         "00003",
@@ -423,7 +444,7 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
     add_run(spool, "q")
     submit(spool, "j")
     submit(spool, "k", run="q")
-    (file := job_path(spool, "queued", "j")).write_text("{")
+    (file := job_path(spool, "j")).write_text("{")
 
     def full(*arguments, **data):
         raise SpoolUnusable("the volume is full")
@@ -434,48 +455,40 @@ def test_a_damaged_queued_job_is_set_aside_with_its_end_and_the_rest_goes_on(spo
         assert file.exists()  # no end can be written: the file stays for the next reader
     assert spool.queue.claim("me").spec.id == "k"
     assert not file.exists()
-    assert [path.read_text() for path in spool.paths.damaged.iterdir()] == ["{"]
+    (aside,) = spool.paths.damaged.iterdir()
+    assert (aside / "job.json").read_text() == "{"
     (event,) = spool.events.read("j")  # who waits for the job is told
     assert (event.type, event.data["error"]["type"]) == ("failed", "job_damaged")
     with refused(NotFound, "id", match="damaged"):
         spool.jobs.get("j")
     assert [job.spec.id for _, job in spool.jobs.list()] == ["k"]
     assert submit(spool, "j").spec.base_step == 0  # it can be submitted again
-    assert any("queued," in problem for problem in spool.damage()["job"])
+    assert spool.damage()["job"] == [str(aside)]
+    assert types(spool, "j") == []
 
 
-def test_a_start_that_the_volume_refuses_to_end_and_to_undo_is_undone_by_the_next_claim(
-    spool, monkeypatch
-):
+def test_a_start_that_the_volume_refuses_to_undo_is_undone_by_the_next_claim(spool, monkeypatch):
     submit(spool, "j")
 
     def refuse(*arguments, **data):
         raise SpoolUnusable("read-only")
 
-    # It becomes read-only right behind the job's file in running/.
+    # It becomes read-only before the job's file is replaced.
     with monkeypatch.context() as patch:
         patch.setattr(Events, "append", refuse)
         patch.setattr(fs, "remove_file", refuse)
+        patch.setattr(fs, "remove_tree", lambda _: None)
         with pytest.raises(SpoolUnusable):
             spool.queue.claim("me")
-    assert spool.jobs.get("j")[0] == "running"
+    assert spool.jobs.get("j")[0] == "queued"
+    assert spool.jobs.index.running() == []
+    assert list(spool.paths.active.iterdir())
+    recover(spool, "new")
+    assert places(spool, "j") == ["live", "data", "job.json"]
     claimed = spool.queue.claim("me")
     assert claimed is not None
     assert claimed.attempt == 1
-    assert places(spool, "j") == ["data", "events", "leases", "running", "work"]
-    commit(spool, claimed)
-    assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
-    assert types(spool, "j") == ["claimed", "succeeded"]
-
-
-def test_a_damaged_file_that_a_running_job_left_in_the_queue_does_not_end_it(spool):
-    submit(spool, "j")
-    queued = job_path(spool, "queued", "j")
-    claimed = spool.queue.claim("me")
-    queued.parent.mkdir(parents=True, exist_ok=True)
-    queued.write_text("{")
-    assert spool.jobs.get("j") == ("running", claimed)
-    assert not queued.exists()
+    assert places(spool, "j") == ["live", *RUNNING, "active"]
     commit(spool, claimed)
     assert spool.queue.finish(claimed, succeeded(claimed)) == "succeeded"
     assert types(spool, "j") == ["claimed", "succeeded"]
@@ -495,7 +508,7 @@ def test_a_damaged_file_that_a_running_job_left_in_the_queue_does_not_end_it(spo
 def test_a_damaged_ended_job_disturbs_no_list(spool, old, new):
     for job_id in ("j", "other"):
         spool.queue.finish(start(spool, job_id), failed())
-    content = (file := job_path(spool, "failed", "j")).read_text()
+    content = (file := job_path(spool, "j")).read_text()
     assert re.search(old, content)
     file.write_bytes(re.sub(old, new, content, count=1).encode(errors="surrogateescape"))
     assert [job.spec.id for _, job in spool.jobs.list()] == ["other"]
@@ -505,81 +518,44 @@ def test_a_damaged_ended_job_disturbs_no_list(spool, old, new):
 
 def test_junk_among_the_jobs_is_ignored_and_named(spool):
     submit(spool, "j")
-    bucket = job_path(spool, "queued", "j").parent
+    bucket = spool.paths.bucket("r", 0)
     junk = [
-        spool.root / "jobs/queued/junk.json",
+        spool.root / "jobs/live/junk.json",
+        spool.root / "jobs/live/r/y",
         bucket / "a.json",
         bucket / "b",
-        spool.root / "jobs/running/x.json",
-        spool.root / "jobs/failed/y",
+        spool.root / "jobs/active/x.json",
+        spool.root / "jobs/ended/0/y",
+        spool.root / "jobs/ended/z",
     ]
     for path in junk:
         path.write_text("junk")
-    (spool.root / "jobs/queued/no-run").mkdir()
+    (spool.root / "jobs/live/no-run").mkdir()
     assert submit(spool, "k").spec.base_step == 1
     assert [job.spec.id for _, job in spool.jobs.list()] == ["j", "k"]
     assert sorted(spool.damage()["name"]) == sorted(str(path) for path in junk)
     assert spool.queue.claim("me").spec.id == "j"
 
 
-def test_a_lost_or_damaged_id_is_found_by_the_names(spool):
-    submit(spool, "j")
-    spool.paths.id_file("j").write_text("?")
-    assert spool.jobs.get("j")[0] == "queued"
-
-
-def test_a_job_that_is_claimed_while_another_is_submitted_keeps_its_base_step(spool, monkeypatch):
-    """Between the look at the running jobs and that at the queued ones."""
-    submit(spool, job_id="first")
-    gap, claimed = spool.jobs.index.first_gap, []
-
-    def first_gap(*arguments):
-        if not claimed:
-            claimed.append(spool.queue.claim("runner"))
-        return gap(*arguments)
-
-    monkeypatch.setattr(spool.jobs.index, "first_gap", first_gap)
-    assert spool.queue.next_base("r") == 1
-    assert [job.spec.id for job in claimed] == ["first"]
-
-
-def test_a_decided_job_that_is_gone_does_not_end_the_runner(spool, monkeypatch):
-    """Who cancelled it has completed that meanwhile, and the job was removed."""
-    job = start(spool)
-    result = JobResult(state="cancelled", finished=time.time())
-    decided = job.model_copy(update={"result": result})
-    monkeypatch.setattr(spool.jobs, "locate", lambda key, **_: ("running", decided))
-    asked = []
-
-    def gone(job, _):
-        asked.append(job.spec.id)
-        raise NotFound("it was removed")
-
-    monkeypatch.setattr(spool.queue, "finish", gone)
-    assert spool.queue.claim("runner") is None
-    assert asked == [job.spec.id]
-
-
-def test_a_job_that_is_put_back_while_it_is_listed_is_not_missed(spool, monkeypatch):
+def test_a_job_that_ends_while_it_is_read_is_not_missed(spool, monkeypatch):
     job = start(spool, "moving")
     read_record, moved = fs.read_record, []
 
-    def requeue_between(path, *args, **more):
-        found = read_record(path, *args, **more)
-        if not moved and "queued" in path.parts and found is None:
+    def end_between(path, *args, **more):
+        if not moved and path.name == "job.json":
             moved.append(path)
-            spool.queue.requeue(job, LOST)
-        return found
+            spool.queue.finish(job, failed())
+        return read_record(path, *args, **more)
 
-    monkeypatch.setattr(fs, "read_record", requeue_between)
-    with refused(Conflict, "step"):
-        spool.checkpoints.rollback("r", 0)
+    monkeypatch.setattr(fs, "read_record", end_between)
+    assert [state for state, _ in spool.jobs.list()] == ["failed"]
     assert moved
+    assert spool.damage()["job"] == []
 
 
 def test_a_job_of_a_newer_version_waits_for_it(spool):
     submit(spool, "newer")
-    path = job_path(spool, "queued", "newer")
+    path = job_path(spool, "newer")
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"since_then": None}))
     assert spool.queue.claim("old runner") is None
@@ -595,7 +571,7 @@ def test_nothing_goes_on_beside_a_job_of_a_newer_version(spool, monkeypatch, sta
     """Its file can't be read, but the file's name says which job, run and step it is."""
     monkeypatch.setattr(recovery, "STALE_SECONDS", -1.0)
     submit(spool, "newer") if state == "queued" else start(spool, "newer")
-    path = job_path(spool, state, "newer")
+    path = job_path(spool, "newer")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"since_then": None}))
     assert spool.queue.next_base("r") == 1
     recover(spool, "old runner")

@@ -75,7 +75,8 @@ def test_the_same_submission_from_many_processes_is_one_job(spool):
     for run in "rq":
         bases = [job.spec.base_step for _, job in spool.jobs.pending(run)]
         assert bases == list(range(len(bases)))
-    assert sorted(path.name for path in (spool.root / "jobs/data").iterdir()) == ids
+    directories = spool.root.glob("jobs/live/*/*/*/data")
+    assert sorted(path.parent.name.split(",")[3] for path in directories) == ids
 
 
 @pytest.mark.parametrize(("base_steps", "jobs"), [([None] * 8, 24), (range(6), 6)])
@@ -160,11 +161,10 @@ def test_claims_cancels_requeues_and_submissions_race(spool):
         assert sorted(makers) == sorted(done)
     for job_id in ids:
         _check_story(spool, job_id)
-    assert [
-        path
-        for kind in ("data", "work", "leases", "cancel")
-        for path in spool.root.glob(f"jobs/{kind}/*")
-    ] == []
+    assert [*spool.root.glob("jobs/active/*"), *spool.root.glob("jobs/live/*")] == []
+    assert len([*spool.root.glob("jobs/ended/*/*")]) == len(ids)
+    kept = {path.name for path in spool.root.glob("jobs/ended/*/*/*")}
+    assert kept == {"job.json", "events.jsonl"}
 
 
 def _check_story(spool: Spool, job_id: str) -> None:
@@ -339,8 +339,8 @@ class Life(RuleBasedStateMachine):
         assert {
             job.spec.id: state for state, job in self.spool.jobs.list(states=TERMINAL)
         } == self.ended
-        kept = {path.name for path in (self.spool.root / "jobs/data").iterdir()}
-        assert kept == {
+        kept = {path.parent.name for path in (self.spool.root / "jobs").rglob("data")}
+        assert {name.split(",")[3] for name in kept} == {
             *self.queue["r"],
             *self.queue["q"],
             *(job.spec.id for job in self.running.values()),

@@ -46,7 +46,7 @@ def train_logged(spool: Spool, run: str = "r") -> str:
 
 def hours_ago(spool: Spool, job_id: str, hours: float) -> None:
     """Makes an ended job as old as this."""
-    (path,) = spool.root.glob(f"jobs/*/*/*,{job_id}.json")
+    path = spool.paths.job_file(job_id)
     os.utime(path, (time.time() - hours * 3600,) * 2)
 
 
@@ -55,13 +55,10 @@ def steps_after(spool: Spool, settings: Settings, run: str = "r") -> list[int]:
     return spool.checkpoints.steps(run)
 
 
-def files_of_jobs(spool: Spool) -> set[str]:
-    kinds = ("ids", "events", "logs", "data", "work", "leases", "cancel")
-    paths = [path for kind in kinds for path in (spool.paths.jobs / kind).iterdir()]
-    return {
-        path.name.removesuffix(".jsonl").removesuffix(".log").removesuffix(".json")
-        for path in paths
-    }
+def jobs_left(spool: Spool) -> set[str]:
+    """The ids of all jobs that have a file on the volume."""
+    names = [path.parent.name for path in spool.paths.jobs.rglob("job.json")]
+    return {name.split(",")[3].split(".")[0] for name in names}
 
 
 def test_the_newest_every_mth_and_step_0_stay(spool):
@@ -90,11 +87,10 @@ def queue_with_reference(spool: Spool, step: int = 2) -> None:
 def stale_base(spool: Spool) -> None:
     """A queued job on a step that is not the newest any more, as after a restore of a backup."""
     job = submit(spool, "j")
-    path = spool.paths.job_file("queued", spool.jobs.find("j"))
-    path.unlink()
-    path.parent.rmdir()
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"base_step": 2})})
-    spool.queue._write("queued", job)
+    spool.paths.job_file("j").write_text(job.model_dump_json())
+    directory = spool.paths.job_dir("j")
+    directory.rename(directory.with_name(job.key.name))
 
 
 @pytest.mark.parametrize(
@@ -210,16 +206,25 @@ def test_a_directory_that_can_not_be_removed_yet_keeps_its_name(spool, monkeypat
     assert not left.exists()
 
 
+@pytest.mark.parametrize("name", ["uploads", "tunings"])
+def test_what_a_dead_request_of_openais_api_left_is_swept_away(spool, name):
+    left = spool.root / name / f"{fs.TEMPORARY}{fs.new_ulid()}"
+    left.mkdir(parents=True)
+    recovery.sweep(spool)
+    assert not left.exists()
+
+
 def test_what_can_not_be_removed_keeps_nothing_of_the_others(spool, monkeypatch):
     for job_id in ("first", "second"):
         spool.queue.finish(start(spool, job_id, created=time.time() - 72 * 3600), failed())
         hours_ago(spool, job_id, 48)
     monkeypatch.setattr(
-        removal, "_prune_damaged", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "no"))
+        removal, "_set_aside_before", lambda *_: (_ for _ in ()).throw(OSError(errno.EACCES, "no"))
     )
+    (spool.paths.damaged / "one").mkdir()
     with pytest.raises(OSError, match="no"):
         prune(spool, Settings(keep_days=1.0))
-    assert files_of_jobs(spool) == set()
+    assert jobs_left(spool) == set()
 
 
 def test_a_fork_that_takes_long_is_not_swept_away(spool, monkeypatch):
@@ -255,75 +260,55 @@ def test_a_fork_whose_files_take_long_to_hash_is_not_swept_away(spool, monkeypat
     assert spool.checkpoints.verify("copy", 0).origin is not None
 
 
-def damage(spool: Spool, job_id: str, state: str, hours: float) -> None:
+def damage(spool: Spool, job_id: str, hours: float) -> None:
     """Damages a job's file, which was set aside so many hours ago then."""
-    (path,) = spool.paths.jobs.glob(f"{state}/**/*,{job_id}.json")
-    path.write_text("{")
+    directory = spool.paths.job_dir(job_id)
+    spool.paths.job_file(job_id).write_text("{")
     spool.jobs.list()
-    assert not path.exists()
+    assert not directory.exists()
     set_aside_hours_ago(spool, job_id, hours)
 
 
 def set_aside_hours_ago(spool: Spool, job_id: str, hours: float) -> None:
-    (path,) = spool.paths.damaged.glob(f"*,{job_id}.json.*")
+    (path,) = spool.paths.damaged.glob(f"*,{job_id}.*")
     path.rename(path.with_name(path.name[:-26] + fs.new_ulid(time.time() - hours * 3600)))
 
 
-def test_damaged_files_go_with_what_is_left_of_their_jobs(spool):
+def test_damaged_jobs_go_by_the_age_of_their_damage(spool):
     for job_id, hours in (("old", 25), ("young", 23)):
         spool.queue.finish(start(spool, job_id), failed())
         spool.paths.log_file(job_id).write_text("printed")
-        damage(spool, job_id, "failed", hours)
+        damage(spool, job_id, hours)
     submit(spool, "waits")
-    damage(spool, "waits", "queued", 0)
-    (spool.paths.damaged / "by-hand").touch()
+    damage(spool, "waits", 0)
+    (spool.paths.damaged / "by-hand").mkdir()
     before = tree(spool.root)
     prune(spool, NEWEST)
     assert tree(spool.root) == before
     prune(spool, Settings(keep_days=1.0))
-    assert files_of_jobs(spool) == {"young", "waits"}
+    assert jobs_left(spool) == {"young", "waits"}
     assert len(spool.damage()["job"]) == 3
     with refused(NotFound, "id", "there is no job 'old'"):
         spool.jobs.get("old")
     set_aside_hours_ago(spool, "waits", 25)
     prune(spool, Settings(keep_days=1.0))
-    assert sorted(path.name.rpartition(",")[2][:7] for path in spool.paths.damaged.iterdir()) == [
-        "by-hand",
-        "young.j",
-    ]
+    assert jobs_left(spool) == {"young"}
+    assert (spool.paths.damaged / "by-hand").exists()
     assert submit(spool, "old").spec.id == "old"
 
 
-def test_a_damaged_file_goes_alone_if_its_job_or_another_of_its_id_is_whole(spool):
-    submit(spool, "twice")
-    path = spool.paths.job_file("queued", spool.jobs.find("twice"))
-    claimed = spool.queue.claim("me")
-    path.parent.mkdir(parents=True)
-    path.touch()  # a dead process left it
-    damage(spool, "twice", "queued", 25)
-    spool.queue.finish(claimed, failed())
+def test_a_damaged_job_and_the_next_of_its_id_do_not_disturb_one_another(spool):
     spool.queue.finish(start(spool, "again"), failed())
-    damage(spool, "again", "failed", 25)
+    damage(spool, "again", 25)
     spool.queue.finish(start(spool, "again"), failed())
+    assert [event.type for event in spool.events.read("again")] == ["claimed", "failed"]
     prune(spool, Settings(keep_days=1.0))
     assert spool.damage()["job"] == []
-    for job_id in ("twice", "again"):
-        assert spool.jobs.get(job_id)[0] == "failed"
-        assert spool.events.read(job_id)[-1].type == "failed"
-
-
-def test_a_removed_job_does_not_come_back_from_a_file_that_a_dead_process_left(spool):
-    submit(spool, "j")
-    path = spool.paths.job_file("queued", spool.jobs.find("j"))
-    content = path.read_bytes()
-    spool.queue.finish(spool.queue.claim("me"), failed())
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
+    assert spool.jobs.get("again")[0] == "failed"
     prune(spool, NOW_OLD)
     assert spool.jobs.list() == []
-    assert spool.queue.claim("me") is None
-    spool.queue.finish(start(spool, "j"), failed())  # the id is a new job's
-    assert [event.type for event in spool.events.read("j")] == ["claimed", "failed"]
+    spool.queue.finish(start(spool, "again"), failed())  # the id is a new job's
+    assert [event.type for event in spool.events.read("again")] == ["claimed", "failed"]
 
 
 def test_a_run_with_jobs_is_not_deleted(spool):
@@ -344,7 +329,7 @@ def test_a_deleted_run_leaves_nothing_and_another_of_its_name_is_new(spool):
     spool.checkpoints.rollback("r", 1)
     shutil.rmtree(delete_run(spool, "r"))
     assert spool.runs.names() == ["copy", "other"]
-    assert files_of_jobs(spool) == {other}
+    assert jobs_left(spool) == {other}
     with refused(NotFound, "run"):
         delete_run(spool, "r")
     spool.checkpoints.verify("copy", 0)
@@ -365,7 +350,7 @@ def test_a_job_that_was_packed_for_a_deleted_run_is_not_queued_in_the_next_of_it
     with refused(Conflict, "run", "deleted"):
         spool.queue.submit(make, run="r", job_id="j", fingerprint="f", base_step=None)
     assert spool.jobs.list() == []
-    assert files_of_jobs(spool) == set()
+    assert jobs_left(spool) == set()
 
 
 def test_who_waits_for_the_lock_of_a_run_that_goes_does_not_get_it(spool, monkeypatch):
@@ -418,16 +403,18 @@ def test_the_size_of_a_run_follows_its_files(spool):
 
 def test_runs_whose_jobs_share_a_directory_are_deleted_at_once(spool, monkeypatch):
     add_run(spool, "other")
-    jobs = [train_logged(spool), train_logged(spool, "other")]
-    sync = fs.fsync_dir
+    for run in ("r", "other"):
+        for _ in range(20):  # more than there are directories
+            train_logged(spool, run)
+    aside, deleted = removal._set_aside, []
 
-    def sync_late(directory):
-        if directory == spool.paths.removed and "other" in spool.runs.names():
-            monkeypatch.undo()
+    def delete_between(directories):
+        if not deleted:
+            deleted.append("other")
             shutil.rmtree(delete_run(spool, "other"))
-        sync(directory)
+        return aside(directories)
 
-    monkeypatch.setattr(fs, "fsync_dir", sync_late)
+    monkeypatch.setattr(removal, "_set_aside", delete_between)
     shutil.rmtree(delete_run(spool, "r"))
     assert spool.runs.names() == []
-    assert files_of_jobs(spool).isdisjoint(jobs)
+    assert jobs_left(spool) == set()

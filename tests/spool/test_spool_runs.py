@@ -96,10 +96,10 @@ def test_what_is_not_ours_is_not_listed(spool):
     ):
         (spool.root / name).mkdir()
     for name in (
-        "jobs/queued/.nfs1",
-        "jobs/queued/note.txt",
-        "jobs/running/a b.json",
-        "jobs/data/a b",
+        "jobs/live/.nfs1",
+        "jobs/live/note.txt",
+        "jobs/active/a b",
+        "jobs/ended/0/a b",
     ):
         (spool.root / name).write_text("")
     assert spool.runs.names() == ["r"]
@@ -342,7 +342,7 @@ def of_step(step: int, job: str, created: float | None = None) -> Manifest:
 
 
 def write_merged(spool: Spool, manifest: Manifest) -> int:
-    staged = spool.root / "jobs/work/whole"
+    staged = spool.root / "jobs/whole"
     staged.mkdir()
     (staged / "model.safetensors").write_bytes(b"weights" * 100)
     return spool.merged.commit(staged, manifest)
@@ -423,7 +423,7 @@ def test_merged_weights_that_a_newer_step_removes_meanwhile_are_damaged(
 def test_merged_weights_that_cannot_be_committed_leave_the_step_before(spool: Spool) -> None:
     manifest = of_step(1, "job")
     write_merged(spool, manifest)
-    staged = spool.root / "jobs/work/whole"
+    staged = spool.root / "jobs/whole"
     staged.mkdir()
     (staged / "link").symlink_to("/nowhere")
     with pytest.raises(Exception, match="plain file"):

@@ -58,7 +58,7 @@ def test_create_is_idempotent_and_open_needs_a_spool(tmp_path):
     [
         "{}",
         "nonsense",
-        '{"schema_version": 2}',
+        '{"schema_version": 3}',
         "[" * 100_000,
         '{"schema_version": 1e400}',
         '{"schema_version": []}',
@@ -68,9 +68,27 @@ def test_another_version_is_refused(tmp_path, content):
     Spool.create(tmp_path)
     (tmp_path / "spool.json").write_text(content)
     with pytest.raises(
-        SpoolUnusable, match=r"version 2, this" if "2" in content else r"spool\.json is damaged"
+        SpoolUnusable, match=r"version 3, this" if "3}" in content else r"spool\.json is damaged"
     ):
         Spool(tmp_path)
+
+
+def test_a_volume_of_the_format_before_is_refused_and_its_runs_stay(tmp_path):
+    spool = spool_with_run(tmp_path)
+    train_one(spool)
+    shutil.rmtree(tmp_path / "jobs")
+    (tmp_path / "jobs/queued/r").mkdir(parents=True)
+    (tmp_path / "spool.json").write_text('{"schema_version": 1}')
+    before = tree(tmp_path)
+    for opened in (Spool, Spool.create):
+        with pytest.raises(SpoolUnusable, match=r"version 1, .*remove spool\.json and jobs/"):
+            opened(tmp_path)
+    assert tree(tmp_path) == before
+    shutil.rmtree(tmp_path / "jobs")
+    (tmp_path / "spool.json").unlink()
+    again = Spool.create(tmp_path)
+    assert again.checkpoints.verify("r", 1).step == 1
+    assert train_one(again).spec.base_step == 1
 
 
 def two_jobs(root: Path) -> Spool:
@@ -139,8 +157,8 @@ def test_disk_full_at_any_write_loses_nothing(memory_path, monkeypatch, name):
                 OPERATIONS[name](spool)  # there is space again
         for job in ("first", "other"):
             spool.jobs.get(job)
-        for file in (root / "jobs/events").iterdir():
-            seqs = [event.seq for event in spool.events.read(file.stem)]
+        for file in (root / "jobs").rglob("events.jsonl"):
+            seqs = [event.seq for event in spool.events.read(file.parent.name.split(",")[3])]
             assert seqs == list(range(len(file.read_bytes().splitlines())))
         if not refusal:
             return
@@ -191,14 +209,19 @@ def test_how_often_each_change_of_a_job_syncs_the_volume(spool, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd, real=os.fsync: synced.append(fd) or real(fd))
     submit(spool, "new", created=1e9)
-    # The data, its directory and their parent; the id and the job, each with its directory.
-    assert len(synced) == 7
+    # The data and the job, each with its directory, and the directory of jobs.
+    assert len(synced) == 5
     job = spool.queue.claim("me")
-    assert len(synced) == 7 + 4  # the job and its first event, each with its directory
+    assert len(synced) == 5 + 4  # the job and its first event, each with its directory
+    commit(spool, job)
+    synced.clear()
+    spool.queue.finish(job, succeeded(job))
+    # The result with its directory, the event, the directories that the job moves from and to.
+    assert len(synced) == 5
+    job = spool.queue.claim("me")
+    synced.clear()
     spool.queue.finish(job, failed())
-    # The fence: its mark with its directory, and the directory above. The result with its
-    # directory, the event, the directory that the job moves to.
-    assert len(synced) == 11 + 3 + 4
+    assert len(synced) == 5 + 3  # the fence: its mark with its directory, and the directory above
 
 
 def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
@@ -211,7 +234,7 @@ def test_the_root_can_be_moved_while_jobs_are_in_it(tmp_path):
         moved = Spool(root)
         assert moved.checkpoints.verify("r", 1).step == 1
         job = moved.queue.claim("runner")
-        assert root / job.spec.data.path == moved.paths.data_dir("j") == root / "jobs/data/j"
+        assert root / job.spec.data.path == moved.paths.data_dir("j")
         assert (moved.paths.data_dir("j") / "tokens.npy").read_bytes() == b"tokens of j"
         commit(moved, job)
         assert moved.queue.finish(job, succeeded(job)) == "succeeded"

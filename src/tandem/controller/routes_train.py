@@ -115,7 +115,7 @@ async def _with_body[T](deployment: Deployment, request: Request, work: Callable
         != "application/json"
     ):
         raise HTTPException(415, "the body must be application/json")
-    async with received(request, deployment.spool.paths.jobs / "data") as body:
+    async with received(request, deployment.spool.paths.jobs) as body:
         small = body.tell() <= MEMORY_BYTES
         threads = deployment.small_packing_threads if small else deployment.packing_threads
         weight = await to_thread.run_sync(json_weight, body, limiter=threads)

@@ -45,15 +45,15 @@ class QueueCollector(SpoolCollector):
         _of_controller(
             "tandem_jobs",
             "Jobs that are not done.",
-            "jobs/queued, jobs/running",
+            "jobs/live, jobs/active",
             perishable=True,
             labels={"state": ("queued", "running")},
         ),
         _of_controller("tandem_runs", "Runs on the volume.", "runs/", perishable=True),
         _of_controller(
             "tandem_spool_damaged",
-            "What is damaged and left out: files of jobs that were set aside, names "
-            "among the jobs' files that are no job's, runs. `tandem doctor` names each.",
+            "What is damaged and left out: jobs that were set aside, names "
+            "among the jobs' directories that are no job's, runs. `tandem doctor` names each.",
             "jobs/, runs/",
             perishable=True,
             labels={"kind": ("job", "name", "run")},

@@ -17,7 +17,8 @@ from tandem.metrics.collector import OpenSpool, SpoolCollector
 from tandem.metrics.metric import JOB_KINDS, OPEN, PHASES, Metric, Samples, number
 from tandem.spool import Spool
 from tandem.spool.fence import LivingAttempts
-from tandem.spool.schema import TERMINAL, Event, JobKey
+from tandem.spool.paths import JobDir
+from tandem.spool.schema import TERMINAL, Event
 from tandem.system.gpus import beyond
 
 ERRORS = (
@@ -207,8 +208,8 @@ class JobsCollector(SpoolCollector):
         super().__init__(open_spool)
         self._followed: dict[str, _Followed] = {}
         self._unread: set[str] = set()  # ids of jobs to follow that could not be read yet
-        # Directories of finished jobs, as they were last listed.
-        self._listed: dict[Path, tuple[JobKey, ...]] = {}
+        # Directories of ended jobs, as they were last listed.
+        self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
         # Of events from before this process, which only set gauges.
         self._uncounted = Samples(self.metrics)
@@ -253,14 +254,10 @@ class JobsCollector(SpoolCollector):
         # Running jobs are listed first: a job that ends meanwhile is then found in at least one of
         # the two lists.
         found = self._unread | {key.id for key in index.running()}
-        listed = {
-            directory: index.keys(directory)
-            for state in TERMINAL
-            for directory in index.directories(state)
-        }
-        for directory, finished in listed.items() if self._caught_up else ():
-            if (before := self._listed.get(directory, ())) is not finished:
-                found |= {key.id for key in set(finished).difference(before)}
+        listed = index.ended()
+        for directory, ended in listed.items() if self._caught_up else ():
+            if (before := self._listed.get(directory, ())) is not ended:
+                found |= {entry.key.id for entry in set(ended).difference(before)}
         self._listed = listed
         return found
 

@@ -125,7 +125,7 @@ METRICS = (
         "torch.cuda.host_memory_stats",
         labels=_RANK,
     ),
-    Metric("tandem_train_active", "1 while a job is running, else 0.", "jobs/running"),
+    Metric("tandem_train_active", "1 while a job is running, else 0.", "jobs/active"),
     Metric(
         "tandem_train_step",
         "Optimizer steps done by the running job; absent without one.",
@@ -151,7 +151,7 @@ METRICS = (
     Metric(
         "tandem_job_info",
         "1; the running job, and no other.",
-        "jobs/running",
+        "jobs/active",
         labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS},
     ),
 )

@@ -131,10 +131,13 @@ class Adapters(nn.Module):
             self._cast_is_written = True
         return self._cast_memory
 
-    def hold(self, memory: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def hold(
+        self, memory: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with
-        None. Meanwhile the parameters may not change."""
-        self._cast_memory, self._cast_is_written = memory, False
+        what it returns. Meanwhile the parameters may not change."""
+        before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False
+        return before
 
     def cast_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of what `cast` returns."""

@@ -1,7 +1,7 @@
 """The policy: a base model, frozen with a trainable adapter or trained itself, for packed rows."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.model import device, fp8, gradients, parallel
 from tandem.model.adapter_parts import AdapterParts
-from tandem.model.attention import Kernel, rotation, tree_params, without_rotation
+from tandem.model.attention import (
+    Kernel,
+    TreeParams,
+    rotation,
+    tree_params,
+    without_rotation,
+)
 from tandem.model.delta_rule import recurrence
 from tandem.model.device.memory import allocate
 from tandem.model.device.offload import Offload
@@ -67,6 +73,8 @@ class Policy(nn.Module):
         self._inv_freq = inv_freq
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
+        self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
+        """All layers' passes with gradients, where they are captured (`tandem.model.graphs`)."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
@@ -204,13 +212,15 @@ class Policy(nn.Module):
         }
         whole, parts = allocate(shapes, self.config.params_dtype, device.device())
         whole.zero_()
-        for name, layer in layers.items():
-            layer.hold((parts[name + "a"], parts[name + "b"]))
+        before = {
+            name: layer.hold((parts[name + "a"], parts[name + "b"]))
+            for name, layer in layers.items()
+        }
         try:
             yield
         finally:
-            for layer in layers.values():
-                layer.hold(None)
+            for name, layer in layers.items():
+                layer.hold(before[name])
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -230,7 +240,12 @@ class Policy(nn.Module):
         Every stage goes back from its own, by `Pipeline.backward`.
         """
         items, row = len(row.item_token), self.lay_out(row)
-        hidden = self.gpt.decoder(self._first_hidden(row), **self.decoder_inputs(row))[:, 0]
+        hidden, inputs = self.first_hidden(row), self.decoder_inputs(row)
+        if self.layer_graphs is not None and torch.is_grad_enabled():
+            hidden = self.layer_graphs(hidden, inputs["packed_seq_params"])
+            hidden = self.gpt.decoder.final_layernorm(hidden)[:, 0]
+        else:
+            hidden = self.gpt.decoder(hidden, **inputs)[:, 0]
         if self.stage.last:
             return self._outputs(row, hidden, temperature)
         zeros = self.stage.send(hidden, items)
@@ -243,7 +258,7 @@ class Policy(nn.Module):
         collective of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
-        hidden = self._first_hidden(row) if self.stage.first else self.no_hidden(row)
+        hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
         first = {layer.kind: layer for layer in reversed(decoder.layers)}
         for layer in first.values():
             hidden, _ = layer(hidden, **self.decoder_inputs(row))
@@ -277,7 +292,7 @@ class Policy(nn.Module):
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
         return row
 
-    def _first_hidden(self, row: RowTensors) -> torch.Tensor:
+    def first_hidden(self, row: RowTensors) -> torch.Tensor:
         """[S, 1, hidden] that the first layer of this stage gets."""
         if self.stage.first:
             return embed(self.gpt, row.tokens, self.arch, self.topology)

@@ -57,11 +57,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
     )
     kinds = [_measure(policy, row, layer) for layer in _kinds(policy)]
-    total = torch.cuda.get_device_properties(device.device()).total_memory
-    most = min(
-        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
-        total * torch.cuda.get_per_process_memory_fraction(),
-    )
+    most = memory.obtainable()
     head = working_bytes(len(row.item_token), policy.head) if policy.stage.last else 0
     if policy.topology.sizes.layers_shared:
         transient = 2 * max(max(kind.working.values()) for kind in kinds)

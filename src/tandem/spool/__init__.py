@@ -63,6 +63,8 @@ class Spool:
         there."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
+            if fs.exists(paths.version_file):
+                _check_version(paths)
             for directory in paths.directories:
                 fs.make_dir(directory)
             # Made now, so that a full disk can't keep anybody from locking later.
@@ -78,26 +80,7 @@ class Spool:
     def check(self) -> None:
         """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
         directory, which would look like a spool without runs and jobs."""
-        path = self.paths.version_file
-        with fs.volume_errors(self.root):
-            content = fs.read_bytes(path)
-        if content is None:
-            reason = "it is a file" if self.root.is_file() else f"{path} does not exist"
-            raise SpoolUnusable(
-                f"{self.root} is not a spool: {reason}; set TANDEM_ROOT to the shared volume's"
-                " directory, or make a spool there first (the controller and `tandem up` do)"
-            )
-        try:
-            version = int(json.loads(content)["schema_version"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise SpoolUnusable(
-                f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}'
-            ) from error
-        if version != SCHEMA_VERSION:
-            problem = (
-                f"{self.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"
-            )
-            raise SpoolUnusable(f"{problem}; use the same Tandem version in all containers")
+        _check_version(self.paths)
 
     def check_writable(self) -> None:
         """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
@@ -109,8 +92,8 @@ class Spool:
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """What is damaged and left out, by kind: `job` (files that were set aside), `name` (names
-        among the jobs' files that are no job's), `run`. Each entry names a path."""
+        """What is damaged and left out, by kind: `job` (set aside), `name` (names among the jobs'
+        directories that are no job's), `run`. Each entry names a path."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
         runs = [
@@ -135,3 +118,31 @@ class Spool:
         """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not
         call this."""
         return runner_info(self.paths)
+
+
+def _check_version(paths: Paths) -> None:
+    path = paths.version_file
+    with fs.volume_errors(paths.root):
+        content = fs.read_bytes(path)
+    if content is None:
+        reason = "it is a file" if paths.root.is_file() else f"{path} does not exist"
+        raise SpoolUnusable(
+            f"{paths.root} is not a spool: {reason}; set TANDEM_ROOT to the shared volume's"
+            " directory, or make a spool there first (the controller and `tandem up` do)"
+        )
+    try:
+        version = int(json.loads(content)["schema_version"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise SpoolUnusable(
+            f'{path} is damaged; restore it: {{"schema_version": {SCHEMA_VERSION}}}'
+        ) from error
+    if version == SCHEMA_VERSION:
+        return
+    problem = f"{paths.root} has schema version {version}, this Tandem reads {SCHEMA_VERSION}"
+    remedy = "use the same Tandem version in all containers"
+    if version == 1:
+        remedy = (
+            "end its jobs with the Tandem that made it, stop that, and remove spool.json and jobs/:"
+            " the runs stay"
+        )
+    raise SpoolUnusable(f"{problem}; {remedy}")

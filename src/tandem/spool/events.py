@@ -1,5 +1,5 @@
-"""Events of jobs: `jobs/events/<id>.jsonl`, one JSON object per line, appended under the job's
-lock."""
+"""Events of jobs: `events.jsonl` in the job's directory, one JSON object per line, appended under
+the job's lock."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from tandem.errors import NotFound
 from tandem.spool import fs
 from tandem.spool.locks import file_lock
 from tandem.spool.paths import Paths
@@ -37,9 +38,22 @@ class Events:
     ) -> Event:
         """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become
         null. Ends a line that a dead writer left unterminated. Raises SpoolUnusable, and then the
-        file is as before."""
-        path, lock = self._paths.events_file(job_id), file_lock(self._paths.job_lock(job_id))
-        with lock, fs.volume_errors(path), self._opened(path) as file:
+        file is as before; NotFound (field `id`) without the job."""
+        with file_lock(self._paths.job_lock(job_id)):
+            path = self._paths.events_file(job_id)
+            if not path.parent.is_dir():
+                raise NotFound(f"there is no job {job_id!r}", field="id")
+            return self._append(path, job_id, type, attempt, data)
+
+    def _append(
+        self,
+        path: Path,
+        job_id: str,
+        type: EventType,  # noqa: A002
+        attempt: int,
+        data: dict[str, Any],
+    ) -> Event:
+        with fs.volume_errors(path), self._opened(path) as file:
             fd, size = file.fileno(), file.tell()
             seq, terminated = _next_seq(fd, size)
             event = Event(
@@ -76,7 +90,10 @@ class Events:
 
     def read(self, job_id: str) -> list[Event]:
         """All events, in order; empty if the job has none (yet)."""
-        return _parse(fs.read_bytes(self._paths.events_file(job_id), most=EVENTS_BYTES) or b"")
+        path, before = self._paths.events_file(job_id), None
+        while (content := fs.read_bytes(path, most=EVENTS_BYTES)) is None and path != before:
+            path, before = self._paths.events_file(job_id), path  # the job may have ended meanwhile
+        return _parse(content or b"")
 
     def since(
         self, job_id: str, offset: int, limit: int | None = None

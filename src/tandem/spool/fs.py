@@ -137,6 +137,14 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Writes or replaces `path`: readers see the old content or the new, also after a crash at any
     point. Not `durable`: after a loss of power the file may be old, empty or missing. Raises
     SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then."""
+    with replacing(path, data, durable=durable):
+        pass
+
+
+@contextmanager
+def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
+    """As `write_atomic`, with the rename at the end of the block: what needs space is written
+    before. If the block raises, the file stays as it was."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -144,6 +152,7 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
                 write_all(file.fileno(), data)
                 if durable:
                     os.fsync(file.fileno())
+            yield
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -155,7 +164,11 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 def write_json_atomic(path: Path, model: BaseModel, *, durable: bool = True) -> None:
     """`write_atomic` of a record as indented JSON."""
-    write_atomic(path, (model.model_dump_json(indent=1) + "\n").encode(), durable=durable)
+    write_atomic(path, record_bytes(model), durable=durable)
+
+
+def record_bytes(model: BaseModel) -> bytes:
+    return (model.model_dump_json(indent=1) + "\n").encode()
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """Reads jobs. `tandem.spool.queue` changes them.
 
-A job is one file below `jobs/<state>/`, and the directory is its state. A crash can leave a job in
-two directories: then the strongest counts (terminal over running over queued). A job with a result
-is decided, whatever its directory, and has ended once its terminal event is written. A damaged file
-is moved to `jobs/damaged/`, and its job is gone. A file with keys of a newer version stays, and its
-job waits for a program of that version.
+A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
+result is decided, whatever its directory, and has ended once its terminal event is written. The
+directory of a job whose `job.json` is damaged is moved to `jobs/damaged/`, and the job is gone. A
+file with keys of a newer version stays, and its job waits for a program of that version.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from itertools import groupby, islice
 from pathlib import Path
@@ -19,112 +19,126 @@ from tandem.errors import Conflict, NotFound, TandemError
 from tandem.spool import fs
 from tandem.spool.events import Events
 from tandem.spool.locks import file_lock
-from tandem.spool.paths import BUCKET, Paths, is_run_name, listing
+from tandem.spool.paths import BUCKET, JOB_FILE, KEPT, JobDir, Paths, is_run_name, listing
 from tandem.spool.schema import PENDING, TERMINAL, Job, JobError, JobKey, JobState
 from tandem.system.logs import Log
 
-_STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)  # weakest first
+_STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)
 JobList = list[tuple[JobState, Job]]
 
 log = Log("spool")
 
 
-def _key(name: str) -> JobKey | None:
-    return JobKey.parse(name.removesuffix(".json")) if name.endswith(".json") else None
-
-
 class Index:
-    """Which jobs there are, from the names of their files alone; what is damaged never gets in the
-    way. Directories hold at most `BUCKET` queued jobs, or the ended jobs that were submitted within
-    one hour. One that has not changed is not listed again (`listing`), so no answer costs more
-    because there are many jobs."""
+    """The jobs there are, from the names of their directories; of live jobs that do more than wait
+    also from their files. A directory that has not changed is not listed again (`listing`), so no
+    answer costs more because there are many jobs."""
 
-    def __init__(self, paths: Paths) -> None:
-        self._paths = paths
+    def __init__(
+        self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
+    ) -> None:
+        self._paths, self._locate = paths, locate
 
-    def keys(self, directory: Path) -> tuple[JobKey, ...]:
-        """The jobs in a directory, by submission; the very same tuple as long as it has not
-        changed."""
-        names = listing(directory)
-        if names.parsed is None:
-            names.parsed = tuple(key for name in names if (key := _key(name)) is not None)
-        return names.parsed
+    def live(self, run: str | None = None) -> list[tuple[JobDir, ...]]:
+        """The live jobs by directory: queued ones, running ones, and decided ones that have not
+        moved yet."""
+        return [self._paths.entries(directory) for directory in self._paths.live_buckets(run)]
 
-    def directories(self, state: JobState, run: str | None = None) -> list[Path]:
-        """The directories that hold the state's jobs, oldest jobs first; of queued jobs also by
-        run."""
-        top = self._paths.state_dir(state)
-        if state == "running":
-            return [top]
-        if state in TERMINAL:
-            return [top / name for name in listing(top)]
-        runs = self.queued_runs() if run is None else [run]
-        return [top / name / bucket for name in runs for bucket in listing(top / name)]
+    def ended(self) -> dict[Path, tuple[JobDir, ...]]:
+        """The ended jobs by directory; the very same tuple as long as it has not changed."""
+        top = self._paths.ended
+        return {top / name: self._paths.entries(top / name) for name in listing(top)}
+
+    def active(self) -> list[JobKey]:
+        """The jobs that may do more than wait, by submission. Some may be gone since, or wait
+        again."""
+        return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
+
+    def running(self, run: str | None = None) -> list[JobKey]:
+        """The jobs that run, or are decided and have not moved yet, by submission."""
+        return [key for key in self.active() if run in (None, key.run) and self._runs(key)]
+
+    def _runs(self, key: JobKey) -> bool:
+        if (located := self._locate(key)) is None:  # gone, or a newer version's, which judges it
+            return fs.exists(self._paths.live_dir(key))
+        return located[0] == "running"
 
     def count(self, state: JobState, run: str | None = None) -> int:
         """How many jobs are in one state; `run`: of this run."""
         if state == "queued":
-            return sum(len(self.keys(directory)) for directory in self.directories(state, run))
+            return sum(map(len, self.live(run))) - len(self.running(run))
         return sum(1 for _ in self.newest_first(state, run))
 
     def newest_first(self, state: JobState, run: str | None = None) -> Iterator[JobKey]:
-        """The jobs in one state, newest first, listed as they are needed."""
-        if state == "queued" and run is None:
-            return heapq.merge(
-                *(self.newest_first(state, name) for name in self.queued_runs()), reverse=True
-            )
-        # Within a run, a later base step was submitted later, whatever the clocks say.
-        directories = reversed(self.directories(state, run))
-        keys = (key for directory in directories for key in reversed(self.keys(directory)))
-        return keys if run is None else (key for key in keys if key.run == run)
+        """The jobs in one state, newest first."""
+        if state == "running":
+            return reversed(self.running(run))
+        if state == "queued":
+            running = set(self.running(run))
+            return (entry.key for entry in self.newest_live(run) if entry.key not in running)
+        return (entry.key for entry in self.newest_ended({state}, run))
 
-    def queued_runs(self) -> list[str]:
-        """Runs that have, or had, queued jobs."""
-        return [name for name in listing(self._paths.state_dir("queued")) if is_run_name(name)]
+    def newest_live(self, run: str | None = None) -> Iterator[JobDir]:
+        """Live jobs, newest first."""
+        # Within a run, a later base step was submitted later, whatever the clocks say.
+        by_run = [self.live(name) for name in (self.runs() if run is None else [run])]
+        newest = [
+            (entry for entries in reversed(directories) for entry in reversed(entries))
+            for directories in by_run
+        ]
+        return heapq.merge(*newest, reverse=True)
+
+    def newest_ended(
+        self, states: Collection[JobState], run: str | None = None
+    ) -> Iterator[JobDir]:
+        """Jobs that ended in one of the states, newest first."""
+        merged = heapq.merge(*map(reversed, self.ended().values()), reverse=True)
+        return (entry for entry in merged if entry.ended in states and run in (None, entry.key.run))
+
+    def runs(self) -> list[str]:
+        """Runs that have, or had, live jobs."""
+        return [name for name in listing(self._paths.live) if is_run_name(name)]
 
     def queued(self, run: str) -> Iterator[JobKey]:
         """The run's queued jobs in the order of their base steps, listed as they are needed."""
-        for directory in self.directories("queued", run):
-            yield from sorted(self.keys(directory), key=lambda key: (key.base_step, key))
+        return self._waiting(run, set(self.running(run)))
 
     def heads(self) -> Iterator[JobKey]:
         """The queued job with the lowest base step of each run, listed as they are needed."""
-        for run in self.queued_runs():
-            yield from islice(self.queued(run), 1)
+        running = set(self.running())
+        for run in self.runs():
+            yield from islice(self._waiting(run, running), 1)
 
-    def running(self, run: str | None = None) -> list[JobKey]:
-        """The running jobs, by submission."""
-        return [
-            key for key in self.keys(self._paths.state_dir("running")) if run in (None, key.run)
-        ]
+    def _waiting(self, run: str, running: Collection[JobKey]) -> Iterator[JobKey]:
+        for directory in self._paths.live_buckets(run):
+            keys = [entry.key for entry in self._paths.entries(directory)]
+            yield from sorted(set(keys).difference(running), key=lambda key: (key.base_step, key))
 
-    def first_gap(self, run: str, step: int, running: Mapping[int, bool]) -> int:
-        """The first base step from `step` on that no job takes. `running`: whether the run's
-        running jobs take theirs, by base step; then the queue does not count, which a decided job's
-        file may not have left yet.
-        """
+    def first_gap(self, run: str, step: int, decided: Collection[JobKey]) -> int:
+        """The first base step from `step` on that no job takes. `decided` ones take none."""
         while True:
-            queued = {key.base_step for key in self.keys(self._paths.queue_dir(run, step))}
+            entries = self._paths.entries(self._paths.bucket(run, step))
+            taken = {entry.key.base_step for entry in entries if entry.key not in decided}
             end = (step // BUCKET + 1) * BUCKET
             for gap in range(step, end):
-                if not running.get(gap, gap in queued):
+                if gap not in taken:
                     return gap
             step = end
 
     def junk(self) -> list[Path]:
-        """Names among the jobs' files that belong to no job."""
-        top = self._paths.state_dir("queued")
-        found = [
-            top / name
-            for name in listing(top)
-            if not is_run_name(name) or not (top / name).is_dir()
-        ]
-        for state in ("queued", "running", *TERMINAL):
-            for directory in self.directories(state):
-                if not directory.is_dir():
-                    found.append(directory)
-                elif len(names := listing(directory)) > len(self.keys(directory)):
-                    found += [directory / name for name in names if _key(name) is None]
+        """Names among the jobs' directories that belong to no job."""
+        live, active = self._paths.live, self._paths.active
+        found = [active / name for name in listing(active) if JobKey.parse(name) is None]
+        for name in listing(live):
+            if not is_run_name(name) or not (live / name).is_dir():
+                found.append(live / name)
+        ended = [self._paths.ended / name for name in listing(self._paths.ended)]
+        for directory in (*self._paths.live_buckets(), *ended):
+            if not directory.is_dir():
+                found.append(directory)
+                continue
+            known = {entry.name for entry in self._paths.entries(directory)}
+            found += [directory / name for name in listing(directory) if name not in known]
         return found
 
 
@@ -132,15 +146,12 @@ class Jobs:
     def __init__(self, paths: Paths, events: Events) -> None:
         self._paths = paths
         self._events = events
-        self.index = Index(paths)
+        self.index = Index(paths, self.locate)
         self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
         """The job and its state; NotFound (field `id`) if there is none."""
-        located = self.locate(job_id, sure=False)
-        if located is None:  # the job may have moved between two reads
-            with file_lock(self._paths.job_lock(job_id)):
-                located = self.located(job_id)
+        located = self.locate(job_id, sure=False) or self.located(job_id)
         return self._state(*located), located[1]
 
     def list(
@@ -159,12 +170,10 @@ class Jobs:
         if before is not None and (bound := self.find(before)) is None:
             raise NotFound(f"there is no job {before!r}", field="before")
         found: JobList = []
-        for key in self._candidates(run, wanted):
-            if bound is not None and key >= bound:
+        for entry in self._candidates(run, wanted):
+            if bound is not None and entry.key >= bound:
                 continue
-            if (located := self.locate(key, sure=False)) is None and (
-                located := self._locate_moving(key)
-            ) is None:
+            if (located := self.locate(entry, sure=False)) is None:
                 continue
             state = self._state(*located)
             if state in wanted:
@@ -173,29 +182,17 @@ class Jobs:
                 break
         return found[::-1]
 
-    def _locate_moving(self, key: JobKey) -> tuple[JobState, Job] | None:
-        """As `locate`, for a job that moved back into the queue between two reads, or is gone."""
-        with suppress(TandemError), file_lock(self._paths.job_lock(key.id)):
-            return self.locate(key)
-        return None
-
-    def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobKey]:
+    def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobDir]:
         """The jobs that may be in the states `wanted`, newest first, each once."""
-        # A decided job is in running/ until it has moved. It is listed before and after the queued
-        # ones, between which and running/ jobs move in both directions.
-        running = self.index.running(run)
-        others = [
-            self.index.newest_first(state, run)
-            for state in _STATES
-            if state in wanted - {"running"}
-        ]
-        yield from (
-            key
-            for key, _ in groupby(heapq.merge(sorted(running, reverse=True), *others, reverse=True))
-        )
-        yield from (
-            key for key in self.index.running(run) if key not in running and wanted != {"queued"}
-        )
+        # Live jobs are listed first: one that ends meanwhile is found among the ended ones.
+        if "queued" in wanted:
+            live = [*self.index.newest_live(run)]
+        else:  # decided jobs may show a terminal state
+            keys = [key for key in reversed(self.index.active()) if run in (None, key.run)]
+            live = [self._paths.live_entry(key) for key in keys]
+        ended = self.index.newest_ended(wanted, run)
+        merged = heapq.merge(live, ended, key=lambda entry: entry.key, reverse=True)
+        yield from (next(same) for _, same in groupby(merged, key=lambda entry: entry.key))
 
     def pending(self, run: str) -> JobList:
         """Queued and running jobs of the run, in the order of their base steps."""
@@ -204,28 +201,25 @@ class Jobs:
     def check_none_pending(self, run: str, field: str) -> None:
         """Conflict (with this field) if jobs of the run are queued or running."""
         jobs = [f"{job.spec.id} ({state})" for state, job in self.list(run, PENDING, limit=5)]
-        for state in PENDING if not jobs else ():
-            keys = self.index.newest_first(state, run)
-            jobs += [
-                f"{key.id} ({state}, of a newer version)"
-                for key in keys
-                if self._is_unreadable(state, key)
-            ]
+        for entry in self.index.newest_live(run) if not jobs else ():
+            if self._is_unreadable(entry.key):
+                state = "running" if entry.key in self.index.running(run) else "queued"
+                jobs.append(f"{entry.key.id} ({state}, of a newer version)")
         if jobs:
             told = ", ".join(jobs[:5])
             raise Conflict(
                 f"run {run!r} has jobs that are not done: {told}; cancel them or wait", field=field
             )
 
-    def takes_step(self, key: JobKey) -> bool:
-        """Whether a running job will make the step after its base step: it has no result yet."""
-        if (located := self.locate(key, sure=False)) is not None:
-            return located[1].result is None
-        return self._is_unreadable("running", key)
+    def decided(self, run: str) -> set[JobKey]:
+        """The run's live jobs that have a result: they make no checkpoint any more."""
+        keys = [key for key in self.index.active() if key.run == run]
+        found = [(key, self.locate(key, sure=False)) for key in keys]
+        return {key for key, located in found if located and located[1].result is not None}
 
-    def _is_unreadable(self, state: JobState, key: JobKey) -> bool:
+    def _is_unreadable(self, key: JobKey) -> bool:
         """Whether a newer version wrote the job's file, so that only its name says anything."""
-        return self.locate(key) is None and fs.exists(self._paths.job_file(state, key))
+        return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
         """State and id of the newest job of the run that failed, else was cancelled, on this base
@@ -239,40 +233,39 @@ class Jobs:
     def cancel_requested(self, job_id: str) -> bool:
         return fs.exists(self._paths.cancel_file(job_id))
 
-    def find(self, job_id: str, *, sure: bool = True) -> JobKey | None:
-        """The job's key, or None. `sure` as in `fs.read_bytes`."""
-        content = fs.read_bytes(self._paths.id_file(job_id), sure=sure)
-        key = None if content is None else JobKey.parse(content.decode(errors="replace").strip())
-        if content is not None and (key is None or key.id != job_id):  # damaged
-            return next(
-                (
-                    key
-                    for state in _STATES
-                    for key in self.index.newest_first(state)
-                    if key.id == job_id
-                ),
-                None,
-            )
-        return key
+    def find(self, job_id: str) -> JobKey | None:
+        """The job's key, or None."""
+        entry = self._paths.find(job_id)
+        return None if entry is None else entry.key
 
-    def locate(self, job: str | JobKey, *, sure: bool = True) -> tuple[JobState, Job] | None:
-        """The job and the strongest directory that has it, or None. `sure` as in `fs.read_bytes`.
-        Reads the weakest directory first, so that a job that moves meanwhile is met later."""
-        key = job if isinstance(job, JobKey) else self.find(job, sure=sure)
-        if key is None:
-            return None
-        located: tuple[JobState, Job] | None = None
-        for directory in _STATES:
-            path = self._paths.job_file(directory, key)
+    def locate(
+        self, job: str | JobKey | JobDir, *, sure: bool = True
+    ) -> tuple[JobState, Job] | None:
+        """The job and its state, or None. A decided job that has not moved yet is `running`. `sure`
+        as in `fs.read_bytes`. A key or an entry saves looking for the job where it is live."""
+        if isinstance(job, str):
+            key, entry = None, self._paths.find(job)
+        else:
+            key = job if isinstance(job, JobKey) else job.key
+            entry = self._paths.live_entry(key) if isinstance(job, JobKey) else job
+        before = None
+        while entry is not None and key in (None, entry.key):
+            path = entry.directory / JOB_FILE
+            # An NFS client that opens the directory asks the server whether the file was replaced.
+            if (opened := fs.open_dir(entry.directory)) is not None:
+                os.close(opened)
             try:
-                if (read := fs.read_record(path, Job, sure=sure)) is not None:
-                    if read.key != key:
-                        raise ValueError(f"it is the file of {read.key.name}")
-                    located = directory, read
+                read = fs.read_record(path, Job, sure=sure or before is not None)
+                if read is not None or entry == before:
+                    _check(entry, read)
             except ValueError as error:
                 if not self._is_newer(path, error):
-                    self._set_aside(directory, key, path, error)
-        return located
+                    self._set_aside(entry, error)
+                return None
+            if read is not None:
+                return (read.state if read.result is None or entry.ended else "running"), read
+            before, entry = entry, self._paths.find(entry.key.id)  # it has ended since, or is gone
+        return None
 
     def _is_newer(self, path: Path, error: Exception) -> bool:
         """Whether a newer version of Tandem wrote the file, for its own trainer: it has keys that
@@ -289,46 +282,61 @@ class Jobs:
             )
         return newer
 
-    def _set_aside(self, directory: JobState, key: JobKey, path: Path, error: Exception) -> None:
-        """Ends the job of a damaged file, unless a stronger directory has the job, and moves the
-        file to where it disturbs nobody. What fails, as on a full volume, the next reader tries
-        again: a job whose file is gone has its end."""
-        target = self._paths.damaged / f"{directory},{path.name}.{fs.new_ulid()}"
+    def _set_aside(self, entry: JobDir, error: Exception) -> None:
+        """Ends a damaged job, and moves its directory to where it disturbs nobody. What fails, as
+        on a full volume, the next reader tries again: a job that is set aside has its end."""
+        key, target = entry.key, self._paths.damaged / f"{entry.key.name}.{fs.new_ulid()}"
         message = (
-            f"{path} is damaged or of another Tandem version, and was moved to {target}: {error}"
+            f"{entry.directory / JOB_FILE} is damaged or of another Tandem version, and its"
+            f" directory was moved to {target}: {error}"
         )
         with suppress(OSError, TandemError), file_lock(self._paths.job_lock(key.id)):
-            if not fs.exists(path):
+            if self._paths.find(key.id) != entry:
                 return  # another process was faster
-            stronger = _STATES[_STATES.index(directory) + 1 :]
-            goes_on = any(fs.exists(self._paths.job_file(state, key)) for state in stronger)
-            if not goes_on and directory not in TERMINAL and not self._events.ended(key.id):
+            if not entry.ended and not self._events.ended(key.id):
                 failure = JobError(type="job_damaged", message=f"{message}; submit the job again")
                 self._events.append(key.id, "failed", error=failure.model_dump())
-            fs.move_file(path, target)
-            # Unless another file of the job is left, or its id is another job's by now.
-            left = any(fs.exists(self._paths.job_file(state, key)) for state in _STATES)
-            if not left and self.find(key.id) in (key, None):
-                fs.remove_tree(self._paths.data_dir(key.id))
-            log.error("set a damaged file aside", job=key.id, error=message)
+            remove_unkept(entry.directory)
+            fs.rename_dir(entry.directory, target)
+            fs.remove_file(self._paths.active_file(key), durable=False)
+            if not entry.ended:
+                fs.remove_empty(entry.directory.parent, entry.directory.parent.parent)
+            log.error("set a damaged job aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
         """As `locate`; NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
-            damaged = [name for name in listing(self._paths.damaged) if f",{job_id}.json." in name]
-            why = (
-                f": its file was damaged and is {self._paths.damaged / damaged[-1]}"
-                if damaged
-                else ""
-            )
+            damaged = self._paths.set_aside(job_id)
+            why = f": it was damaged, and its directory is {damaged[-1]}" if damaged else ""
             raise NotFound(f"there is no job {job_id!r}{why}", field="id")
         return located
 
-    def _state(self, directory: JobState, job: Job) -> JobState:
+    def _state(self, state: JobState, job: Job) -> JobState:
         """The job's state as everybody sees it: terminal exactly when the terminal event is
         written."""
-        if directory in TERMINAL:
-            return directory
-        if job.result is None or not self._events.ended(job.spec.id):
-            return "queued" if job.result is not None and not job.attempt else directory
-        return job.result.state
+        if state in TERMINAL or job.result is None:
+            return state
+        if self._events.ended(job.spec.id):
+            return job.state
+        return "running" if job.attempt else "queued"
+
+
+def remove_unkept(directory: Path) -> None:
+    """Removes what a job needs only until it ends. What can't go now goes with the job."""
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if path.name not in KEPT:
+                with suppress(OSError, TandemError):
+                    fs.remove_tree(path) if path.is_dir() else fs.remove_file(path, durable=False)
+
+
+def _check(entry: JobDir, job: Job | None) -> None:
+    """ValueError where the file is not this job's, or contradicts itself or its place."""
+    if job is None:
+        raise ValueError("it is missing")
+    if job.key != entry.key:
+        raise ValueError(f"it is the file of {job.key.name}")
+    if (job.result is None) == (job.state in TERMINAL) or entry.ended not in (None, job.state):
+        raise ValueError(f"its state is {job.state}")
+    if job.result is not None and job.result.state != job.state:
+        raise ValueError(f"its state is {job.state}, its result is {job.result.state}")

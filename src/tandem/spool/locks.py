@@ -162,7 +162,7 @@ def _holder(content: bytes) -> str:
 
 
 class Leases:
-    """`jobs/leases/<id>.json`: who runs a job."""
+    """`lease.json` in a job's directory: who runs the job."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths

@@ -1,5 +1,9 @@
 """Where jobs and locks lie on the volume (inside a run: `runs`, `checkpoints`), and what is read
-often and seldom changes: listings of directories, and what is computed from files."""
+often and seldom changes: listings of directories, and what is computed from files.
+
+A job is one directory. Until the job ends it is `jobs/live/<run>/<bucket>/<key>/`, and then
+`jobs/ended/<digit>/<key>,<state>/`.
+"""
 
 import hashlib
 import os
@@ -12,26 +16,16 @@ from typing import Any, NamedTuple
 
 from tandem.errors import InvalidInput
 from tandem.spool import fs
-from tandem.spool.schema import PENDING, TERMINAL, JobKey, JobState
+from tandem.spool.schema import TERMINAL, JobKey, JobState
 from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
 
-_DIRECTORIES = (
-    *PENDING,
-    *TERMINAL,
-    "ids",
-    "leases",
-    "cancel",
-    "data",
-    "work",
-    "events",
-    "logs",
-    "locks",
-    "removed",
-)
-HOUR_FORMAT = "%Y-%m-%dT%H"
-"""Names of the directories of ended jobs: the UTC hour of their submission."""
+JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
+KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
+"""What an ended job keeps."""
 BUCKET = 250
-"""Base steps per directory of queued jobs: the most names that a claim lists."""
+"""Base steps per directory of live jobs: the most names that a claim lists."""
+_REMEMBERED = 1000
+_DIGITS = "0123456789abcdef"
 
 
 def is_run_name(name: str) -> bool:
@@ -47,6 +41,22 @@ def step_name(step: int) -> str:
     return f"{step:08d}"
 
 
+class JobDir(NamedTuple):
+    """A job's directory, as its name tells. Entries sort by submission."""
+
+    key: JobKey
+    parent: Path  # of the directory: pathlib never forgets a name that was in a path
+    ended: JobState | None = None  # the terminal state of a job that has ended
+
+    @property
+    def name(self) -> str:
+        return self.key.name if self.ended is None else f"{self.key.name},{self.ended}"
+
+    @property
+    def directory(self) -> Path:
+        return self.parent / self.name
+
+
 class Paths:
     """The paths below one root. InvalidInput (field `run` or `id`) refuses a name that could lead
     elsewhere."""
@@ -57,27 +67,20 @@ class Paths:
         self.runs = root / "runs"
         self.replicas = root / "replicas"
         self.jobs = root / "jobs"
-        self.hold = self.jobs / "hold.json"
+        self.live = self.jobs / "live"
+        self.active = self.jobs / "active"
+        self.ended = self.jobs / "ended"
         self.damaged = self.jobs / "damaged"
-        self.removed = self.jobs / "removed"
-        self.directories = [
-            self.runs,
-            self.jobs,
-            self.damaged,
-            *(self.jobs / name for name in _DIRECTORIES),
-        ]
+        self.hold = self.jobs / "hold.json"
+        locks = self.jobs / "locks"
         self.runner_lock = self.jobs / "runner.lock"
-        self.claim_lock = self.jobs / "locks/claim"
-        self.gpus_lock = self.jobs / "locks/gpus"
-        self.publisher_lock = self.jobs / "locks/publisher"
-        job_locks = [self.jobs / "locks" / digit for digit in "0123456789abcdef"]
-        self.locks = [
-            self.runner_lock,
-            self.claim_lock,
-            self.gpus_lock,
-            self.publisher_lock,
-            *job_locks,
-        ]
+        self.claim_lock, self.gpus_lock = locks / "claim", locks / "gpus"
+        self.publisher_lock = locks / "publisher"
+        top = [self.runs, self.jobs, self.live, self.active, self.ended, self.damaged, locks]
+        self.directories = [*top, *(self.ended / digit for digit in _DIGITS)]
+        named = [self.runner_lock, self.claim_lock, self.gpus_lock, self.publisher_lock]
+        self._buckets: dict[str, Path] = {}  # of live jobs that were looked for by their ids
+        self.locks = [*named, *(locks / digit for digit in _DIGITS)]
 
     def run_dir(self, run: str) -> Path:
         if not is_run_name(run):
@@ -88,63 +91,131 @@ class Paths:
             raise InvalidInput(f"{run!r:.100} is refused: {rule}", field="run")
         return self.runs / run
 
-    def state_dir(self, state: JobState) -> Path:
-        """Below it are the files of the jobs in one state."""
-        return self.jobs / state
+    def bucket(self, run: str, base_step: int) -> Path:
+        """The run's live jobs with this base step and those next to it."""
+        return self.live / run / f"{base_step // BUCKET:05d}"
 
-    def queue_dir(self, run: str, base_step: int) -> Path:
-        """The run's queued jobs with this base step and those next to it."""
-        return self.jobs / "queued" / run / f"{base_step // BUCKET:05d}"
+    def live_dir(self, key: JobKey) -> Path:
+        return self.bucket(key.run, key.base_step) / key.name
 
-    def job_file(self, state: JobState, key: JobKey) -> Path:
-        """Queued jobs lie by run and base step, ended ones by the hour of their submission."""
-        directory = self.state_dir(state)
-        if state == "queued":
-            directory = self.queue_dir(key.run, key.base_step)
-        elif state in TERMINAL:
-            directory /= time.strftime(HOUR_FORMAT, time.gmtime(key.created // 1_000_000))
-        return directory / f"{key.name}.json"
+    def live_entry(self, key: JobKey) -> JobDir:
+        return JobDir(key, self.bucket(key.run, key.base_step))
 
-    def id_file(self, job_id: str) -> Path:
-        """Holds the name of the job's key; written before the job exists, never changed."""
-        return self._of_job("ids", job_id)
+    def ended_dir(self, key: JobKey, state: JobState) -> Path:
+        return self.ended / _digit(key.id) / f"{key.name},{state}"
+
+    def active_file(self, key: JobKey) -> Path:
+        """Exists while a live job does more than wait: whoever lists the jobs that run reads its
+        `job.json`."""
+        return self.active / key.name
+
+    def live_buckets(self, run: str | None = None) -> list[Path]:
+        """The directories of live jobs, of each run by base step."""
+        runs = filter(is_run_name, listing(self.live)) if run is None else [run]
+        return [self.live / name / step for name in runs for step in listing(self.live / name)]
+
+    def entries(self, directory: Path) -> tuple[JobDir, ...]:
+        """The jobs in a directory of live or ended jobs, by submission; the very same tuple as long
+        as it has not changed."""
+        return self._parsed(directory)[0]
+
+    def find(self, job: str | JobKey) -> JobDir | None:
+        """The directory of a job that is not damaged. Live jobs are listed first, because a job
+        that ends meanwhile is found among the ended ones."""
+        if isinstance(job, JobKey):
+            job_id, buckets = job.id, [self.bucket(job.run, job.base_step)]
+        else:
+            _check_id(job)
+            job_id, known = job, self._buckets.get(job)
+            if known is not None and (found := self._parsed(known)[1].get(job_id)) is not None:
+                return found
+            buckets = self.live_buckets()
+        for directory in buckets:
+            if (found := self._parsed(directory)[1].get(job_id)) is not None:
+                if len(self._buckets) > _REMEMBERED:
+                    self._buckets.clear()
+                self._buckets[job_id] = directory
+                return found
+        return self._parsed(self.ended / _digit(job_id))[1].get(job_id)
+
+    def _parsed(self, directory: Path) -> tuple[tuple[JobDir, ...], dict[str, JobDir]]:
+        names = listing(directory)
+        if names.parsed is None:
+            ended = directory.parent == self.ended
+            found = [_entry(directory, name, ended) for name in names]
+            entries = tuple(entry for entry in found if entry is not None)
+            names.parsed = entries, {entry.key.id: entry for entry in entries}
+        parsed: tuple[tuple[JobDir, ...], dict[str, JobDir]] = names.parsed
+        return parsed
+
+    def set_aside(self, job_id: str) -> list[Path]:
+        """The directories of damaged jobs that had this id, the newest last."""
+        names = [name for name in listing(self.damaged) if f",{job_id}." in name]
+        return [self.damaged / name for name in sorted(names, key=lambda name: name[-26:])]
+
+    def job_dir(self, job_id: str) -> Path:
+        """The job's directory, also where the job is damaged. It does not exist if the job does
+        not."""
+        if (entry := self.find(job_id)) is not None:
+            return entry.directory
+        return next(reversed(self.set_aside(job_id)), self.jobs / "none" / job_id)
+
+    def job_file(self, job_id: str) -> Path:
+        """Holds everything about the job, its state too; replaced by rename."""
+        return self.job_dir(job_id) / JOB_FILE
 
     def data_dir(self, job_id: str) -> Path:
         """The job's packed arrays; removed when the job ends."""
-        return self._of_job("data", job_id)
+        return self.job_dir(job_id) / "data"
+
+    def all_work_dirs(self, job_id: str) -> Path:
+        return self.job_dir(job_id) / "attempts"
 
     def work_dir(self, job_id: str, attempt: int) -> Path:
         """The files of one attempt; made by `claim`, removed when the attempt ends."""
         return self.all_work_dirs(job_id) / str(attempt)
 
-    def all_work_dirs(self, job_id: str) -> Path:
-        return self._of_job("work", job_id)
-
     def lease_file(self, job_id: str) -> Path:
-        return self._of_job("leases", job_id, ".json")
+        return self.job_dir(job_id) / "lease.json"
 
     def cancel_file(self, job_id: str) -> Path:
         """Exists while somebody wants a running job cancelled."""
-        return self._of_job("cancel", job_id)
+        return self.job_dir(job_id) / "cancel"
 
     def events_file(self, job_id: str) -> Path:
-        return self._of_job("events", job_id, ".jsonl")
+        return self.job_dir(job_id) / EVENTS_FILE
 
     def log_file(self, job_id: str) -> Path:
         """What the ranks printed in all attempts; kept."""
-        return self._of_job("logs", job_id, ".log")
+        return self.job_dir(job_id) / LOG_FILE
 
     def job_lock(self, job_id: str) -> Path:
         """All jobs share sixteen lock files."""
-        return self._of_job("locks", job_id).with_name(
-            hashlib.sha256(job_id.encode()).hexdigest()[0]
-        )
+        _check_id(job_id)
+        return self.jobs / "locks" / _digit(job_id)
 
-    def _of_job(self, kind: str, job_id: str, suffix: str = "") -> Path:
-        if not is_job_id(job_id):
-            rule = "a job's id is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or digit"
-            raise InvalidInput(f"{job_id!r:.100} is refused: {rule}", field="id")
-        return self.jobs / kind / f"{job_id}{suffix}"
+
+def _check_id(job_id: str) -> None:
+    if not is_job_id(job_id):
+        rule = "a job's id is 1 to 64 of A-Z a-z 0-9 . _ - and begins with a letter or digit"
+        raise InvalidInput(f"{job_id!r:.100} is refused: {rule}", field="id")
+
+
+def _digit(job_id: str) -> str:
+    return hashlib.sha256(job_id.encode()).hexdigest()[0]
+
+
+def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
+    """The job whose directory has this name; None for other names."""
+    state = None
+    if ended:
+        name, _, last = name.rpartition(",")
+        if (state := next((known for known in TERMINAL if known == last), None)) is None:
+            return None
+    key = JobKey.parse(name)
+    if key is None or (not ended and parent.parent.name != key.run):
+        return None
+    return JobDir(key, parent, state)
 
 
 class Names(tuple[str, ...]):

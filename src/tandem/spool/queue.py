@@ -1,9 +1,10 @@
-"""Changes jobs: submit, claim, cancel, requeue, finish. Moving a job between directories is one
-rename.
+"""Changes jobs: submit, claim, cancel, requeue, finish.
 
-Each change holds the job's lock, and is ordered so that a crash leaves the state before or after
-it. Calling it again, the next claim, or a new runner's `recover` completes it. Locks are taken in
-this order: a run's, claims', a job's.
+A change of the state is one rename of the job's `job.json`; a job comes and ends by one rename of
+its directory. Each change holds the job's lock, and is ordered so that a crash leaves the state
+before or after it. Calling it again, the next claim, or a new runner's `recover` completes it. A
+job that does more than wait has its name in `jobs/active/`, from before the change until after it.
+Locks are taken in this order: a run's, claims', a job's.
 """
 
 import socket
@@ -12,16 +13,26 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
 from tandem.spool import fence, fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
-from tandem.spool.jobs import Jobs
+from tandem.spool.jobs import Jobs, remove_unkept
 from tandem.spool.locks import Leases, file_lock
-from tandem.spool.paths import Paths
+from tandem.spool.paths import JOB_FILE, Paths
 from tandem.spool.runs import Runs
-from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobSpec, JobState
+from tandem.spool.schema import (
+    TERMINAL,
+    EventType,
+    Job,
+    JobError,
+    JobKey,
+    JobResult,
+    JobSpec,
+    JobState,
+)
 
 # Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
 # are not exact.
@@ -47,12 +58,8 @@ class Queue:
     def next_base(self, run: str) -> int:
         """The step that the run's next job starts from: the newest checkpoint, plus one per pending
         job after it."""
-        while True:  # jobs move between running/ and queued/ while these are listed
-            keys = self._index.running(run)
-            undecided = {key.base_step: self._jobs.takes_step(key) for key in keys}
-            base = self._index.first_gap(run, self._checkpoints.newest(run), undecided)
-            if self._index.running(run) == keys:
-                return base
+        decided = self._jobs.decided(run)
+        return self._index.first_gap(run, self._checkpoints.newest(run), decided)
 
     def submit(
         self,
@@ -84,13 +91,10 @@ class Queue:
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
-        data = self._paths.data_dir(job_id)
-        with fs.staging(data.parent) as staged, fs.volume_errors(data):
-            spec = make(job_id, expected, staged)
-            fs.fsync_tree(staged)
-            placed = spec.data.model_copy(
-                update={"path": data.relative_to(self._paths.root).as_posix()}
-            )
+        with fs.staging(self._paths.live) as staged, fs.volume_errors(self._paths.live):
+            (staged / "data").mkdir()
+            spec = make(job_id, expected, staged / "data")
+            fs.fsync_tree(staged / "data")
             with self._runs.lock(run), self._job_lock(job_id):
                 # Another request may have taken the client's id since.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
@@ -101,12 +105,9 @@ class Queue:
                         field="run",
                     )
                 base = self._check_base(run, base_step)
-                update = {
-                    "data": placed,
-                    "base_step": base,
-                    "created": self._next_created(run, now()),
-                }
-                job = Job(spec=spec.model_copy(update=update))
+                created = self._next_created(run, now())
+                job = Job(spec=spec.model_copy(update={"base_step": base, "created": created}))
+                job = self._placed(job)
                 self._check_reference(job.spec)
                 _check_age(job.spec, most_behind)
                 self._enqueue(job, staged)
@@ -117,21 +118,23 @@ class Queue:
         earlier: who reads a run's jobs in the order of their `created` must not find one before
         those that it has read.
         """
-        # Running on both sides of the queue, because jobs move in both directions.
-        index = self._index
-        pending = [
-            *index.running(run),
-            *islice(index.newest_first("queued", run), 1),
-            *index.running(run),
-        ]
+        newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
+        pending = [*newest, *(key for key in self._index.active() if key.run == run)]
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
+
+    def _placed(self, job: Job) -> Job:
+        """The job with the path of its data."""
+        data = self._paths.live_dir(job.key) / "data"
+        path = data.relative_to(self._paths.root).as_posix()
+        placed = job.spec.data.model_copy(update={"path": path})
+        return job.model_copy(update={"spec": job.spec.model_copy(update={"data": placed})})
 
     def _check_base(self, run: str, base_step: int | None) -> int:
         """`next_base`; Conflict if `base_step` is another step."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
             newest = self._checkpoints.newest(run)
-            pending = self._index.count("queued", run) + self._index.count("running", run)
+            pending = sum(map(len, self._index.live(run)))
             why = f"its newest checkpoint is {newest} and {pending} jobs are queued or running"
             raise Conflict(
                 f"run {run!r} goes on from step {expected}, not {base_step}: {why}",
@@ -163,30 +166,32 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        key = job.key
-        data, name = self._paths.data_dir(key.id), self._paths.id_file(key.id)
-        fs.remove_tree(data)  # left by a submitter that died before the job existed
-        fs.rename_dir(staged, data)
+        """The rename makes the job, with all its files."""
+        target = self._paths.live_dir(job.key)
+        fs.write_json_atomic(staged / JOB_FILE, job)
         try:
-            fs.write_atomic(name, key.name.encode())
-            # Those of an earlier job with this id, which was removed or damaged, go as late as
-            # possible: a damaged job has no other end.
-            for path in (self._paths.events_file(key.id), self._paths.log_file(key.id)):
-                fs.remove_file(path, durable=False)
-            self._write("queued", job)
+            fs.in_made_dir(target.parent, lambda: staged.rename(target))
+            fs.fsync_dir(target.parent)
         except BaseException:
-            self._remove_queued(key)
-            _remove(name)
-            fs.remove_tree(data)
+            fs.remove_tree(target)
+            self._remove_empty(job.key)
             raise
 
-    def _write(self, state: JobState, job: Job) -> None:
-        file = self._paths.job_file(state, job.key)
-        fs.in_made_dir(file.parent, lambda: fs.write_json_atomic(file, job))
+    def _write(self, job: Job) -> None:
+        fs.write_json_atomic(self._paths.live_dir(job.key) / JOB_FILE, job)
+
+    def _mark(self, key: JobKey) -> None:
+        """From here on, whoever lists jobs reads the job's file. A loss of power may undo it: a
+        claim and `recover` also read the first job of each run."""
+        with fs.volume_errors(self._paths.active):
+            self._paths.active_file(key).touch()
+
+    def _unmark(self, key: JobKey) -> None:
+        _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the directories of a job that is not queued any more if they are empty."""
-        directory = self._paths.job_file("queued", key).parent
+        """Removes the directories of a job that is not there any more if they are empty."""
+        directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
@@ -195,8 +200,8 @@ class Queue:
         in `waiting` (ids). When this returns, the job is running, with one more attempt, a lease, a
         work directory and the event `claimed`. If this raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
-            for key in self._index.running():
-                self._settle(key)
+            for key in self._index.active():
+                self.settle(key)
             passed = set(waiting)
             while True:
                 busy = {key.run for key in self._index.running()}
@@ -213,50 +218,51 @@ class Queue:
                         # It is set aside, or damaged and stays until the volume takes its end.
                         if located is None:
                             passed.add(head.id)
-                        else:  # the file is left from a job that has gone on
-                            fs.remove_file(self._paths.job_file("queued", head))
-                        self._remove_empty(head)
+                        else:
+                            self.settle(head)
                 if not heads:
                     return None
 
     def _start(self, job: Job, runner: str) -> Job:
-        job = job.model_copy(update={"attempt": job.attempt + 1})
-        job_id, key = job.spec.id, job.key
-        work, running = (
-            self._paths.work_dir(job_id, job.attempt),
-            self._paths.job_file("running", key),
-        )
+        job = job.model_copy(update={"attempt": job.attempt + 1, "state": "running"})
+        key = job.key
+        directory = self._paths.live_dir(key)
+        work = directory / "attempts" / str(job.attempt)
         try:
             with fs.volume_errors(work):
                 fs.remove_tree(work)
                 work.mkdir(parents=True)
+            self._mark(key)
             self._leases.write(job, runner, "claimed")
-            fs.write_json_atomic(running, job)  # from here on the job is claimed
-            self._events.append(
-                job_id, "claimed", attempt=job.attempt, runner=runner, host=socket.gethostname()
-            )
+            # The end of the block claims the job.
+            with fs.replacing(directory / JOB_FILE, fs.record_bytes(job)):
+                self._say(job, "claimed", runner=runner, host=socket.gethostname())
         except BaseException:
-            _remove(running, self._paths.lease_file(job_id))
-            fs.remove_tree(work.parent)
+            self._clear_attempts(directory)
+            self._unmark(key)
             raise
-        self._remove_queued(key)
         return job
 
-    def _settle(self, key: JobKey) -> None:
-        job = self._jobs.locate(key)
-        # A process died while it cancelled this job.
-        if job is not None and job[1].result is not None:
-            with suppress(NotFound):  # that process lives, and has completed it
-                self.finish(job[1], job[1].result)
-        # Its start failed, and the volume refused to undo it.
-        elif fs.exists(self._paths.job_file("queued", key)):
-            with self._job_lock(key.id):
-                _remove(self._paths.job_file("running", key), self._paths.lease_file(key.id))
+    def _say(self, job: Job, kind: EventType, **data: Any) -> None:
+        """Appends an event that an attempt has once, unless a process that died has done so."""
+        events = self._events.read(job.spec.id)
+        if not any((event.type, event.attempt) == (kind, job.attempt) for event in events):
+            self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
 
-    def _remove_queued(self, key: JobKey) -> None:
-        # A file in another directory is stronger than one that stays here.
-        _remove(self._paths.job_file("queued", key))
-        self._remove_empty(key)
+    def settle(self, key: JobKey) -> None:
+        """Completes a change of a job in `jobs/active/` during which a process died. A job that
+        runs stays."""
+        with self._job_lock(key.id), suppress(NotFound):
+            located = self._jobs.locate(key)
+            if located is None and not fs.exists(self._paths.live_dir(key)):
+                self._unmark(key)
+            elif located is not None and located[1].result is not None:
+                self._end(*located, located[1].result)
+            elif located is not None and located[0] == "queued":
+                self._clear_attempts(self._paths.live_dir(key))
+                self._unmark(key)
+            elif located is not None and not fs.exists(self._paths.active_file(key)):
+                self._mark(key)  # a loss of power took the name
 
     def cancel(self, job_id: str) -> JobState:
         """Cancels a queued job at once; asks the runner to stop a running one. Returns the state
@@ -271,9 +277,8 @@ class Queue:
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked
         for; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the attempt
-        made its checkpoint; else `queued`. `counts`
-        False: the runner was stopped, so this attempt does not count. A decided job keeps its
-        result."""
+        made its checkpoint; else `queued`. `counts` False: the runner was stopped, so this attempt
+        does not count. A decided job keeps its result."""
         job_id = job.spec.id
         with self._job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -292,21 +297,12 @@ class Queue:
                         current,
                         JobResult(state="failed", error=error, finished=time.time()),
                     )
-                running = self._paths.job_file("running", job.key)
-                fs.write_json_atomic(
-                    running, current.model_copy(update={"last_error": error, "stopped": stopped})
-                )
-                events = self._events.read(job_id)
-                if not any(
-                    event.type == "requeued" and event.attempt == current.attempt
-                    for event in events
-                ):
-                    reason = error.model_dump(exclude={"log_tail"})
-                    self._events.append(
-                        job_id, "requeued", attempt=current.attempt, error=reason, counts=counts
-                    )
-                fs.move_file(running, self._paths.job_file("queued", job.key))
-            self.clear_attempts(job_id)
+                reason = error.model_dump(exclude={"log_tail"})
+                self._say(current, "requeued", error=reason, counts=counts)
+                update = {"state": "queued", "last_error": error, "stopped": stopped}
+                self._write(current.model_copy(update=update))
+            self._clear_attempts(self._paths.live_dir(job.key))
+            self._unmark(job.key)
             return "queued"
 
     def finish(self, job: Job, result: JobResult) -> JobState:
@@ -329,20 +325,25 @@ class Queue:
         if directory == "running" and job.result is None and result.state != "succeeded":
             result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
-        if job.result is None or directory == "queued":
-            job = job.model_copy(update={"result": result})
-            # Decided jobs are in running/, so that those in queued/ need not be read to know that
-            # they wait.
-            directory = "running" if directory == "queued" else directory
-            self._write(directory, job)
         if directory not in TERMINAL:
+            live = self._paths.live_dir(key)
+            if job.result is None:
+                waited = job.state == "queued"
+                self._mark(key)
+                job = job.model_copy(update={"state": result.state, "result": result})
+                try:
+                    self._write(job)
+                except BaseException:
+                    if waited:
+                        self._unmark(key)
+                    raise
             if not self._events.ended(key.id):
                 data = result.model_dump(exclude={"state"}, exclude_none=True)
                 self._events.append(key.id, result.state, attempt=job.attempt, **data)
-            fs.move_file(
-                self._paths.job_file(directory, key), self._paths.job_file(result.state, key)
-            )
-        self.clear(key)
+            remove_unkept(live)
+            fs.rename_dir(live, self._paths.ended_dir(key, result.state))
+            self._remove_empty(key)
+        self._unmark(key)
         return result.state
 
     def _end_attempt(self, job: Job) -> JobResult | None:
@@ -352,19 +353,10 @@ class Queue:
             return None
         return JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
 
-    def clear(self, key: JobKey) -> None:
-        """Removes what a job needs only until it ends. A later `recover` removes what can't go
-        now."""
-        _remove(self._paths.job_file("running", key))
-        self._remove_queued(key)
-        _remove(self._paths.cancel_file(key.id))
-        fs.remove_tree(self._paths.data_dir(key.id))
-        self.clear_attempts(key.id)
-
-    def clear_attempts(self, job_id: str) -> None:
+    def _clear_attempts(self, directory: Path) -> None:
         """Removes what a job needs only while an attempt runs."""
-        _remove(self._paths.lease_file(job_id))
-        fs.remove_tree(self._paths.all_work_dirs(job_id))
+        _remove(directory / "lease.json")
+        fs.remove_tree(directory / "attempts")
 
 
 def _check_age(spec: JobSpec, most: int | None) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
-from tandem.spool.paths import is_job_id, listing
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
 # Younger remains may be work in progress of a living process, as a submission that is being packed.
@@ -17,23 +16,23 @@ def recover(spool: Spool, runner: str) -> JobList:
     runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new states. A
     running job with a result is finished; one that made its checkpoint succeeded; the others are
     requeued."""
-    moved = [_recover_job(spool, key.id, runner) for key in spool.jobs.index.running()]
-    _remove_remains(spool)
+    index = spool.jobs.index
+    keys = dict.fromkeys([*index.active(), *index.heads()])  # a loss of power may take active names
+    moved = [_recover_job(spool, key.id, runner) for key in keys]
+    for key in index.active():
+        spool.queue.settle(key)
     sweep(spool)
     return [job for job in moved if job is not None]
 
 
 def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job] | None:
     with spool.job_lock(job_id):
-        if (located := spool.jobs.locate(job_id)) is None:
+        located = spool.jobs.locate(job_id)
+        if located is None or located[0] == "queued" or located[0] in TERMINAL:
             return None
-        directory, job = located
+        job = located[1]
         if job.result is not None:
             spool.queue.finish(job, job.result)
-            if directory in TERMINAL:
-                return None
-        elif directory != "running":
-            return None
         else:
             lost = "its runner"
             if (lease := spool.leases.get(job_id)) is not None:
@@ -47,43 +46,15 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
 
 def sweep(spool: Spool) -> None:
     """Removes stale temporary names, which dead processes left. Anybody may call this at any
-    time."""
-    queue = spool.jobs.index.directories("queued")
-    directories = [
-        spool.root,
-        spool.paths.runs,
-        spool.paths.jobs,
-        spool.uploads.directory,
-        spool.tunings.directory,
-        *spool.paths.jobs.glob("[!.]*"),
-        *queue,
-    ]
-    for run in spool.paths.runs.glob("[!.]*"):
+    time. Those in a job's directory go when the job ends."""
+    paths = spool.paths
+    directories = [spool.root, paths.runs, paths.jobs, *paths.jobs.glob("[!.]*")]
+    directories += [spool.uploads.directory, spool.tunings.directory]
+    directories += [*paths.ended.glob("[!.]*"), *paths.live_buckets()]
+    for run in paths.runs.glob("[!.]*"):
         directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)
-
-
-def _remove_remains(spool: Spool) -> None:
-    """Removes files that ended and waiting jobs don't need, and stale files that belong to no
-    job."""
-    index = spool.jobs.index
-    # Running jobs that are left are those of a newer version: it will need their data.
-    pending = {key.id for key in (*index.newest_first("queued"), *index.running())}
-    for kind in ("data", "work", "leases", "cancel"):
-        directory = spool.paths.jobs / kind
-        for name in listing(directory):
-            job_id = name.removesuffix(".json") if kind == "leases" else name
-            if not is_job_id(job_id) or (kind == "data" and job_id in pending):
-                continue
-            with spool.job_lock(job_id):
-                located = spool.jobs.locate(job_id)
-                if located is None:
-                    _remove_if_stale(directory / name)
-                elif located[0] in TERMINAL:
-                    spool.queue.clear(located[1].key)
-                elif located[0] == "queued":
-                    spool.queue.clear_attempts(job_id)
 
 
 def _remove_if_stale(path: Path) -> None:

@@ -1,23 +1,21 @@
-"""Removes runs, checkpoints, ended jobs and damaged files that nothing needs any more.
+"""Removes runs, checkpoints, ended jobs and damaged ones that nothing needs any more.
 
-Whatever goes is renamed first, so that nobody finds half of it: a run or checkpoint to a temporary
-name beside it, a job into `jobs/removed/`. After a death at any point it is whole or gone for
-everybody, and the next `sweep` and `complete_removals` remove what is left of it.
+Whatever goes gets a temporary name first, so that nobody finds half of it. After a death at any
+point it is whole or gone for everybody, and the next `sweep` removes what is left of it.
 """
 
 import math
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
-from tandem.spool.paths import HOUR_FORMAT, listing
-from tandem.spool.schema import PENDING, TERMINAL, JobKey
+from tandem.spool.paths import JOB_FILE, JobDir, listing
 from tandem.system.logs import Log
 
 log = Log("spool")
@@ -29,12 +27,8 @@ def delete_run(spool: Spool, run: str) -> Path:
     half-way the run is whole without some of its ended jobs, and calling again does the rest."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
-        index = spool.jobs.index
-        for directory in [
-            directory for state in TERMINAL for directory in index.directories(state)
-        ]:
-            _remove_jobs(spool, directory, [key for key in index.keys(directory) if key.run == run])
-        complete_removals(spool)
+        for entries in spool.jobs.index.ended().values():
+            _remove_jobs(spool, [entry for entry in entries if entry.key.run == run])
         return _set_aside([spool.runs.directory(run)])[0]
 
 
@@ -68,12 +62,12 @@ def prune(spool: Spool, settings: Settings) -> None:
             log.info(
                 "removed old checkpoints", run=run, count=len(doomed), whole_weights=len(whole)
             )
-    try:
-        _prune_jobs(spool, limit)
-        _prune_damaged(spool, limit)
-        spool.tunings.prune(limit)
-    finally:
-        complete_removals(spool)
+    for entries in spool.jobs.index.ended().values():
+        _remove_jobs(spool, [entry for entry in entries if _ended_before(limit, entry)])
+    damaged = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
+    for directory in _set_aside([path for path in damaged if _set_aside_before(limit, path)]):
+        shutil.rmtree(directory, ignore_errors=True)
+    spool.tunings.prune(limit)
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
@@ -146,84 +140,27 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 
 def _set_aside_before(limit: float, path: Path) -> bool:
-    """Whether a checkpoint was discarded, or a damaged file set aside, before `limit`, Unix
+    """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix
     seconds, by the ULID at the end of its name. Names by hand stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
     return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the milliseconds
 
 
-def _prune_jobs(spool: Spool, limit: float) -> None:
-    """Removes the jobs that ended before `limit`, Unix seconds."""
-
-    def ended(directory: Path, key: JobKey) -> float:
-        with suppress(FileNotFoundError):
-            return (directory / f"{key.name}.json").stat().st_mtime  # it was last written then
-        return time.time()
-
-    index, last_hour = spool.jobs.index, time.strftime(HOUR_FORMAT, time.gmtime(limit))
-    for directory in [directory for state in TERMINAL for directory in index.directories(state)]:
-        if directory.name <= last_hour:  # the jobs in others were submitted later
-            _remove_jobs(
-                spool,
-                directory,
-                [key for key in index.keys(directory) if ended(directory, key) < limit],
-            )
+def _ended_before(limit: float, entry: JobDir) -> bool:
+    """Whether the job ended before `limit`, Unix seconds."""
+    if entry.key.created / 1e6 >= limit:
+        return False
+    with suppress(FileNotFoundError):  # it was last written then
+        return (entry.directory / JOB_FILE).stat().st_mtime < limit
+    return False
 
 
-def _prune_damaged(spool: Spool, limit: float) -> None:
-    """Removes files that were set aside before `limit`, Unix seconds, with the events, logs and ids
-    of their jobs."""
-    paths = [spool.paths.damaged / name for name in listing(spool.paths.damaged)]
-    for path in (path for path in paths if _set_aside_before(limit, path)):
-        key = JobKey.parse(path.name.partition(",")[2].rpartition(".json.")[0])
-        if key is not None and spool.jobs.locate(key) is None:
-            with spool.job_lock(key.id):
-                fs.move_file(path, spool.paths.removed / f"{key.name}.json")
-        else:  # another file of the job is whole
-            fs.remove_file(path)
-
-
-def _remove_jobs(spool: Spool, directory: Path, keys: Iterable[JobKey]) -> None:
-    """Removes ended jobs, whose files are in `directory`, with their events and logs."""
-    gone = False
-    for key in keys:
-        with spool.job_lock(key.id), fs.volume_errors(directory), suppress(FileNotFoundError):
-            spool.queue.clear(key)
-            # A file that a dead process left in a weaker directory, and that can't go now, would be
-            # the job again.
-            if not any(fs.exists(spool.paths.job_file(state, key)) for state in PENDING):
-                (directory / f"{key.name}.json").rename(spool.paths.removed / f"{key.name}.json")
-                gone = True
-    if gone:
-        with fs.volume_errors(directory):
-            fs.fsync_dir(spool.paths.removed)
-            with suppress(FileNotFoundError):  # another removal has emptied and removed it
-                fs.fsync_dir(directory)
-    fs.remove_empty(directory)
-
-
-def complete_removals(spool: Spool) -> None:
-    """Removes events, logs and ids of the jobs in `jobs/removed/`, and then their files."""
-    paths = spool.paths
-    if not (
-        keys := [
-            key
-            for name in listing(paths.removed)
-            if (key := JobKey.parse(name.removesuffix(".json")))
-        ]
-    ):
-        return
-    for key in keys:
-        with spool.job_lock(key.id):
-            if spool.jobs.find(key.id) in (key, None):  # else the id is another job's by now
-                for path in (
-                    paths.log_file(key.id),
-                    paths.events_file(key.id),
-                    paths.id_file(key.id),
-                ):
-                    fs.remove_file(path, durable=False)
-    with fs.volume_errors(paths.removed):
-        for name in ("logs", "events", "ids"):
-            fs.fsync_dir(paths.jobs / name)
-    for key in keys:
-        fs.remove_file(paths.removed / f"{key.name}.json", durable=False)
+def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
+    """Removes ended jobs of one directory."""
+    doomed = []
+    for entry in entries:
+        # Another removal, or a reader that found it damaged, may have taken it since.
+        with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
+            doomed += _set_aside([entry.directory])
+    for directory in doomed:
+        shutil.rmtree(directory, ignore_errors=True)

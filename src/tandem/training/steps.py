@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.data.packed_format import PackedBatch, PackedRow
 from tandem.errors import InvalidInput, NothingToLearn
-from tandem.model import recompute
+from tandem.model import graphs, recompute
 from tandem.model.device import memory
 from tandem.model.parallel import Topology
 from tandem.model.policy import ItemOutputs, Policy
@@ -39,12 +39,9 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
     }
     if row.slot_experts.size:
         arrays["slot_experts"] = torch.tensor(row.slot_experts)
-    return RowTensors(
-        **{
-            name: array if name == "subtree_end" else array.to(device)
-            for name, array in arrays.items()
-        }
-    )
+    for name in arrays.keys() - {"subtree_end"}:
+        arrays[name] = memory.copy_to(arrays[name], device)
+    return RowTensors(**arrays)
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Training:
         # Of the log-probs before training to the reference, over the job's items, in nats.
         self._mean_kl = 0.0
         self._advantage_divisor = advantage_divisor(self.batch, self.job.loss)
-        self._fitted = False
+        self._fitted = self._repeated = False
         # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the
         # last.
         self._reports = self.topology.place.context == 0 and self.policy.stage.last
@@ -113,6 +110,7 @@ class Training:
             metrics = self._optimizer_step(step, total)
             largest = max(largest, metrics["grad_norm"])
             report(step + 1, metrics)
+        graphs.drop(self.policy)
         if isinstance(loss, RLLoss):
             self._check_learned(largest, metrics)
         return metrics
@@ -225,13 +223,15 @@ class Training:
     def _gradients(
         self, step: int, denominator: float
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """`_micro_steps`, which begin again with layers that keep less if the memory runs out; to
-        the same bits."""
+        """`_micro_steps`, which begin again if the memory runs out: without graphs, or with layers
+        that keep less; to the same bits."""
         while True:
             try:
                 return self._micro_steps(step, denominator)
             except torch.OutOfMemoryError:
-                if not (self._fitted and recompute.lower(self.policy)):
+                if not (
+                    graphs.drop(self.policy) or (self._fitted and recompute.lower(self.policy))
+                ):
                     raise
             # Outside of `except`, whose error holds the tensors of the frames that it left.
             self.optimizer.zero_grad()
@@ -261,10 +261,19 @@ class Training:
                     part = value if reports else least
                     maxima[name] = torch.maximum(maxima.get(name, least), part)
                 yield output.loss
+                if not self._repeated:  # the first one has loaded all kernels
+                    self._repeated = True
+                    row = row_tensors(self.batch.row(index), self.device)
+                    graphs.repeat(self.policy, row, self._num_micro_steps() - 1)
 
         with self.policy.adapter_fixed():
             self.policy.stage.backward(losses())
         return sums, maxima
+
+    def _num_micro_steps(self) -> int:
+        """Of this rank in the job."""
+        steps, rank = range(len(self.schedule.steps)), self.topology.place.data
+        return sum(len(self.schedule.micro_steps(step, rank)) for step in steps)
 
     def _loss(self, row: PackedRow, denominator: float | None) -> LossOutput:
         """The row's loss divided by `denominator`; None: all weights are zero."""
@@ -301,7 +310,7 @@ class Training:
         return rl_loss(items, loss)
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=self.device, dtype=dtype)
+        return memory.copy_to(torch.tensor(values, dtype=dtype), self.device)
 
     def _forward(self, row: PackedRow) -> ItemOutputs:
         temperature = self.job.loss.temperature if isinstance(self.job, RLJob) else 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.model.device import wait_until_started
+from tandem.model.device import device, wait_until_started
 
 ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
 COUNTS = {
@@ -44,6 +44,14 @@ def allocate(
         name: whole[at : at + math.prod(shapes[name])].view(shapes[name])
         for name, at in begins.items()
     }
+
+
+def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device `where`. The host does not wait for what a GPU computes."""
+    if where.type != "cuda":
+        return tensor.to(where)
+    # torch keeps the pinned copy until the GPU has it.
+    return tensor.pin_memory().to(where, non_blocking=True)
 
 
 def stats() -> dict[str, int]:
@@ -85,6 +93,15 @@ def used() -> int:
         return total - free
     return (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")) * os.sysconf(
         "SC_PAGE_SIZE"
+    )
+
+
+def obtainable() -> int:
+    """Bytes that this process can have of its GPU, those that it has included."""
+    total = torch.cuda.get_device_properties(device()).total_memory
+    return min(
+        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
+        int(total * torch.cuda.get_per_process_memory_fraction()),
     )
 
 

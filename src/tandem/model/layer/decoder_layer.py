@@ -62,7 +62,7 @@ class DecoderLayer(MegatronModule):
         self.scalar = self._vector(1) if arch.layer_scalars else None
         self.kind = (delta_net, arch.head_dim, arch.num_kv_heads)
         """Equal where layers have equal attention."""
-        self.sublayers = [
+        self.sublayers: list[Any] = [
             self._delta_net_sublayer() if delta_net else self._attention_sublayer(),
             self._moe_sublayer() if mixture else self._mlp_sublayer(),
         ]
@@ -77,12 +77,34 @@ class DecoderLayer(MegatronModule):
         if torch.is_grad_enabled():
             # A leaf, so that autograd comes back here.
             leaf = torch.empty((), requires_grad=True)
-            x = _Sublayers.apply(leaf, x, self.sublayers, tree, self.save_level, self.scalar)
+            x = _Sublayers.apply(leaf, x, self, tree)
         else:
-            for sublayer in self.sublayers:
-                x, _saved = sublayer.forward(x, tree, None)
-            x = x if self.scalar is None else x * self.scalar
+            x, _saved = self.compute(x, tree, None)
         return x[:, None], None
+
+    def compute(
+        self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
+    ) -> tuple[torch.Tensor, list[Saved]]:
+        """x [S, hidden] -> the same, and what `go_back` needs. `level`: None where there is no
+        backward pass."""
+        kept = []
+        for sublayer in self.sublayers:
+            x, saved = sublayer.forward(x, tree, level)
+            kept.append(saved)
+        return self._scaled(x), kept
+
+    def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
+        """From the gradient of what `compute` returned that of its x; adds those of parameters to
+        theirs. Uses up `saved`."""
+        gradient = self._scaled(gradient)
+        for index in reversed(range(len(saved))):
+            if saved[index].x is None:
+                saved[index].x = self.sublayers[index - 1].recompute_output(saved[index - 1])
+            gradient = self.sublayers[index].backward(gradient, saved.pop(), tree)
+        return gradient
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.scalar is None else x * self.scalar
 
     def _attention_sublayer(self) -> AttentionSublayer:
         if self._arch.mla is not None:
@@ -289,32 +311,16 @@ class DecoderLayer(MegatronModule):
 
 
 class _Sublayers(torch.autograd.Function):
-    """Sublayers one after the other, with their own backward, which adds the parameters' gradients
-    itself."""
+    """A layer with its own backward, which adds the parameters' gradients itself."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        _leaf: torch.Tensor,
-        x: torch.Tensor,
-        sublayers: list[Any],
-        tree: TreeParams,
-        level: SaveLevel,
-        scalar: torch.Tensor | None,
+        ctx: Any, _leaf: torch.Tensor, x: torch.Tensor, layer: DecoderLayer, tree: TreeParams
     ) -> torch.Tensor:
-        ctx.sublayers, ctx.tree, ctx.saved, ctx.scalar = sublayers, tree, [], scalar
-        x = x.detach()
-        for sublayer in sublayers:
-            x, saved = sublayer.forward(x, tree, level)
-            ctx.saved.append(saved)
-        return x if scalar is None else x * scalar
+        ctx.layer, ctx.tree = layer, tree
+        x, ctx.saved = layer.compute(x.detach(), tree, layer.save_level)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        saved: list[Saved] = ctx.saved
-        gradient = (gradient if ctx.scalar is None else gradient * ctx.scalar).contiguous()
-        for index in reversed(range(len(saved))):
-            if saved[index].x is None:
-                saved[index].x = ctx.sublayers[index - 1].recompute_output(saved[index - 1])
-            gradient = ctx.sublayers[index].backward(gradient, saved.pop(), ctx.tree)
-        return None, gradient, None, None, None, None
+        return None, ctx.layer.go_back(gradient.contiguous(), ctx.saved, ctx.tree), None, None

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, JobId, Record, RunName
+from tandem.spool.schema.base import (
+    JOB_ID_PATTERN,
+    RUN_NAME_PATTERN,
+    JobId,
+    JobState,
+    Record,
+    RunName,
+)
 from tandem.spool.schema.training import (
     OptimizerSettings,
     PackedData,
@@ -77,7 +84,7 @@ _KEY_PATTERN = re.compile(
 
 
 class JobKey(NamedTuple):
-    """What the name of a job's file says, so that listings need not read the file. Keys sort by
+    """What the name of a job's directory says, so that listings need not read files. Keys sort by
     submission."""
 
     created: int  # Unix microseconds
@@ -99,10 +106,10 @@ class JobKey(NamedTuple):
 
 
 class Job(Record):
-    """A job's file (`Paths.job_file`). Its directory is the job's state; the file holds everything
-    else."""
+    """`job.json` in the job's directory (`Paths`): everything about the job."""
 
     spec: JobSpec
+    state: JobState = "queued"  # terminal once the job has its result
     attempt: int = 0  # attempts started so far
     # Attempts that ended because the runner stopped; they don't count against max_attempts.
     stopped: int = 0
@@ -136,7 +143,7 @@ EventType = Literal[
 
 
 class Event(BaseModel):
-    """One line of `jobs/events/<id>.jsonl`. `data` holds the fields of this type of event
+    """One line of a job's `events.jsonl`. `data` holds the fields of this type of event
     (docs/jobs.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, cache_strings="keys")
@@ -159,8 +166,8 @@ class RunnerInfo(BaseModel):
 
 
 class Lease(BaseModel):
-    """`jobs/leases/<id>.json`: the runner that runs the job. The runner rewrites it while the
-    attempt runs. Keys of a newer version's lease are ignored."""
+    """`lease.json` in the job's directory: the runner that runs the job. The runner rewrites it
+    while the attempt runs. Keys of a newer version's lease are ignored."""
 
     schema_version: Literal[1] = 1
     job: JobId

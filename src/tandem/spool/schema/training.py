@@ -269,7 +269,7 @@ class OptimizerSettings(Record):
 
 
 class PackedData(Record):
-    """`jobs/data/<id>/`: a file of arrays in the format of `tandem.data.packed_format`."""
+    """A job's directory `data`: a file of arrays in the format of `tandem.data.packed_format`."""
 
     path: str
     sha256: str  # of its file

@@ -1,5 +1,5 @@
-"""A job's log: `jobs/logs/<id>.log`, and the same lines on the runner's stdout for the container's
-log."""
+"""A job's log: `log` in its directory, and the same lines on the runner's stdout for the log of the
+container."""
 
 import os
 import select

@@ -1,0 +1,225 @@
+"""The decoder's layers as CUDA graphs: one for the forward pass, one for the backward pass.
+
+The host launches a layer's kernels one by one; the GPU computes those of a short row of a small
+model faster than that. A graph launches all layers' kernels at once, to the same bits. It reads and
+writes the memory of its capture, so inputs are copied there, and weights, adapters and gradients
+must stay in theirs. All rows of a job have one length, and so inputs of the same shapes.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from tandem.model import device
+from tandem.model.attention import TreeParams
+from tandem.model.device import memory
+from tandem.model.flex_attention import FlexMask
+from tandem.model.layer.decoder_layer import DecoderLayer
+from tandem.model.logprobs import working_bytes
+from tandem.model.policy import Policy
+from tandem.model.recompute import LEAST_HEADROOM
+from tandem.model.rows import RowTensors
+from tandem.planning.memory import FIRST_CHANNEL, HEADROOM
+
+CAPTURE = 2.0
+"""Capturing takes less time than the host needs to launch so many forward and backward passes."""
+_LAG = 2e-3
+"""Seconds after which the GPU is done with what the host launched, if it waits for the host."""
+
+
+class LayerGraphs:
+    """Both graphs, captured when they are made. Of one row at a time: its backward pass comes
+    before the next row's forward pass."""
+
+    def __init__(
+        self,
+        layers: list[DecoderLayer],
+        hidden: torch.Tensor,
+        tree: TreeParams,
+        adapter_fixed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`hidden` and `tree`: inputs of `layers`. Their memory becomes that of the graphs' inputs.
+        `adapter_fixed`: the policy's; each forward pass casts the adapters anew.
+
+        Each layer has computed such a row before, so that all kernels are loaded.
+        """
+        self._hidden, self._tree = hidden.detach(), tree
+        self._inputs = _tensors(tree)
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(self._stream), ExitStack() as fixed:
+            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with self._captured(self._forward):
+                fixed.enter_context(adapter_fixed())
+                saved, x = [], self._hidden[:, 0]
+                for layer in layers:
+                    x, kept = layer.compute(x, tree, layer.save_level)
+                    saved.append(kept)
+            self._output = x
+            self._gradient = torch.empty_like(x)
+            with self._captured(self._backward):
+                gradient = self._gradient
+                for layer in reversed(layers):
+                    gradient = layer.go_back(gradient, saved.pop(), tree)
+            self._input_gradient = gradient[:, None]
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        # Other threads may use the GPU meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+    def __call__(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
+        """hidden [S, 1, hidden] -> the same, until the next call."""
+        # A leaf, so that autograd comes back here.
+        leaf = torch.empty((), requires_grad=True)
+        output: torch.Tensor = _Replay.apply(leaf, hidden, self, tree)
+        return output
+
+    def forward(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
+        """What all layers compute."""
+        self._hidden.copy_(hidden)
+        for there, tensor in zip(self._inputs, _tensors(tree), strict=True):
+            there.copy_(tensor)
+        self._forward.replay()
+        return self._output[:, None].detach()
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """From the gradient of what `forward` returned that of its `hidden`; adds those of
+        parameters to theirs."""
+        self._gradient.copy_(gradient[:, 0])
+        self._backward.replay()
+        return self._input_gradient
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, _leaf: torch.Tensor, hidden: torch.Tensor, graphs: LayerGraphs, tree: TreeParams
+    ) -> torch.Tensor:
+        ctx.graphs = graphs
+        return graphs.forward(hidden, tree)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, ctx.graphs.backward(gradient), None, None
+
+
+def _tensors(tree: TreeParams) -> list[torch.Tensor]:
+    """All tensors of a row's parameters, in an order that all rows share."""
+    mask = list(tree.mask) if isinstance(tree.mask, FlexMask) else [tree.mask]
+    reach = [tensor for tensor in tree.reach if tensor is not None]
+    windowed = [] if tree.windowed is None else _tensors(tree.windowed)
+    return [*mask, *tree.rotation, *reach, *windowed]
+
+
+def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
+    """Capture the policy's passes if `passes` more of them, of rows as long as `row`, end sooner
+    so, and if the memory is ample.
+
+    Call it right after the backward pass of such a row, since whose forward pass the allocator's
+    peaks have not begun anew.
+    """
+    # Trained base weights, latent attention, and what is done to heads' rows are left out: nothing
+    # has shown that they get the same bits. So are delta nets, whose passes launch other kernels
+    # for a row of another tree.
+    arch = policy.arch
+    of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
+    if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
+        return
+    if policy.topology.sizes.layers_shared or passes <= CAPTURE:
+        return
+    if not _gpu_is_done() or not _fits(policy, len(row.item_token)):
+        return
+    row = policy.lay_out(row)
+    with torch.no_grad():
+        hidden = policy.first_hidden(row)
+        tree = policy.decoder_inputs(row)["packed_seq_params"]
+    if worth_capturing(passes, *_layer_seconds(policy.gpt.decoder.layers[-1], hidden, tree)):
+        capture(policy, hidden, tree)
+
+
+def worth_capturing(passes: int, host: float, gpu: float) -> bool:
+    """`host`, `gpu`: seconds to launch and to compute one pass, or the same part of each."""
+    return passes * (host - gpu) > CAPTURE * host
+
+
+def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
+    """Let the policy's passes be graphs. Where they can't be captured, they stay as they are."""
+    # The passes so far have left as much unused memory as the graphs need.
+    memory.release_cached()
+    layers = list(policy.gpt.decoder.layers)
+    failed = None
+    try:
+        policy.layer_graphs = LayerGraphs(layers, hidden, tree, policy.adapter_fixed)
+    except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's
+        failed = f"no CUDA graphs, the host launches each kernel: {error}"
+    # Outside of `except`, whose error holds the tensors of the frames that it left.
+    if failed is not None:
+        warnings.warn(failed, stacklevel=2)
+        memory.release_cached()
+
+
+def drop(policy: Policy) -> bool:
+    """Give back the graphs' memory; False if there are none."""
+    if policy.layer_graphs is None:
+        return False
+    policy.layer_graphs = None
+    memory.release_cached()
+    return True
+
+
+def _gpu_is_done() -> bool:
+    """Whether the GPU is done with what was launched, at most a moment later: otherwise the passes
+    wait for the GPU, and graphs gain nothing."""
+    stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
+    while not stream.query():
+        if time.perf_counter() > end:
+            return False
+    return True
+
+
+def _fits(policy: Policy, items: int) -> bool:
+    """Whether there is room for what passes allocate and, beside it, for what is allocated between
+    them: graphs keep their memory."""
+    stats, most = memory.stats(), memory.obtainable()
+    adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
+    between = max(working_bytes(items, policy.head), 2 * adapter)  # the softmax's, or Adam's
+    if policy.topology.sizes.data > 1:
+        between += FIRST_CHANNEL  # NCCL's, which may not have any yet
+    headroom = max(HEADROOM * most, LEAST_HEADROOM)
+    return stats["allocated_peak"] + between + headroom < most
+
+
+def _layer_seconds(
+    layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
+) -> tuple[float, float]:
+    """What the host takes to launch one layer's passes, and the GPU to compute them. The GPU is
+    idle before. Adds zeros to the parameters' gradients."""
+
+    @torch.no_grad()
+    def passes() -> float:
+        begin = time.perf_counter()
+        x, saved = layer.compute(hidden[:, 0], tree, layer.save_level)
+        layer.go_back(torch.zeros_like(x), saved, tree)
+        return time.perf_counter() - begin
+
+    host = passes()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The GPU waits until all kernels are launched, so that it computes them without a pause. No GPU
+    # has 2e9 cycles per second.
+    torch.cuda._sleep(int(2 * host * 2e9))
+    begin.record()
+    passes()
+    end.record()
+    end.synchronize()
+    return host, begin.elapsed_time(end) / 1000
