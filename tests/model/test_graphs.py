@@ -73,6 +73,19 @@ def test_nothing_is_captured_on_the_cpu(alone, tmp_path):
     assert policy.layer_graphs is None
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "smollm3", "ministral3", "gemma4_text"])
+def test_families_without_a_test_of_their_graphs_are_not_captured(
+    alone, tmp_path, monkeypatch, family
+):
+    asked = []
+    lora = LoraShape(rank=2, targets=("q_proj",))
+    policy = make_policy(write_random_model(tmp_path, family=family), lora)
+    monkeypatch.setattr(graphs.device, "is_cuda", lambda: True)
+    monkeypatch.setattr(graphs, "_gpu_is_done", lambda: asked.append(family))
+    graphs.repeat(policy, linear_row(range(50)), 1000)
+    assert asked == (["qwen3"] if family == "qwen3" else [])
+
+
 def test_a_capture_that_fails_leaves_the_passes_as_they_are(alone, tmp_path, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("no memory")

@@ -19,7 +19,6 @@ from tandem.families.arch import EXPERT_TARGETS
 from tandem.model import delta_rule, logprobs, parallel
 from tandem.model import policy as policy_module
 from tandem.model.layer import (
-    decoder_layer,
     gated_delta_net,
     head_rows,
     kernels,
@@ -27,6 +26,7 @@ from tandem.model.layer import (
     norm,
     sublayers,
 )
+from tandem.model.layer.decoder_layer import DecoderLayer
 from tandem.model.layer.experts_beside_mlp import ExpertsBesideMlp
 from tandem.model.layer.gated_mlp import GatedMlp
 from tandem.model.layer.latent_attention import LatentAttentionSublayer
@@ -105,8 +105,7 @@ def never_clipped(self, _norm, rate):
 
 ROTATION, ATTEND = policy_module.rotation, sublayers.attend
 VALUES_PARTS = head_rows.NormalisedValues._parts
-VALUES_BACKWARD = head_rows.NormalisedValues.backward
-COMPUTE, GO_BACK = decoder_layer.DecoderLayer.compute, decoder_layer.DecoderLayer.go_back
+VALUES_BACKWARD, GO_BACK = head_rows.NormalisedValues.backward, DecoderLayer.go_back
 DEAL_ROW, TREE_PARAMS = policy_module.deal_row, policy_module.tree_params
 STATISTICS_BACKWARD, HEAD_NORM_GRADIENTS = (
     logprobs._Statistics.backward,
@@ -240,16 +239,8 @@ def wholly(positions, frequencies, dtype, factor=1.0):
     return ROTATION(positions, torch.where(frequencies == 0, 0.1, frequencies), dtype, factor)
 
 
-def without_number(self, x, tree, level):
-    self.scalar = None
-    return COMPUTE(self, x, tree, level)
-
-
 def number_forward_only(self, gradient, saved, tree):
-    number, self.scalar = self.scalar, None
-    gradient = GO_BACK(self, gradient, saved, tree)
-    self.scalar = number
-    return gradient
+    return GO_BACK(self, gradient / self.scalar, saved, tree)
 
 
 def always_open(_self, normalised):
@@ -477,12 +468,12 @@ BREAKS = {
         lambda c: of_gemma4(c) and "sliding_attention" in c.config["layer_types"][:-1],
     ),
     "gemma4: layers have no number": Break(
-        (decoder_layer.DecoderLayer, "compute", without_number),
+        (DecoderLayer, "_scaled", lambda _self, x: x),
         # The last layer's is lost in the norm that follows.
         lambda c: of_gemma4(c) and c.config["num_hidden_layers"] > 1,
     ),
     "gemma4: its number is not in the gradient": Break(
-        (decoder_layer.DecoderLayer, "go_back", number_forward_only), of_gemma4
+        (DecoderLayer, "go_back", number_forward_only), of_gemma4
     ),
     "gemma4: logits are not capped": Break((logprobs, "_capped", lambda x, _: x), capped),
     "gemma4: the cap has no slope": Break((torch.Tensor, "square_", torch.Tensor.zero_), capped),

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from tandem.families.arch import Arch
 from tandem.model import device
 from tandem.model.attention import TreeParams
 from tandem.model.device import memory
@@ -130,8 +129,12 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
     Call it right after the backward pass of such a row, since whose forward pass the allocator's
     peaks have not begun anew.
     """
-    # Trained base weights are left out: nothing has shown that they get the same bits.
-    if not device.is_cuda() or policy.lora is None or not _may_be_captured(policy.arch):
+    # Trained base weights, latent attention, and what is done to heads' rows are left out: nothing
+    # has shown that they get the same bits. So are delta nets, whose passes launch other kernels
+    # for a row of another tree.
+    arch = policy.arch
+    of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
+    if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
         return
     if policy.topology.sizes.layers_shared or passes <= CAPTURE:
         return
@@ -143,14 +146,6 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
         tree = policy.decoder_inputs(row)["packed_seq_params"]
     if worth_capturing(passes, *_layer_seconds(policy.gpt.decoder.layers[-1], hidden, tree)):
         capture(policy, hidden, tree)
-
-
-def _may_be_captured(arch: Arch) -> bool:
-    """Delta nets and experts launch other kernels for a row of another tree. Nothing has shown that
-    latent attention and Gemma 4's layers get the same bits. `_tensors` lacks what layers without
-    RoPE and growing queries take."""
-    differs = arch.moe or arch.gdn or arch.mla or arch.layer_scalars
-    return not differs and arch.rope_layers is None and arch.query_growth is None
 
 
 def worth_capturing(passes: int, host: float, gpu: float) -> bool:

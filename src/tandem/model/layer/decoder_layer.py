@@ -91,17 +91,20 @@ class DecoderLayer(MegatronModule):
         for sublayer in self.sublayers:
             x, saved = sublayer.forward(x, tree, level)
             kept.append(saved)
-        return x if self.scalar is None else x * self.scalar, kept
+        return self._scaled(x), kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
         """From the gradient of what `compute` returned that of its x; adds those of parameters to
         theirs. Uses up `saved`."""
-        gradient = gradient if self.scalar is None else gradient * self.scalar
+        gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
             if saved[index].x is None:
                 saved[index].x = self.sublayers[index - 1].recompute_output(saved[index - 1])
             gradient = self.sublayers[index].backward(gradient, saved.pop(), tree)
         return gradient
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.scalar is None else x * self.scalar
 
     def _attention_sublayer(self) -> AttentionSublayer:
         if self._arch.mla is not None:
