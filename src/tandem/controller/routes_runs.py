@@ -172,7 +172,9 @@ def make_run(deployment: Deployment, spec: RunSpec) -> bool:
 def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
     """Makes the run `name`, whose step 0 is the checkpoint `origin`; False where it exists."""
     source = deployment.spool.runs.get(origin.run)
-    new = source.model_copy(update={"name": name, "created": time.time(), "forked_from": origin})
+    new = source.model_copy(
+        update={"name": name, "created": time.time(), "forked_from": origin, "session": None}
+    )
     return _create(
         deployment, new, lambda: deployment.spool.checkpoints.fork(origin.run, origin.step, new)
     )

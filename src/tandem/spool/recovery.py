@@ -55,11 +55,13 @@ def sweep(spool: Spool) -> None:
         spool.paths.jobs,
         spool.uploads.directory,
         spool.tunings.directory,
+        spool.paths.sessions,
         *spool.paths.jobs.glob("[!.]*"),
         *queue,
     ]
     for run in spool.paths.runs.glob("[!.]*"):
         directories += [run, run / "checkpoints", run / "discarded", run / "pinned", run / "merged"]
+        directories.append(run / "requests")
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)
 
