@@ -11,6 +11,8 @@ from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.paths import Paths, listing
 from tandem.spool.runs import Runs
 from tandem.spool.schema import (
+    ClientModel,
+    ClientSampler,
     SavedName,
     SavedNames,
     SessionBeat,
@@ -92,6 +94,49 @@ class TrainingSessions:
                 self.end(session, f"its client was not heard of for {seconds:g} s")
                 silent.append(session)
         return silent
+
+    def put_model(self, session: str, number: int, model: ClientModel) -> None:
+        """Conflict (field `model_seq_id`) where another one has this number."""
+        self._put(session, f"model-{number}.json", model, "model_seq_id")
+
+    def model(self, session: str, number: int) -> ClientModel:
+        """NotFound (field `model_id`) without it."""
+        path = self._paths.session_dir(session) / f"model-{number}.json"
+        if (found := fs.read_undamaged(path, ClientModel)) is None:
+            raise NotFound(f"session {session!r} has no model {number}", field="model_id")
+        return found
+
+    def put_sampler(self, session: str, number: int, sampler: ClientSampler) -> None:
+        """Conflict (field `sampling_session_seq_id`) where another one has this number."""
+        self._put(session, f"sampler-{number}.json", sampler, "sampling_session_seq_id")
+
+    def sampler(self, session: str, number: int) -> ClientSampler:
+        """NotFound (field `sampling_session_id`) without it."""
+        path = self._paths.session_dir(session) / f"sampler-{number}.json"
+        if (found := fs.read_undamaged(path, ClientSampler)) is None:
+            problem = f"session {session!r} has no sampler {number}"
+            raise NotFound(problem, field="sampling_session_id")
+        return found
+
+    def samplers(self, session: str) -> list[int]:
+        """The numbers of its samplers."""
+        names = listing(self._paths.session_dir(session))
+        return sorted(
+            int(name.removeprefix("sampler-").removesuffix(".json"))
+            for name in names
+            if name.startswith("sampler-")
+        )
+
+    def _put(
+        self, session: str, name: str, record: ClientModel | ClientSampler, field: str
+    ) -> None:
+        self.get(session)
+        path = self._paths.session_dir(session) / name
+        known = fs.read_undamaged(path, type(record))
+        if known is not None and known != record:
+            raise Conflict(f"session {session!r} has another one of this number", field=field)
+        if known is None:
+            fs.write_json_atomic(path, record)
 
     def run_name(self, session: str, number: int) -> str:
         """The run of the session's model `number`. `RunSpec.session` names the session."""

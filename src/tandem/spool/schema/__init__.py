@@ -53,6 +53,8 @@ from tandem.spool.schema.runs import (
 )
 from tandem.spool.schema.session import (
     AnyRequest,
+    ClientModel,
+    ClientSampler,
     LoadRequest,
     LoggedRequest,
     PassRequest,
@@ -88,6 +90,8 @@ __all__ = [
     "TERMINAL",
     "AnyRequest",
     "Beat",
+    "ClientModel",
+    "ClientSampler",
     "DPOJob",
     "Event",
     "EventType",

@@ -36,6 +36,23 @@ class SessionEnd(Record):
     reason: str
 
 
+class ClientModel(Record):
+    """`sessions/<id>/model-<n>.json`, written once, before its run."""
+
+    base_model: str  # as the client calls it
+
+
+class ClientSampler(Record):
+    """`sessions/<id>/sampler-<n>.json`, written once: what its client samples from. Without a run
+    it is the base model; without a step, the checkpoint with this name, which comes later."""
+
+    base_model: str  # as the client calls it
+    path: str | None = None  # the client's
+    run: RunName | None = None
+    name: str | None = None
+    step: int | None = Field(default=None, ge=0)
+
+
 class PassRequest(Record):
     """A forward pass over packed rows, or also the backward pass, whose gradients are added to
     those of the passes since the last optimizer step. The loss is a sum over all items."""
