@@ -14,6 +14,7 @@ from tinker import types
 
 from api_server import BASE_MODEL, KEY, Process, make_root
 from fake_vllm import API_KEY, FakeVllm
+from tandem.controller.tinker import futures
 from tandem.spool import Spool
 from tandem.spool.schema import PassRequest, RequestError, StepRequest, VoidRequest
 from tinker_client import TINKER_KEY, PlayedRanks, datum, refused, serve, service
@@ -123,6 +124,35 @@ def test_a_snapshot_is_sampled_from(
     assert found[0] is None
     assert all(value < 0 for value in found[1:])
     assert vllm.calls[-1][1]["model"] == f"{run_of(model)}@1"
+
+
+def test_a_step_that_vllm_does_not_have_is_asked_for(
+    client: tinker.ServiceClient, spool: Spool, vllm: FakeVllm, model: tinker.TrainingClient
+) -> None:
+    run = run_of(model)
+    path = model.save_weights_for_sampler("old").result(timeout=60).path
+    sampler = client.create_sampling_client(model_path=path).result()
+    pending = sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1))
+    until("it is asked for", lambda: spool.served.wanted(run) == [1])
+    serve_in(vllm, spool, run, 1)
+    assert pending.result(timeout=60).sequences[0].tokens == [2]
+
+
+def test_snapshots_are_forgotten_that_nobody_samples(
+    spool: Spool, vllm: FakeVllm, model: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(model)
+    model.save_weights_for_sampler("kept").result(timeout=60)
+    serve_in(vllm, spool, run, 2)
+    sampler = model.save_weights_and_get_sampling_client().result()
+    futures.forget_snapshots(spool)
+    assert [one.name[0] for one in spool.names.list(run)] == ["k", futures.SNAPSHOT]
+    assert spool.checkpoints.pinned(run) == [1, 2]
+    monkeypatch.setattr(futures, "SNAPSHOT_SECONDS", 0.0)
+    futures.forget_snapshots(spool)
+    assert spool.checkpoints.pinned(run) == [1]
+    with refused(404, "no checkpoint"):
+        sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams()).result(60)
 
 
 def test_what_is_asked_of_vllm(client: tinker.ServiceClient, vllm: FakeVllm) -> None:

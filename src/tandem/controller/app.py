@@ -25,6 +25,7 @@ from tandem.controller.openai import routes_files, routes_tunings
 from tandem.controller.openai.tuner import Tuner
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
 from tandem.controller.tinker import routes_sampling, routes_sessions, routes_training
+from tandem.controller.tinker.futures import forget_snapshots
 from tandem.controller.tinker.service import TinkerApi
 from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, downloads
@@ -167,6 +168,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
         try:
             spool.check()
             try:
+                forget_snapshots(spool)
                 prune(spool, settings)
             finally:
                 sweep(spool)

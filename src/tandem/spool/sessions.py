@@ -1,9 +1,11 @@
 """Sessions: `sessions/<id>/`. Each of a session's models is a run, `<id>-train-<number>`."""
 
 import json
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
 
 from tandem.errors import Conflict, NotFound
 from tandem.spool import fs
@@ -117,6 +119,19 @@ class TrainingSessions:
             problem = f"session {session!r} has no sampler {number}"
             raise NotFound(problem, field="sampling_session_id")
         return found
+
+    def use_sampler(self, session: str, number: int) -> None:
+        """Records that its client samples now."""
+        path = self._paths.session_dir(session) / f"sampler-{number}.json"
+        with fs.volume_errors(path), suppress(FileNotFoundError):
+            os.utime(path)
+
+    def sampler_used(self, session: str, number: int) -> float:
+        """When its client last sampled, Unix seconds by the volume's clock; 0 without it."""
+        with suppress(OSError):
+            path = self._paths.session_dir(session) / f"sampler-{number}.json"
+            return path.stat().st_mtime
+        return 0.0
 
     def samplers(self, session: str) -> list[int]:
         """The numbers of its samplers."""

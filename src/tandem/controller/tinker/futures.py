@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from tandem.controller.tinker.models import Numbers
 from tandem.controller.tinker.names import Name, SavedPath
 from tandem.controller.tinker.results import encode_pass
 from tandem.errors import NotFound
+from tandem.spool import Spool
 from tandem.spool.schema import (
     LoadRequest,
     LoggedRequest,
@@ -24,7 +26,9 @@ from tandem.spool.schema import (
 # missing one arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
-"""How names of checkpoints begin that clients have given none."""
+"""How names of checkpoints begin that clients have given none; the sampler's number follows."""
+SNAPSHOT_SECONDS = 3600.0
+"""So long a snapshot stays pinned that its client does not sample."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +146,20 @@ def _with_reductions(metrics: Mapping[str, float]) -> dict[str, float]:
     """Names as the package reads them, `name:reduction`: how those of several parts of one call
     become one."""
     return {name if ":" in name else f"{name}:mean": value for name, value in metrics.items()}
+
+
+def forget_snapshots(spool: Spool) -> None:
+    """Forgets the snapshots of ended sessions and those that nobody samples, so that their
+    checkpoints may go."""
+    now = time.time()
+    for session in spool.sessions.ids():
+        ended = spool.sessions.ended(session) is not None
+        for run in spool.sessions.runs(session):
+            with suppress(NotFound):
+                for saved in spool.names.list(run):
+                    if saved.group != "sampler" or not saved.name.startswith(SNAPSHOT):
+                        continue
+                    number = int(saved.name.removeprefix(SNAPSHOT))
+                    used = max(saved.created, spool.sessions.sampler_used(session, number))
+                    if ended or now - used > SNAPSHOT_SECONDS:
+                        spool.names.remove(run, saved.group, saved.name)

@@ -10,10 +10,9 @@ from tandem.controller.tinker import models, vllm
 from tandem.controller.tinker.errors import PREFIX
 from tandem.controller.tinker.names import Name, path_of, request_of, sampler_of
 from tandem.controller.tinker.schemas import CreateSampler, Retrieve, SampleRequest
-from tandem.controller.tinker.service import CurrentApi, TinkerApi
+from tandem.controller.tinker.service import CurrentApi, SampledModel, TinkerApi
 from tandem.errors import InvalidInput, NotFound
 from tandem.spool.schema import ClientSampler
-from tandem.vllm_client.names import BASE_MODEL_NAME
 
 router = APIRouter(prefix=PREFIX, tags=["tinker"], include_in_schema=False)
 
@@ -57,25 +56,25 @@ async def begin_sample(request: SampleRequest, api: CurrentApi) -> dict[str, Any
     """Begin to sample. The result is kept in memory until the client has it."""
     vllm.check_sample(request)
     name = sampler_of(request.sampling_session_id)
-    served = await api.run(_served_model, api, name)
+    model = await api.run(_sampled_model, api, name)
     request_id = f"{name}:{request.seq_id}"
     digest = sha256(request.model_dump_json().encode()).digest()
-    api.samples.start(request_id, name.session, digest, lambda: api.sample(served, request))
+    api.samples.start(request_id, name.session, digest, lambda: api.sample(model, request))
     ids = [f"{request_id}:{i}" for i in range(request.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}
 
 
-def _served_model(api: TinkerApi, name: Name) -> str:
-    """vLLM's name of what the sampler samples from."""
+def _sampled_model(api: TinkerApi, name: Name) -> SampledModel:
     spool = api.deployment.spool
     spool.sessions.check_open(name.session)
     found = spool.sessions.sampler(name.session, name.number)
+    spool.sessions.use_sampler(name.session, name.number)
     if found.run is None:
-        return BASE_MODEL_NAME
+        return SampledModel()
     step = found.step
     if step is None:
         step = spool.names.find(found.run, "sampler", found.name or "").step
-    return f"{found.run}@{step}"
+    return SampledModel(found.run, step)
 
 
 @router.post("/retrieve_future")

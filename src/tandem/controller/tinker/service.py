@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import anyio
 from anyio import to_thread
@@ -20,12 +20,25 @@ from tandem.controller.tinker.samples import SampleFutures
 from tandem.controller.tinker.schemas import SampleRequest
 from tandem.controller.tinker.vllm import SampleFailed, VllmSampler
 from tandem.errors import TandemError
+from tandem.vllm_client.names import BASE_MODEL_NAME
 
 # The package gives an answer 45 s.
 HOLD_SECONDS = 30.0
 # Between two looks at the volume: at first, and after a while.
 _LOOK_SECONDS, _LATER_LOOK_SECONDS, _SOON_SECONDS = 0.02, 0.1, 5.0
 _THREADS = 8
+
+
+class SampledModel(NamedTuple):
+    """What a sampler samples from. Without a run it is the base model."""
+
+    run: str | None = None
+    step: int = 0
+
+    @property
+    def model(self) -> str:
+        """vLLM's name of it."""
+        return BASE_MODEL_NAME if self.run is None else f"{self.run}@{self.step}"
 
 
 class TinkerApi:
@@ -45,9 +58,14 @@ class TinkerApi:
         """`work` in a thread, for what waits for the volume."""
         return await to_thread.run_sync(work, *arguments, limiter=self.threads)
 
-    async def sample(self, model: str, request: SampleRequest) -> bytes:
+    async def sample(self, of: SampledModel, request: SampleRequest) -> bytes:
         """The result of a sample, as protobuf."""
-        return encode_sample(await self._sampler.sample(model, request))
+
+        async def want() -> None:
+            if of.run is not None:
+                await self.run(self.deployment.spool.served.want, of.run, of.step)
+
+        return encode_sample(await self._sampler.sample(of.model, request, want))
 
     async def result(self, request_id: str) -> Response:
         """The answer to a client that asks for its future: held until there is one, but not for

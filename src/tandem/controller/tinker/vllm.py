@@ -3,7 +3,7 @@ back."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -61,8 +61,11 @@ class VllmSampler:
         if self._http is not None:
             await self._http.close()
 
-    async def sample(self, model: str, request: SampleRequest) -> SampleResult:
-        """Waits while vLLM starts, sleeps or loads the model; SampleFailed where it refuses."""
+    async def sample(
+        self, model: str, request: SampleRequest, want: Callable[[], Awaitable[None]]
+    ) -> SampleResult:
+        """Waits while vLLM starts, sleeps or loads the model, which `want` asks for. SampleFailed
+        where it refuses."""
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
         while True:
@@ -71,6 +74,8 @@ class VllmSampler:
                 answer = await self._ask(completion(model, request, tokens, room))
                 return sampled(request, tokens, answer)
             except _NotLoaded as error:
+                if missing is None:
+                    await want()
                 missing = missing or time.monotonic()
                 if time.monotonic() - missing > LOADING_SECONDS:
                     raise SampleFailed(str(error), user=True) from error
@@ -119,10 +124,7 @@ class VllmSampler:
         if status in _AGAIN_STATUSES:
             raise _Again(said)
         if status == 404:
-            remedy = (
-                "it serves the newest TANDEM_KEEP_SERVED steps of a run; save again, or raise it"
-            )
-            raise _NotLoaded(f"{said}; {remedy}")
+            raise _NotLoaded(said)
         raise SampleFailed(said, user=status < 500)
 
 
