@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from spool.spool_tools import add_run
+from spool.spool_tools import add_run, submit
+from tandem.config import Settings
 from tandem.errors import Conflict, InvalidInput, NotFound
 from tandem.spool import Spool
 from tandem.spool.recovery import STALE_SECONDS, sweep
+from tandem.spool.removal import RESULT_SECONDS, SILENT_SECONDS, prune
 from tandem.spool.schema import (
+    JobError,
+    JobResult,
     LoadRequest,
     PassRequest,
     RequestError,
@@ -22,10 +26,12 @@ from tandem.spool.schema import (
     SavedName,
     SaveRequest,
     SessionBeat,
+    SessionEnd,
     SFTLoss,
     StepRequest,
     VoidRequest,
 )
+from tandem.spool.session_jobs import queue_waiting
 
 STEP = StepRequest(learning_rate=1e-4)
 DONE = RequestResult(finished=0.0)
@@ -279,3 +285,80 @@ def test_what_dead_processes_left_is_swept(spool: Spool, run: str):
     sweep(spool)
     assert not [*spool.root.rglob(".tmp-*")]
     assert spool.requests.pending(run) == [1]
+
+
+def test_what_a_session_leaves_is_removed(spool: Spool, run: str):
+    session, other = session_of(spool, run), spool.sessions.create().id
+    spool.requests.append(run, 1, STEP)
+    directory = spool.paths.session_dir(session)
+    settings = Settings(root=spool.root, keep_days=1)
+
+    def after_prune() -> tuple[bool, bool, bool]:
+        prune(spool, settings)
+        requests = spool.paths.requests_dir(run)
+        return spool.sessions.ended(session) is not None, requests.exists(), directory.exists()
+
+    assert after_prune() == (False, True, True)
+    silent = SessionBeat(time=time.time() - SILENT_SECONDS - 1)
+    (directory / "beat.json").write_text(silent.model_dump_json())
+    assert after_prune() == (True, True, True)
+    for age, left in ((RESULT_SECONDS + 1, (True, False, True)), (86401, (False, False, False))):
+        end = SessionEnd(finished=time.time() - age, reason="it is a test")
+        (directory / "end.json").write_text(end.model_dump_json())
+        assert after_prune() == left
+    assert spool.sessions.open() == [other]
+    assert spool.checkpoints.steps(run) == [0]
+
+
+def test_a_sessions_run_is_trained_by_its_requests_alone(spool: Spool, run: str):
+    with pytest.raises(Conflict, match="requests of its session alone"):
+        submit(spool, run=run)
+    with pytest.raises(Conflict, match="can't be undone"):
+        spool.checkpoints.rollback(run, 0)
+
+
+def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
+    def queued() -> list[str]:
+        queue_waiting(spool)
+        return [job.spec.run for _, job in spool.jobs.list(states=["queued"])]
+
+    assert queued() == []
+    spool.requests.append(run, 2, STEP)
+    assert queued() == []  # the first is missing
+    spool.requests.append(run, 1, STEP)
+    assert queued() == queued() == [run]
+    job = spool.queue.claim("runner")
+    assert job is not None
+    assert (job.spec.kind, job.spec.run, job.spec.base_step) == ("session", run, 0)
+    assert queued() == []
+    for seq in (1, 2):
+        spool.requests.answer(run, seq, DONE)
+    spool.queue.finish(job, JobResult(state="succeeded", step=0, finished=time.time()))
+    assert queued() == []
+    spool.requests.append(run, 3, STEP)
+    assert queued() == [run]
+    spool.sessions.end(session_of(spool, run), "a test")
+    spool.queue.cancel(spool.jobs.list(states=["queued"])[0][1].spec.id)
+    assert queued() == []
+
+
+@pytest.mark.parametrize("way", ["cancelled", "failed"])
+def test_requests_of_a_job_that_fails_get_its_error(spool: Spool, run: str, way: str):
+    spool.requests.append(run, 1, STEP)
+    queue_waiting(spool)
+    if way == "cancelled":
+        spool.queue.cancel(spool.jobs.list(run)[0][1].spec.id)
+    else:
+        job = spool.queue.claim("runner")
+        assert job is not None
+        spool.queue.requeue(job, JobError(type="checkpoint_damaged", message="it is torn"))
+    queue_waiting(spool)
+    result = spool.requests.result(run, 1)
+    assert result is not None
+    assert result.error is not None
+    assert way in result.error.message
+    queue_waiting(spool)
+    assert spool.jobs.list(run, ["queued"]) == []
+    spool.requests.append(run, 2, STEP)  # a new request, a new job
+    queue_waiting(spool)
+    assert len(spool.jobs.list(run, ["queued"])) == 1

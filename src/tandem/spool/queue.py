@@ -13,15 +13,25 @@ from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from pathlib import Path
 
-from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
+from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import fence, fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
+from tandem.spool.job_checks import check_age, check_reference
 from tandem.spool.jobs import Jobs
 from tandem.spool.locks import Leases, file_lock
 from tandem.spool.paths import Paths
 from tandem.spool.runs import Runs
-from tandem.spool.schema import TERMINAL, Job, JobError, JobKey, JobResult, JobSpec, JobState
+from tandem.spool.schema import (
+    TERMINAL,
+    Job,
+    JobError,
+    JobKey,
+    JobResult,
+    JobSpec,
+    JobState,
+    SessionJob,
+)
 
 # Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
 # are not exact.
@@ -88,9 +98,13 @@ class Queue:
         with fs.staging(data.parent) as staged, fs.volume_errors(data):
             spec = make(job_id, expected, staged)
             fs.fsync_tree(staged)
-            placed = spec.data.model_copy(
-                update={"path": data.relative_to(self._paths.root).as_posix()}
-            )
+            update: dict[str, object] = {}
+            if not isinstance(spec, SessionJob):
+                path = data.relative_to(self._paths.root).as_posix()
+                update["data"] = spec.data.model_copy(update={"path": path})
+            if isinstance(spec, SessionJob) != (spec_of_run.session is not None):
+                problem = f"run {run!r} is trained by the requests of its session alone"
+                raise Conflict(f"{problem}; fork it, and train the fork", field="run")
             with self._runs.lock(run), self._job_lock(job_id):
                 # Another request may have taken the client's id since.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
@@ -101,14 +115,10 @@ class Queue:
                         field="run",
                     )
                 base = self._check_base(run, base_step)
-                update = {
-                    "data": placed,
-                    "base_step": base,
-                    "created": self._next_created(run, now()),
-                }
+                update |= {"base_step": base, "created": self._next_created(run, now())}
                 job = Job(spec=spec.model_copy(update=update))
-                self._check_reference(job.spec)
-                _check_age(job.spec, most_behind)
+                check_reference(job.spec, self._checkpoints.steps(run))
+                check_age(job.spec, most_behind)
                 self._enqueue(job, staged)
         return job, True
 
@@ -138,18 +148,6 @@ class Queue:
                 field="base_step",
             )
         return expected
-
-    def _check_reference(self, spec: JobSpec) -> None:
-        """InvalidInput if the loss refers to a checkpoint that will not exist when the job
-        starts."""
-        reference, steps = spec.loss.reference_step, self._checkpoints.steps(spec.run)
-        if reference is not None and (
-            reference > spec.base_step or (reference < steps[-1] and reference not in steps)
-        ):
-            problem = (
-                f"step {reference} will not exist when this job starts from step {spec.base_step}"
-            )
-            raise InvalidInput(problem, field=spec.loss.reference_field)
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:
@@ -365,17 +363,6 @@ class Queue:
         """Removes what a job needs only while an attempt runs."""
         _remove(self._paths.lease_file(job_id))
         fs.remove_tree(self._paths.all_work_dirs(job_id))
-
-
-def _check_age(spec: JobSpec, most: int | None) -> None:
-    """`data.prepare` has compared turns with the base step before other jobs were queued."""
-    oldest = spec.data.policy_step_min
-    if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
-        behind = (
-            f"step {oldest} sampled a turn, {age} steps before the job's base step {spec.base_step}"
-        )
-        problem = f"{behind}, which comes after the queued jobs; the most is {most}"
-        raise InvalidInput(problem, field="max_off_policy_steps")
 
 
 def _remove(*paths: Path) -> None:

@@ -17,10 +17,15 @@ from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import HOUR_FORMAT, listing
-from tandem.spool.schema import PENDING, TERMINAL, JobKey
+from tandem.spool.schema import PENDING, TERMINAL, JobKey, SessionJob
 from tandem.system.logs import Log
 
 log = Log("spool")
+
+SILENT_SECONDS = 3600.0
+"""A session whose client was not heard of for so long ends. It holds files, but no GPU."""
+RESULT_SECONDS = 3600.0
+"""How long the results of an ended session stay."""
 
 
 def delete_run(spool: Spool, run: str) -> Path:
@@ -72,6 +77,7 @@ def prune(spool: Spool, settings: Settings) -> None:
         _prune_jobs(spool, limit)
         _prune_damaged(spool, limit)
         spool.tunings.prune(limit)
+        _prune_sessions(spool, limit)
     finally:
         complete_removals(spool)
 
@@ -125,7 +131,9 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
     for has, replica in spool.replicas.steps(run).items():
         needed.setdefault(has, f"replica {replica} serves it")
     for _, job in spool.jobs.pending(run):
-        for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
+        spec = job.spec
+        reference = None if isinstance(spec, SessionJob) else spec.loss.reference_step
+        for step in (spec.base_step, spec.base_step + 1, reference):
             if step is not None:
                 needed.setdefault(step, f"job {job.spec.id} needs it")
     return needed
@@ -168,6 +176,22 @@ def _prune_jobs(spool: Spool, limit: float) -> None:
                 directory,
                 [key for key in index.keys(directory) if ended(directory, key) < limit],
             )
+
+
+def _prune_sessions(spool: Spool, limit: float) -> None:
+    """Ends sessions whose clients are silent. Removes the requests of ended ones when a client has
+    had time to read the results, and their records when they ended before `limit`, Unix seconds."""
+    for session in spool.sessions.expire(SILENT_SECONDS):
+        log.info("ended a session whose client is silent", session=session)
+    for session in spool.sessions.ids():
+        end = spool.sessions.ended(session)
+        if end is None or time.time() - end.finished < RESULT_SECONDS:
+            continue
+        for run in spool.sessions.runs(session):
+            if not spool.jobs.index.running(run):
+                fs.remove_tree(spool.paths.requests_dir(run))
+        if end.finished < limit:
+            fs.remove_tree(spool.paths.session_dir(session))
 
 
 def _prune_damaged(spool: Spool, limit: float) -> None:

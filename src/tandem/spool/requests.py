@@ -80,6 +80,16 @@ class RequestLog:
         """The directory with the packed arrays, until `trim` removes them."""
         return self._directory(run, seq)
 
+    def has(self, run: str, seq: int) -> bool:
+        return fs.exists(self._directory(run, seq))
+
+    def begin(self, run: str, seq: int) -> int:
+        """Counts that the computation of a request begins; returns how often it has begun."""
+        path = self._directory(run, seq) / "begun"
+        count = int(fs.read_bytes(path) or b"0") + 1
+        fs.write_atomic(path, str(count).encode(), durable=False)
+        return count
+
     def result(self, run: str, seq: int) -> RequestResult | None:
         """None until it is computed."""
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
@@ -129,7 +139,7 @@ class RequestLog:
     def next(self, run: str) -> int | None:
         """The first request without a result, if it and all before it are there."""
         seq = self._answered_to(run) + 1
-        return seq if fs.exists(self._directory(run, seq)) else None
+        return seq if self.has(run, seq) else None
 
     def _answered_to(self, run: str) -> int:
         seq = self._answered.get(run, 0)

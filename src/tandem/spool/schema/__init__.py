@@ -16,6 +16,7 @@ from tandem.spool.schema.base import (
     SessionId,
 )
 from tandem.spool.schema.jobs import (
+    BatchJob,
     Beat,
     DPOJob,
     Event,
@@ -32,6 +33,7 @@ from tandem.spool.schema.jobs import (
     RankMemory,
     RLJob,
     RunnerInfo,
+    SessionJob,
     SFTJob,
 )
 from tandem.spool.schema.replicas import ONLY, Replica, ReplicaServed
@@ -89,6 +91,7 @@ __all__ = [
     "STEPS",
     "TERMINAL",
     "AnyRequest",
+    "BatchJob",
     "Beat",
     "ClientModel",
     "ClientSampler",
@@ -142,6 +145,7 @@ __all__ = [
     "SessionBeat",
     "SessionEnd",
     "SessionId",
+    "SessionJob",
     "SessionRecord",
     "StepRequest",
     "Trainable",

@@ -167,6 +167,7 @@ class Manifest(Record):
     metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
     probe: Probe | None = None  # None: step 0, which must equal the base model
     origin: Origin | None = None
+    seq: int | None = None  # the last request of a session whose effect the weights have
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:

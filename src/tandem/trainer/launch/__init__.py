@@ -29,6 +29,9 @@ DEFAULT_ENTRY = "tandem.trainer.rank.entry"
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 
+SHARED_IDLE_SECONDS = 1.0
+"""On shared GPUs vLLM sleeps as long as a session's ranks stay."""
+
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 """How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
 built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
@@ -48,6 +51,7 @@ class RankSettings(Record):
     way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
     inference: tuple[str, int] = ("127.0.0.1", 8000)
     """vLLM's host and port."""
+    session_idle_seconds: float = 60.0
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -60,6 +64,11 @@ class RankSettings(Record):
             base_precision=settings.base_precision,
             way=settings.way,
             inference=(str(url.hostname), url.port or 80),
+            session_idle_seconds=(
+                settings.session_idle_seconds
+                if settings.gpu_mode == "dedicated"
+                else min(settings.session_idle_seconds, SHARED_IDLE_SECONDS)
+            ),
         )
 
 
