@@ -3,9 +3,13 @@ interrupted."""
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 
 from rank import jobs, sessions
 from rank.sessions import Client, differing, open_session, outcome, program, random_data
@@ -51,7 +55,7 @@ def test_a_pass_and_a_step_equal_a_job_bit_for_bit(spool: Spool, client: Client)
     made = jobs.run_here(spool, job)
     assert jobs.same_bytes(client.checkpoint("a"), made)
     [of_job] = jobs.steps_of(spool, job)
-    assert client.metrics(passed)["loss"] == of_job["loss"]
+    assert client.metrics(passed)["loss:sum"] == of_job["loss"]
     assert client.metrics(stepped)["grad_norm"] == of_job["grad_norm"]
 
 
@@ -129,8 +133,8 @@ def test_gradients_add_up_over_passes_and_logprobs_are_those_of_a_forward_pass(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5)
     assert [len(values) for values in of_parts] == [len(datum.tokens) for datum in [*one, *two]]
-    losses = [client.metrics(seq)["loss"] for seq in (first, second)]
-    assert client.metrics(forward)["loss"] == pytest.approx(sum(losses), rel=1e-4)
+    losses = [client.metrics(seq)["loss:sum"] for seq in (first, second)]
+    assert client.metrics(forward)["loss:sum"] == pytest.approx(sum(losses), rel=1e-4)
     want = -sum(
         float((datum.factors * values).sum())
         for datum, values in zip(one, client.logprobs(first), strict=True)
@@ -174,6 +178,60 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
         one.save("d")
         sessions.work(spool)
     assert jobs.same_bytes(client.checkpoint("d"), again.checkpoint("d"))
+
+
+def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Client, model: Path):
+    """Each loss for a step, unpacked and with autograd, within the oracle's bound: 1e-3 of what
+    moved."""
+    losses: list[tuple[str, dict[str, float], Any]] = [
+        ("cross_entropy", {}, lambda lp, q, a: -a * lp),
+        ("importance_sampling", {}, lambda lp, q, a: -(lp - q).exp() * a),
+        ("dro", {"beta": 0.2}, lambda lp, q, a: -a * lp + 0.1 * (lp - q).square()),
+        (
+            "ppo",
+            {},
+            lambda lp, q, a: -torch.minimum((lp - q).exp() * a, (lp - q).exp().clamp(0.8, 1.2) * a),
+        ),
+    ]
+    adam = {"learning_rate": 2e-3, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.1}
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        spool.checkpoints.path(client.run, 0),
+        is_trainable=True,
+    )
+    trained = {
+        name.replace(".default", ""): parameter
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=2e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1
+    )
+    for number, (name, config, formula) in enumerate(losses):
+        data = random_data(20 + number, sampled=True)
+        client.compute(data[:3], name, **config)
+        client.compute(data[3:], name, **config)
+        client.step(**adam)
+        optimizer.zero_grad()
+        for datum in data:
+            logits = theirs(torch.from_numpy(datum.tokens).long()[None]).logits[0]
+            targets = torch.from_numpy(datum.targets).long()
+            lp = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+            assert datum.logprobs is not None
+            sampler, factors = torch.from_numpy(datum.logprobs), torch.from_numpy(datum.factors)
+            formula(lp, sampler, factors).sum().backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+    client.save("a")
+    sessions.work(spool)
+    ours = jobs.tensors(client.checkpoint("a"))
+    assert ours.keys() == trained.keys()
+    apart = [torch.from_numpy(ours[name]) - trained[name].detach() for name in trained]
+    moved = [trained[name].detach() - before[name] for name in trained]
+    lengths = [float(torch.cat([one.flatten() for one in many]).norm()) for many in (apart, moved)]
+    assert lengths[1] > 0.01
+    assert lengths[0] < 1e-3 * lengths[1]
 
 
 def test_a_save_of_what_is_saved_makes_no_checkpoint(spool: Spool, client: Client):
@@ -249,7 +307,7 @@ def test_a_request_that_ends_its_ranks_again_and_again_is_given_up(spool: Spool,
     sessions.work(spool)
     assert "ended 5 times" in client.error(first).message
     assert client.error(first).category == "server"
-    assert client.metrics(second)["items"] > 0
+    assert client.metrics(second)["items:sum"] > 0
 
 
 def test_sessions_take_turns(spool: Spool, client: Client, model: Path):

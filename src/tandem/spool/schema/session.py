@@ -130,7 +130,8 @@ class RequestError(Record):
 
 class RequestResult(Record):
     """`runs/<run>/requests/<seq>/result.json`. A pass has its log-probs beside it. A request with
-    an error changed nothing, but that a failed optimizer step leaves no gradients."""
+    an error changed nothing, but that a failed optimizer step leaves no gradients. Names of metrics
+    that are sums over a pass end in `:sum`."""
 
     error: RequestError | None = None
     metrics: dict[str, float] = Field(default_factory=dict)

@@ -42,6 +42,8 @@ class ModelCalls:
     fit: Fit
     # Of the passes whose gradients are in memory, their requests.
     passes: list[int] = field(default_factory=list)
+    loss: float = 0.0  # the sum of theirs
+    items: float = 0.0
     # From the first pass since the last checkpoint, and the log-probs of its weights.
     probe: JobProbe | None = None
     previous: list[list[float]] = field(default_factory=list)
@@ -65,12 +67,15 @@ class ModelCalls:
             with self.phases.phase("forward_backward"):
                 self.phases.watch.begin_step()
                 passed = self._with_gradients(seq) if backward else self._add(seq, backward=False)
-            if not np.isfinite(passed.metrics["loss"]):
+            if not np.isfinite(passed.metrics["loss:sum"]):
                 if backward:
                     self._repeat()
-                raise NonFinite(f"the loss is {passed.metrics['loss']}; its gradients are not kept")
+                loss = passed.metrics["loss:sum"]
+                raise NonFinite(f"the loss is {loss}; its gradients are not kept")
             if backward:
                 self.passes.append(seq)
+                self.loss += passed.metrics["loss:sum"]
+                self.items += passed.metrics["items:sum"]
             return passed.metrics, _by_datum(batch, passed.logprobs)
 
     def step(self, request: StepRequest) -> dict[str, float]:
@@ -89,6 +94,7 @@ class ModelCalls:
             norm = optimizer.gradient_norm()
             if finite := bool(np.isfinite(norm)):
                 optimizer.step(norm, request.learning_rate)
+            passed = {"loss": self.loss, "trainable_tokens": self.items}
             self.forget()
         if not finite:
             raise NonFinite(
@@ -97,6 +103,7 @@ class ModelCalls:
             )
         steps = float(optimizer.steps)
         return {
+            **passed,
             "grad_norm": norm,
             "learning_rate": request.learning_rate,
             "optimizer_step": steps,
@@ -122,7 +129,7 @@ class ModelCalls:
     def forget(self) -> None:
         """Gradients are zero."""
         self.optimizer.zero_grad()
-        self.passes = []
+        self.passes, self.loss, self.items = [], 0.0, 0.0
 
     def saved(self) -> None:
         """A checkpoint has the weights and Adam's state."""
@@ -180,9 +187,9 @@ class ModelCalls:
             sums = rows.over_rows(totals.sums, dist.ReduceOp.SUM)
         everywhere = {r: p for parts in parallel.gather_objects(kept) for r, p in parts.items()}
         metrics = {
-            "loss": sums["loss"],
-            "items": sums["items"],
-            "tokens": float(request.num_tokens),
+            "loss:sum": sums["loss"],
+            "items:sum": sums["items"],
+            "tokens:sum": float(request.num_tokens),
         }
         return Passed(metrics, everywhere)
 
