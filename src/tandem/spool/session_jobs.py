@@ -2,6 +2,7 @@
 waits."""
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,16 +15,29 @@ def queue_waiting(spool: Spool) -> None:
     """Queues a job for each run of an open session that has a request to compute and no job. Where
     the job before has failed on these requests, answers them with its error. Only the spool's
     runner calls this."""
+    for session, run, seq in _waiting(spool):
+        # It was removed meanwhile, is damaged, which `tandem doctor` tells, or its session ended.
+        with suppress(NotFound, CheckpointDamaged, Conflict):
+            if not _has_job(spool, run):
+                if (reason := _refusal(spool, run, seq)) is not None:
+                    _refuse(spool, run, reason)
+                else:
+                    _queue(spool, session, run)
+
+
+def others_wait(spool: Spool, run: str) -> bool:
+    """Whether another run of a session has a request to compute. The runner queues no job for it
+    while one runs."""
+    return any(other != run for _, other, _ in _waiting(spool))
+
+
+def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
+    """Session, run and number of the requests that are to be computed next."""
     for session in spool.sessions.open():
         for run in spool.sessions.runs(session):
-            # It is gone or damaged, which `tandem doctor` tells, or its session has ended.
-            with suppress(NotFound, CheckpointDamaged, Conflict):
-                seq = spool.requests.next(run)
-                if seq is not None and not _has_job(spool, run):
-                    if (reason := _refusal(spool, run, seq)) is not None:
-                        _refuse(spool, run, reason)
-                    else:
-                        _queue(spool, session, run)
+            with suppress(NotFound, CheckpointDamaged):
+                if (seq := spool.requests.next(run)) is not None:
+                    yield session, run, seq
 
 
 def _has_job(spool: Spool, run: str) -> bool:

@@ -75,9 +75,9 @@ class Futures:
         match logged.request:
             case PassRequest():
                 logprobs = self._deployment.spool.requests.logprobs(model.run, logged.seq)
-                return encode_pass(logprobs, _with_reductions(result.metrics))
+                return encode_pass(logprobs, result.metrics)
             case StepRequest():
-                return {"metrics": _with_reductions(result.metrics)}
+                return {"metrics": result.metrics}
             case LoadRequest():
                 return {"type": "load_weights", "model_id": str(model)}
             case SaveRequest() as request:
@@ -140,12 +140,6 @@ class Futures:
     def _deployment_state(self) -> str:
         """What holds up a session's requests, where it is told."""
         return ""
-
-
-def _with_reductions(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Names as the package reads them, `name:reduction`: how those of several parts of one call
-    become one."""
-    return {name if ":" in name else f"{name}:mean": value for name, value in metrics.items()}
 
 
 def forget_snapshots(spool: Spool) -> None:

@@ -26,6 +26,7 @@ from tandem.spool.schema import (
     StepRequest,
     VoidRequest,
 )
+from tandem.spool.session_jobs import others_wait
 from tandem.trainer.rank import full_volume
 from tandem.trainer.rank.calls import ModelCalls
 from tandem.trainer.rank.commit import NewCheckpoint
@@ -138,7 +139,8 @@ class Executor:
         if now >= self._next_look:
             self._next_look = now + BEAT_SECONDS
             heads = self._spool.jobs.index.heads()
-            self._others = any(head.run != self._run.name for head in heads)
+            own = self._run.name
+            self._others = any(head.run != own for head in heads) or others_wait(self._spool, own)
             assert self._run.session is not None
             if self._spool.sessions.ended(self._run.session) is not None:
                 return True
