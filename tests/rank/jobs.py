@@ -125,14 +125,14 @@ def submit_rl(
     *,
     groups: list[Group] | None = None,
     loss: RLLoss | None = None,
-    row: int = ROW,
+    row: int | None = None,
     **optimizer: Any,
 ) -> str:
     data = random_groups(0) if groups is None else groups
     mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
     preparation = {
         "advantage": AdvantageSettings(),
-        "packing": PackingSettings(sequence_length=row),
+        "packing": PackingSettings(sequence_length=row or ROW),
         "mixture": mixture,
         "batch_size": optimizer.get("batch_size"),
     }

@@ -29,6 +29,7 @@ from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Job, JobError, JobResult
 from tandem.trainer.rank import entry
+from tandem.trainer.rank import train as train_module
 from tandem.trainer.rank.heartbeat import Heartbeat
 
 FORK = multiprocessing.get_context("fork")
@@ -125,6 +126,7 @@ def logprobs(found: dict[str, Any]) -> np.ndarray:
 
 def main(model: Path, directory: Path, cases: dict[str, tuple[str | None, int]]) -> None:
     os.environ["TANDEM_SESSION_IDLE_SECONDS"] = "0"
+    train_module.device = jobs.gpu_like()  # type: ignore[assignment]  # so that ranks rehearse
     entry.preload(jobs.settings().device)
     spool = Spool.create(directory / "spool")
     rng = random.Random(os.environ["SAMPLE_SEED"])

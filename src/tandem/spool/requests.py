@@ -141,6 +141,15 @@ class RequestLog:
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 
+    def first_pass(self, run: str, after: int) -> int | None:
+        """The first `PassRequest` after the request `after`, if no number before it is missing."""
+        seq = after + 1
+        while self.has(run, seq):
+            if isinstance(self.get(run, seq).request, PassRequest):
+                return seq
+            seq += 1
+        return None
+
     def _answered_to(self, run: str) -> int:
         seq = self._answered.get(run, 0)
         while self.result(run, seq + 1) is not None:

@@ -5,6 +5,7 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from tandem import __version__
 from tandem.data.packed_format import PackedBatch
+from tandem.errors import InvalidInput
 from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
@@ -101,8 +103,9 @@ class _Start:
 def _session(session: Session, state: RankState, start: _Start) -> None:
     """Computes a session's requests."""
     phases, arch, assignment = session.phases, start.arch, start.assignment
+    rehearse = _first_pass(session, assignment, arch) if device.is_cuda() else None
     loader = ModelLoader(
-        session.settings, arch, assignment, start.topology, start.checked, rehearse=None
+        session.settings, arch, assignment, start.topology, start.checked, rehearse
     )
     model = state.model = loader.load(state.model, phases)
     if session.settings.base_precision != "same":
@@ -110,6 +113,24 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
     seconds, _ = phases.take()
     session.event("loaded", seconds=seconds, memory=phases.gather_memory())
     Executor(session, assignment, arch, model, start.topology, start.versions).run()
+
+
+def _first_pass(
+    session: Session, assignment: Assignment, arch: Arch
+) -> Callable[[Policy], None] | None:
+    """Rehearses the first pass that waits; None where none does. A collective."""
+    spool, run = session.attempt.spool, assignment.run.name
+    seq = None
+    if session.rank == 0:
+        done = spool.checkpoints.manifest(run, assignment.job.base_step).seq or 0
+        seq = spool.requests.first_pass(run, done)
+    if (seq := parallel.gather_objects(seq)[0]) is None:
+        return None
+    try:
+        with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
+            return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
+    except InvalidInput:  # its arrays are gone, which its result will tell
+        return None
 
 
 def _batch(session: Session, state: RankState, start: _Start) -> None:
