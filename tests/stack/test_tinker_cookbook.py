@@ -10,9 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tinker import types
 
 from local_stack import API_KEY, LocalStack
+from tinker_client import datum, service
 
 cookbook = pytest.importorskip("tinker_cookbook")
 
@@ -47,7 +50,7 @@ RENDERER = "role_colon"
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     root = tmp_path_factory.mktemp("cookbook")
-    with LocalStack(root, TANDEM_MAX_MODEL_LEN="1024") as stack:
+    with LocalStack(root, TANDEM_MAX_MODEL_LEN="4096") as stack:
         yield stack
 
 
@@ -220,22 +223,38 @@ class Prompts(RLDatasetBuilder):
     model_name: str
 
     async def __call__(self) -> tuple[RLDataset, None]:
-        renderer = get_renderer(RENDERER, get_tokenizer(self.model_name))
-        prompts = [f"{i}?" for i in range(12)]
-        return PromptOnlyDataset(prompts, 4, 2, renderer), None
+        tokenizer = get_tokenizer(self.model_name)
+        prompts = [f"{i}?" for i in range(32)]
+        renderer = get_renderer(RENDERER, tokenizer)
+        return PromptOnlyDataset(prompts, 4, 16, renderer, tokenizer), None
+
+
+def teacher(common: dict[str, Any]) -> str:
+    """The path of a model that says one thing."""
+    with service(common["base_url"], f"tml-{API_KEY}") as client:
+        model = client.create_lora_training_client(base_model=common["model_name"], rank=8).result()
+        tokenizer = get_tokenizer(common["model_name"])
+        data = [datum(tokenizer.encode(f"Assistant: {word}")) for word in ("eeee", "e!e!")]
+        for _ in range(8):
+            passing = model.forward_backward(data, "cross_entropy")
+            model.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+            passing.result()
+        return model.save_weights_for_sampler("teacher").result().path
 
 
 def test_on_policy_distillation(common: dict[str, Any]) -> None:
+    name = common["model_name"]
     data = DistillationDatasetConfig(
-        dataset_builder=Prompts(model_name=common["model_name"]),
-        teacher_config=TeacherConfig(base_model=common["model_name"]),
+        dataset_builder=Prompts(model_name=name),
+        teacher_config=TeacherConfig(base_model=name, load_checkpoint_path=teacher(common)),
         groups_per_batch=4,
     )
     settings = common | {"dataset_configs": [data], "max_tokens": 8}
     asyncio.run(train_on_policy.main(train_on_policy.Config(**settings)))
     kl = metrics(common, "teacher_kl")
-    assert len(kl) == 3
-    assert abs(kl[0]) < 1e-3  # the student is its teacher
+    assert len(kl) == 8
+    assert kl[0] > 0.5
+    assert np.mean(kl[-3:]) < 0.9 * np.mean(kl[:3])  # of what 64 samples say each time
 
 
 def test_guess_number(common: dict[str, Any]) -> None:
