@@ -152,11 +152,11 @@ def claim(spool: Spool) -> schema.Job:
     return job
 
 
-def work(spool: Spool, idle: float = 0.0) -> schema.Job:
+def work(spool: Spool, idle: float = 0.0, main: jobs.Main = entry.main) -> schema.Job:
     """A session's job in this process: computes the requests that wait, parks, and succeeds."""
     job = claim(spool)
     attempt = Attempt(spool, job.spec.id, job.attempt)
-    assert entry.main(attempt, settings(idle)) == 0, jobs.error_of(spool, job)
+    assert main(attempt, settings(idle)) == 0, jobs.error_of(spool, job)
     assert attempt.left.exists()
     spool.queue.finish(
         job,

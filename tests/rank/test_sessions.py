@@ -16,8 +16,11 @@ from rank.sessions import Client, differing, open_session, outcome, program, ran
 from tandem.data.datums import Datum
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import Group, Trajectory, Turn
+from tandem.model import parallel
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoadRequest, PassRequest, RLLoss, SFTLoss, VoidRequest
+from tandem.trainer.rank import entry, executor
 from tandem.trainer.rank.executor import MOST_STARTS
 
 RNG = np.random.default_rng(5)
@@ -154,9 +157,11 @@ def session_of(client: Client) -> str:
     return session
 
 
+@pytest.mark.parametrize("launch", ["fork", "resident"])
 def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
-    spool: Spool, client: Client, model: Path
+    spool: Spool, client: Client, model: Path, launch: str
 ):
+    main = entry.resident() if launch == "resident" else entry.main
     whole = program(client)
     sessions.work(spool)
     again = Client(spool, open_session(spool, model))
@@ -169,14 +174,15 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     spool.requests.append, spool.requests.last = append, last  # type: ignore[method-assign]
     for request in waiting:
         append(*request)  # type: ignore[arg-type]
-        sessions.work(spool)
+        sessions.work(spool, main=main)
     assert calls == whole
     assert differing(outcome(client, whole), outcome(again, calls)) == []
     # The gradient of the last pass is made again for a step that comes later.
     for one in (client, again):
         one.step()
         one.save("d")
-        sessions.work(spool)
+        sessions.work(spool, main=main)
+    parallel.destroy()
     assert jobs.same_bytes(client.checkpoint("d"), again.checkpoint("d"))
 
 
@@ -320,3 +326,40 @@ def test_sessions_take_turns(spool: Spool, client: Client, model: Path):
     assert time.monotonic() - begin < 60
     sessions.work(spool)
     assert client.logprobs(1)[0].tobytes() == other.logprobs(1)[0].tobytes()
+
+
+def test_a_session_saves_from_time_to_time_and_makes_room(
+    spool: Spool, client: Client, monkeypatch: pytest.MonkeyPatch
+):
+    """Each optimizer step is a checkpoint here, whose requests need no arrays any more; after an
+    end by time the next job goes on."""
+    monkeypatch.setattr(executor, "AUTOSAVE_SECONDS", 0.0)
+    for seed in (1, 2):
+        client.compute(random_data(seed))
+        client.step()
+    waiting = client.compute(random_data(3))
+    sessions.work(spool)
+    assert spool.checkpoints.steps(client.run) == [0, 1, 2]
+    assert [spool.checkpoints.manifest(client.run, step).seq for step in (1, 2)] == [2, 4]
+    assert spool.checkpoints.pinned(client.run) == []
+    kept = [(spool.requests.data_dir(client.run, seq) / "arrays.npy").exists() for seq in (1, 3, 5)]
+    assert kept == [False, False, True]
+    monkeypatch.setattr(executor, "MOST_SECONDS", 0.0)
+    client.step()
+    job = sessions.work(spool, idle=1000.0)
+    assert spool.requests.pending(client.run)  # it left at once
+    monkeypatch.undo()
+    assert sessions.work(spool).spec.id != job.spec.id
+    assert spool.requests.pending(client.run) == []
+    assert client.metrics(waiting + 1)["optimizer_step"] == 3
+
+
+def test_a_session_that_has_ended_is_left_with_what_was_done(spool: Spool, client: Client):
+    client.compute(random_data(1))
+    client.step()
+    job = sessions.claim(spool)
+    spool.sessions.end(session_of(client), "its client said so")
+    attempt = Attempt(spool, job.spec.id, job.attempt)
+    assert entry.main(attempt, sessions.settings(1000.0)) == 0
+    assert attempt.left.exists()
+    assert spool.requests.pending(client.run) == [1, 2]

@@ -57,7 +57,7 @@ class SessionJob(_JobSpec):
     checkpoints, and ends when none has come for a while."""
 
     kind: Literal["session"] = "session"
-    deadline_seconds: float = Field(default=1e9, gt=0)
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # its ranks leave before that
     max_attempts: int = Field(default=100, ge=1, le=100)
 
 

@@ -42,6 +42,8 @@ BEAT_SECONDS = 1.0
 """The other ranks hear of rank 0 at least this often."""
 SOON_SECONDS = 2.0
 """How long a session without requests keeps other jobs waiting."""
+MOST_SECONDS = 43200.0
+"""A job ends after so long. The next one goes on, so that no job has events without end."""
 AUTOSAVE_SECONDS = 600.0
 """Bounds what has to be computed again after a death."""
 MOST_STARTS = 5
@@ -135,7 +137,8 @@ class Executor:
         return Order("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
 
     def _has_to_leave(self, now: float) -> bool:
-        """Whether the session has ended, or has kept other jobs waiting for long enough."""
+        """Whether the session has ended, or the job has lasted, or kept others waiting, for long
+        enough."""
         if now >= self._next_look:
             self._next_look = now + BEAT_SECONDS
             heads = self._spool.jobs.index.heads()
@@ -144,7 +147,8 @@ class Executor:
             assert self._run.session is not None
             if self._spool.sessions.ended(self._run.session) is not None:
                 return True
-        return self._others and now - self._begin > max(self._patience, SOON_SECONDS)
+        most = max(self._patience, SOON_SECONDS) if self._others else MOST_SECONDS
+        return now - self._begin > most
 
     def _do(self, seq: int, order: Order) -> None:
         request = self._log.get(self._run.name, seq).request
