@@ -16,12 +16,13 @@ from rank.sessions import Client, differing, open_session, outcome, program, ran
 from tandem.data.datums import Datum
 from tandem.data.examples import SFTExample
 from tandem.data.inputs import Group, Trajectory, Turn
-from tandem.model import parallel
+from tandem.model import parallel, recompute
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoadRequest, PassRequest, RLLoss, SFTLoss, VoidRequest
 from tandem.trainer.rank import entry, executor
 from tandem.trainer.rank.executor import MOST_STARTS
+from tandem.training.rows import RowLosses, Totals
 
 RNG = np.random.default_rng(5)
 
@@ -327,6 +328,36 @@ def test_sessions_take_turns(spool: Spool, client: Client, model: Path):
     assert time.monotonic() - begin < 60
     sessions.work(spool)
     assert client.logprobs(1)[0].tobytes() == other.logprobs(1)[0].tobytes()
+
+
+def test_a_rank_whose_memory_runs_out_begins_again_with_the_passes_before(
+    spool: Spool, client: Client, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    add, lowered, count = RowLosses.add_gradients, [], 0
+
+    def runs_out(self: RowLosses, *arguments: Any) -> Totals:
+        nonlocal count
+        count += 1
+        totals = add(self, *arguments)
+        if count in (2, 4):  # the second pass, and the first when it is made again
+            raise torch.OutOfMemoryError
+        return totals
+
+    def train(one: Client) -> Client:
+        for seed in (1, 2, 3):
+            one.compute(random_data(seed))
+        one.step()
+        one.save("a")
+        work_off(spool, one)
+        return one
+
+    other = train(Client(spool, open_session(spool, model)))
+    monkeypatch.setattr(RowLosses, "add_gradients", runs_out)
+    monkeypatch.setattr(recompute, "lower", lambda _: lowered.append(1) or True)
+    train(client)
+    assert len(lowered) == 2
+    assert count > 6
+    assert jobs.same_bytes(client.checkpoint("a"), other.checkpoint("a"))
 
 
 def test_a_session_saves_from_time_to_time_and_makes_room(

@@ -67,16 +67,19 @@ class ModelCalls:
             with self.phases.phase("forward_backward"):
                 self.phases.watch.begin_step()
                 passed = self._with_gradients(seq) if backward else self._add(seq, backward=False)
-            if not np.isfinite(passed.metrics["loss:sum"]):
+                sums = passed.rows.over_rows(passed.totals.sums, dist.ReduceOp.SUM)
+                parts = parallel.gather_objects(passed.logprobs)
+            if not np.isfinite(loss := sums["loss"]):
                 if backward:
                     self._repeat()
-                loss = passed.metrics["loss:sum"]
                 raise NonFinite(f"the loss is {loss}; its gradients are not kept")
             if backward:
                 self.passes.append(seq)
-                self.loss += passed.metrics["loss:sum"]
-                self.items += passed.metrics["items:sum"]
-            return passed.metrics, _by_datum(batch, passed.logprobs)
+                self.loss += loss
+                self.items += sums["items"]
+            tokens = float(request.num_tokens)
+            metrics = {"loss:sum": loss, "items:sum": sums["items"], "tokens:sum": tokens}
+            return metrics, _by_datum(batch, {r: of for part in parts for r, of in part.items()})
 
     def step(self, request: StepRequest) -> dict[str, float]:
         """An optimizer step. NonFinite where the gradient is not finite: then the weights are what
@@ -139,8 +142,9 @@ class ModelCalls:
         logged = self.spool.requests.get(self.run.name, seq)
         return PackedBatch.open(self.spool.requests.data_dir(self.run.name, seq), logged.sha256)
 
-    def _with_gradients(self, seq: int) -> "Passed":
-        """`_add`, again with layers that keep less if the memory runs out; to the same bits."""
+    def _with_gradients(self, seq: int) -> "_Passed":
+        """`_add`, again with layers that keep less if this rank's memory runs out; to the same
+        bits."""
         while True:
             try:
                 return self._add(seq, backward=True)
@@ -162,7 +166,8 @@ class ModelCalls:
                 if not self.fit.lower():
                     raise
 
-    def _add(self, seq: int, *, backward: bool) -> "Passed":
+    def _add(self, seq: int, *, backward: bool) -> "_Passed":
+        """This rank's rows of a pass. No collective where a rank may have to repeat it alone."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}
@@ -183,20 +188,13 @@ class ModelCalls:
             schedule = RowSchedule((tuple(range(len(batch))),), self.topology.sizes.data)
             steps = schedule.micro_steps(0, self.topology.place.data)
             compute: Callable[..., Totals] = rows.add_gradients if backward else rows.values
-            totals = compute(steps, 1.0, keep)
-            sums = rows.over_rows(totals.sums, dist.ReduceOp.SUM)
-        everywhere = {r: p for parts in parallel.gather_objects(kept) for r, p in parts.items()}
-        metrics = {
-            "loss:sum": sums["loss"],
-            "items:sum": sums["items"],
-            "tokens:sum": float(request.num_tokens),
-        }
-        return Passed(metrics, everywhere)
+            return _Passed(rows, compute(steps, 1.0, keep), kept)
 
 
 @dataclass(frozen=True)
-class Passed:
-    metrics: dict[str, float]
+class _Passed:
+    rows: RowLosses
+    totals: Totals
     logprobs: dict[int, np.ndarray]  # by row, float32 [items]
 
 
