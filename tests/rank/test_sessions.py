@@ -160,21 +160,25 @@ def session_of(client: Client) -> str:
 
 @pytest.mark.parametrize("launch", ["fork", "resident"])
 def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
-    spool: Spool, client: Client, model: Path, launch: str
+    spool: Spool,
+    client: Client,
+    model: Path,
+    launch: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     main = entry.resident() if launch == "resident" else entry.main
     whole = program(client)
     sessions.work(spool)
     again = Client(spool, open_session(spool, model))
     # Each job of it sees one more request, parks, and the next one goes on.
-    append, waiting = again.spool.requests.append, list[tuple[object, ...]]()
-    again.spool.requests.append = lambda *request: waiting.append(request) or True  # type: ignore[method-assign, func-returns-value]
-    last = spool.requests.last
-    spool.requests.last = lambda run: last(run) + len(waiting)  # type: ignore[method-assign]
-    calls = program(again)
-    spool.requests.append, spool.requests.last = append, last  # type: ignore[method-assign]
+    log, waiting = spool.requests, list[tuple[Any, ...]]()
+    append, last = log.append, log.last
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "append", lambda *request: waiting.append(request))
+        patched.setattr(log, "last", lambda run: last(run) + len(waiting))
+        calls = program(again)
     for request in waiting:
-        append(*request)  # type: ignore[arg-type]
+        append(*request)
         sessions.work(spool, main=main)
     assert calls == whole
     assert differing(outcome(client, whole), outcome(again, calls)) == []
