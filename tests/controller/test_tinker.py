@@ -6,15 +6,18 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import tinker
 from tinker import types
 
-from api_server import BASE_MODEL, KEY, Process, make_root
+from api_server import BASE_MODEL, KEY, Process, claim, fail, make_root, sft_request
 from fake_vllm import API_KEY, FakeVllm
 from tandem.controller.tinker import futures
+from tandem.controller.tinker.models import Numbers
+from tandem.controller.tinker.names import model_of
 from tandem.spool import Spool
 from tandem.spool.schema import PassRequest, RequestError, StepRequest, VoidRequest
 from tinker_client import TINKER_KEY, PlayedRanks, datum, refused, serve, service
@@ -350,6 +353,25 @@ def test_a_request_that_never_comes_is_given_up(
     told = post(process, "retrieve_future", {"request_id": f"{model.model_id}:1"}).json()
     assert told["category"] == "user"
     assert "never came" in told["error"]
+
+
+def test_a_request_that_waits_for_another_job_says_so(
+    spool: Spool, ranks: PlayedRanks, model: tinker.TrainingClient, process: Process
+) -> None:
+    ranks.held.set()
+    body = {"model_id": model.model_id, "seq_id": 1, "adam_params": {}}
+    assert post(process, "optim_step", body).status_code == 200
+    deployment = SimpleNamespace(spool=spool)
+    looking = futures.Futures(deployment, Numbers(deployment))
+    name = model_of(str(model.model_id))
+    assert looking.look(name, 1) == futures.Unfinished("")
+    with httpx.Client(base_url=process.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        http.post("/v1/runs", json={"name": "another", "lora": {"rank": 2}}).raise_for_status()
+        http.post("/v1/runs/another/train", json=sft_request()).raise_for_status()
+    job = claim(spool)
+    assert looking.look(name, 1) == futures.Unfinished("another job has the trainer")
+    fail(spool, job)
+    ranks.held.clear()
 
 
 def test_only_the_deployments_keys_open_it(process: Process) -> None:

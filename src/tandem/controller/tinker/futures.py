@@ -120,26 +120,21 @@ class Futures:
             return Failure(f"the session has ended: {ended.reason}", "user")
         pending = spool.requests.pending(run)
         if not pending or spool.requests.next(run) is not None:
-            return Unfinished(self._deployment_state())
+            return Unfinished(self._holdup(run))
         newest = max(spool.requests.get(run, at).created for at in pending)
         if time.time() - newest > GAP_SECONDS:
             problem = f"a request with a lower number never came within {GAP_SECONDS:g} s"
             missing = pending[0] - 1
-            while missing > 0 and not self._exists(run, missing):
+            while missing > 0 and not spool.requests.has(run, missing):
                 self._numbers.fill(run, missing, problem)
                 missing -= 1
         return Unfinished("a request before it has not come yet")
 
-    def _exists(self, run: str, seq: int) -> bool:
-        try:
-            self._deployment.spool.requests.get(run, seq)
-        except NotFound:
-            return False
-        return True
-
-    def _deployment_state(self) -> str:
-        """What holds up a session's requests, where it is told."""
-        return ""
+    def _holdup(self, run: str) -> str:
+        """What holds up the run's requests; empty where they are computed, or about to be."""
+        index = self._deployment.spool.jobs.index
+        others = index.running() and not index.running(run)
+        return "another job has the trainer" if others else ""
 
 
 def forget_snapshots(spool: Spool) -> None:
