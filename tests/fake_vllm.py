@@ -207,6 +207,8 @@ class FakeVllm:
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body["model"] != "base" and body["model"] not in self.adapters:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if isinstance(body["prompt"][0], int):
+            return self._sample(body)
         choices = []
         for tokens in body["prompt"]:
             if len(tokens) + body["max_tokens"] > self.max_model_len:
@@ -221,6 +223,30 @@ class FakeVllm:
             ]
             choices.append({"prompt_logprobs": [None, *entries]})
         return 200, {"choices": choices}
+
+    def _sample(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """`max_tokens` tokens that count up from the prompt's last one, or those up to the first
+        stop token."""
+        prompt, most = body["prompt"], body["max_tokens"]
+        if len(prompt) + most > self.max_model_len:
+            return 400, {"error": {"message": "the prompt is too long"}}
+        ids = [prompt[-1] + 1 + i for i in range(most)]
+        stops = [i for i, token in enumerate(ids) if token in body.get("stop_token_ids", ())]
+        ids = ids[: stops[0] + 1] if stops else ids
+        named = [{f"token_id:{t + k}": -1.0 - k for k in range(body["logprobs"])} for t in ids]
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": [-1.0] * len(ids), "top_logprobs": named},
+            "finish_reason": "stop" if stops else "length",
+            "prompt_logprobs": None,
+        }
+        if (k := body.get("prompt_logprobs")) is not None:
+            scores = self._scores(body["model"], prompt)
+            choice["prompt_logprobs"] = [None] + [
+                {str(t + i): {"logprob": score - i} for i in range(max(k, 1))}
+                for t, score in zip(prompt[1:], scores, strict=True)
+            ]
+        return 200, {"choices": [choice | {"index": i} for i in range(body["n"])]}
 
     def _scores(self, model: str, tokens: list[int]) -> list[float]:
         return logprobs(

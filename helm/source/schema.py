@@ -85,6 +85,7 @@ SPECIAL: dict[str, Schema] = {
     "trainer.settings.exitAfterJob": optional({"type": "boolean"}),
     "trainer.settings.heartbeatSeconds": optional(_POSITIVE),
     "trainer.settings.leaseSeconds": optional(_POSITIVE),
+    "trainer.settings.sessionIdleSeconds": optional({"type": "number", "minimum": 0}),
     "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 66}),
     "inference.settings.maxLoras": optional(COUNT),
     "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),

@@ -86,6 +86,7 @@ class Settings(BaseSettings):
     base_precision: Literal["same", "fp8"] = "same"
     heartbeat_seconds: float = Field(default=5.0, gt=0)
     lease_seconds: float = Field(default=60.0, gt=0)
+    session_idle_seconds: float = Field(default=60.0, ge=0)
 
     # ---- inference
     inference_host: str = "127.0.0.1"

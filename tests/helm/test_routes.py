@@ -47,7 +47,7 @@ def test_only_public_paths_are_routed(name, kind):
         role: {prefix for host, prefix, _ in found if ROLE_OF[host] == role}
         for role in ROLE_OF.values()
     }
-    assert routed["controller"] == {"/v1"}
+    assert routed["controller"] == {"/v1", "/api/v1"}
 
     def reached(path: str) -> bool:
         return any(leads(path, prefix) for prefix in routed["inference"])

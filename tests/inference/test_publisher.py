@@ -17,6 +17,7 @@ import pytest
 import fake_vllm
 from inference.stage import PROMPTS, Stage, commit, make_run
 from tandem.inference.publisher import checkpoint_loader
+from tandem.spool import runs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.vllm_client.client import (
     InferenceFailed,
@@ -213,6 +214,25 @@ def test_a_discarded_step_is_not_served_although_all_steps_after_the_rollback_ar
     publisher.once()
     publisher.once()
     assert (stage.served(), stage.listed()) == ((0, 3), ["run@0"])
+
+
+def test_an_older_step_is_loaded_while_somebody_asks_for_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = stage.publisher(keep_served=1, grace=0.0)
+    for effect in (0.3, 0.4, 0.5):
+        stage.step(effect)
+    publisher.once()
+    assert stage.listed() == ["run@3"]
+    stage.spool.served.want("run", 1)
+    stage.spool.served.want("run", 9)  # there is none
+    for _ in range(2):
+        publisher.once()
+        assert stage.listed() == ["run@1", "run@3"]
+    assert stage.served() == (3, None)
+    monkeypatch.setattr(runs, "WANTED_SECONDS", 0.0)
+    publisher.once()
+    assert stage.listed() == ["run@3"]
 
 
 def test_damaged_optimizer_state_does_not_unload_a_served_step(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from policies import assert_close, gradients, linear_row, make_policy, write_ran
 from tandem.data.inputs import AdvantageSettings, Group, PackingSettings
 from tandem.data.packed_format import PackedBatch
 from tandem.data.prepare import prepare_rl
-from tandem.training.steps import row_tensors
+from tandem.training.rows import row_tensors
 from tiny import write_random_model
 
 VOCABULARY = 260

@@ -125,14 +125,16 @@ def submit_rl(
     *,
     groups: list[Group] | None = None,
     loss: RLLoss | None = None,
+    row: int | None = None,
     **optimizer: Any,
 ) -> str:
     data = random_groups(0) if groups is None else groups
     mixture = Mixture(SHAPE["num_hidden_layers"], MOE["num_experts"], MOE["num_experts_per_tok"])
     preparation = {
         "advantage": AdvantageSettings(),
-        "packing": PackingSettings(sequence_length=ROW),
+        "packing": PackingSettings(sequence_length=row or ROW),
         "mixture": mixture,
+        "batch_size": optimizer.get("batch_size"),
     }
     pack = partial(prepare_rl, data, vocab_size=VOCAB, **preparation)
     return _submit(spool, RLJob, run, job_id, pack, loss or RLLoss(), optimizer)
@@ -157,6 +159,8 @@ def submit_sft(
         tokenizer_path="",
         vocab_size=VOCAB,
         packing=PackingSettings(sequence_length=row),
+        batch_size=optimizer.get("batch_size"),
+        signed=loss is not None and loss.normalisation == "sum",
     )
     return _submit(spool, SFTJob, run, job_id, pack, loss or SFTLoss(), optimizer)
 

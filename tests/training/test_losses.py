@@ -205,6 +205,20 @@ def test_rl_loss_equals_the_papers(case, spec) -> None:
 
 
 @settings(max_examples=50, deadline=None)
+@given(case=cases, beta=st.sampled_from([0.0, 0.05, 3.0]))
+def test_dro_is_its_papers(case, beta) -> None:
+    """Richemond et al., arXiv:2405.19107, eq. 4, with the advantage in place of reward and value,
+    summed."""
+    items = case.items(np.ones(case.n))
+    out = losses.rl_loss(items, RLLoss(policy="dro", dro_beta=beta, normalisation="sum"))
+    out.loss.backward()
+    x = case.lp - case.old
+    close(out.loss, sum(-case.lp[i] * case.adv[i] + beta / 2 * x[i] ** 2 for i in range(case.n)))
+    close(items.logprobs.grad, [-case.adv[i] + beta * x[i] for i in range(case.n)])
+    assert out.sums["clipped"] == 0
+
+
+@settings(max_examples=50, deadline=None)
 @given(case=cases, kind=st.sampled_from(["token", "trajectory", "group", "constant"]))
 def test_weights_are_the_means_of_the_papers(case, kind) -> None:
     w, denominator = case.weights(kind)
@@ -397,6 +411,10 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, object], says:
         ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
         ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
+        ({"policy": "dro"}, "dro_beta goes with"),
+        ({"policy": "ppo", "dro_beta": 0.1}, "dro_beta goes with"),
+        ({"policy": "dro", "dro_beta": 0.1, "clip_low": 0.2}, "no ratio"),
+        ({"policy": "dro", "dro_beta": 0.1, "beyond_bounds": "mask"}, "no ratio"),
         ({"kl_correction": True}, "kl_coef"),
         ({"kl_reference": True, "kl_coef": 0.1}, "valid integer"),
         ({"kl_reference": "3", "kl_coef": 0.1}, "valid integer"),

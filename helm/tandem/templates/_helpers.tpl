@@ -137,5 +137,5 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* A role's paths that Ingress and HTTPRoute let in, as JSON: not /metrics, and none of vLLM's other routes. */}}
 {{- define "tandem.publicPaths" -}}
-{{ ternary (list "/v1" "/rollout") (list "/v1") (eq . "inference") | toJson }}
+{{ ternary (list "/v1" "/rollout") (list "/v1" "/api/v1") (eq . "inference") | toJson }}
 {{- end -}}

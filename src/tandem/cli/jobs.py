@@ -27,7 +27,7 @@ from tandem.cli.common import (
 from tandem.client import AttemptMemory, Event, JobStatus, Tandem
 from tandem.client.http import raise_if_failed
 from tandem.client.memory import KINDS
-from tandem.spool.schema import TERMINAL, JobState
+from tandem.spool.schema import TERMINAL, JobState, PackedData, SessionJob
 
 app = typer.Typer(help="Look at training jobs, and stop them.", no_args_is_help=True)
 _STATES = ", ".join(get_args(JobState))
@@ -177,12 +177,28 @@ def _state(job: JobStatus) -> str:
     return f"{job.state} ({job.phase})" if job.phase else job.state
 
 
-def job_details(job: JobStatus) -> object:
-    data, error = job.spec.data, job.error
+def _data_details(data: PackedData) -> list[tuple[str, object]]:
     rewards = (
         None if data.reward_mean is None else f"{data.reward_mean:.4g} ± {data.reward_std or 0:.3g}"
     )
     left_out = f"{data.dropped_groups} groups, {data.dropped_trajectories} trajectories"
+    return [
+        (
+            "data",
+            (
+                f"{data.num_groups} groups, {data.num_trajectories} trajectories,"
+                f" {data.num_tokens} tokens ({data.num_unshared_tokens} without sharing),"
+                f" {data.num_rows} rows of {data.sequence_length}"
+            ),
+        ),
+        ("left out", left_out if data.dropped_groups or data.dropped_trajectories else None),
+        ("truncated", data.truncated_trajectories or None),
+        ("rewards", rewards),
+    ]
+
+
+def job_details(job: JobStatus) -> object:
+    error = job.error
     last = job.last_error if job.state not in TERMINAL else None
     return details(
         f"Job {job.id}",
@@ -197,17 +213,7 @@ def job_details(job: JobStatus) -> object:
             ("created", when(job.spec.created)),
             ("by", job.spec.submitted_by),
             ("finished", when(job.finished)),
-            (
-                "data",
-                (
-                    f"{data.num_groups} groups, {data.num_trajectories} trajectories,"
-                    f" {data.num_tokens} tokens ({data.num_unshared_tokens} without sharing),"
-                    f" {data.num_rows} rows of {data.sequence_length}"
-                ),
-            ),
-            ("left out", left_out if data.dropped_groups or data.dropped_trajectories else None),
-            ("truncated", data.truncated_trajectories or None),
-            ("rewards", rewards),
+            *([] if isinstance(job.spec, SessionJob) else _data_details(job.spec.data)),
             ("labels", " ".join(f"{k}={v}" for k, v in job.spec.labels.items()) or None),
             ("attempt before", f"{last.type}: {last.message}" if last else None),
             ("error", f"{error.type}: {error.message}" if error else None),

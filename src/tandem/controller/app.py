@@ -24,6 +24,9 @@ from tandem.controller.middleware import Authentication, BodyLimit, CountRequest
 from tandem.controller.openai import routes_files, routes_tunings
 from tandem.controller.openai.tuner import Tuner
 from tandem.controller.schemas import ErrorBody, Health, RenderRequest, TrainRequest
+from tandem.controller.tinker import routes_sampling, routes_sessions, routes_training
+from tandem.controller.tinker.futures import forget_snapshots
+from tandem.controller.tinker.service import TinkerApi
 from tandem.metrics.collector import Page
 from tandem.metrics.container import BuildCollector, VolumesCollector, downloads
 from tandem.metrics.controller import QueueCollector
@@ -33,7 +36,16 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
-_OPENAI = (routes_files.router, routes_tunings.router, routes_tunings.uploads)
+# APIs of others, whose clients have types of their own. The last one answers what is left below its
+# path.
+_FOREIGN = (
+    routes_files.router,
+    routes_tunings.router,
+    routes_tunings.uploads,
+    routes_training.router,
+    routes_sampling.router,
+    routes_sessions.router,
+)
 
 _DESCRIPTION = """Post-training of language models: create a run, train it by RL or SFT, follow
 the job, take the checkpoint.
@@ -69,12 +81,13 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=_run_threads,
     )
     app.state.deployment = Deployment(settings)
+    app.state.tinker = TinkerApi(app.state.deployment)
     install_handlers(app)
     # `Authentication` checks the key; this adds it to the OpenAPI document.
     bearer = Depends(HTTPBearer(auto_error=False, description="a key of TANDEM_API_KEY"))
     for module in (routes_runs, routes_train, routes_jobs, routes_checkpoints):
         app.include_router(module.router, responses=_REFUSALS, dependencies=[bearer])
-    for router in _OPENAI:
+    for router in _FOREIGN:
         app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
@@ -114,7 +127,7 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
         return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     routes: dict[str, set[str]] = {path: {*of} for path, of in app.openapi()["paths"].items()}
-    for route in (route for router in _OPENAI for route in router.routes):
+    for route in (route for router in _FOREIGN for route in router.routes):
         if isinstance(route, APIRoute):
             routes.setdefault(route.path, set()).update(route.methods)
     for path, methods in routes.items():
@@ -138,6 +151,7 @@ async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
         collector.start(stop)
     yield
     stop.set()
+    await app.state.tinker.close()
 
 
 def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
@@ -154,6 +168,7 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
         try:
             spool.check()
             try:
+                forget_snapshots(spool)
                 prune(spool, settings)
             finally:
                 sweep(spool)

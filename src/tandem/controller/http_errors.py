@@ -16,6 +16,7 @@ from starlette.routing import Match
 
 from tandem.controller.openai.errors import is_openai, openai_error
 from tandem.controller.schemas import ErrorBody
+from tandem.controller.tinker.errors import is_tinker, tinker_status
 from tandem.errors import InvalidInput, TandemError, Unauthorized, invalid_input
 from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
@@ -168,4 +169,5 @@ def _response(
 ) -> JSONResponse:
     if is_openai(path):
         return openai_error(status, headers, **detail)
+    status = tinker_status(status) if is_tinker(path) else status
     return JSONResponse(ErrorBody.model_validate({"error": detail}).model_dump(), status, headers)

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.controller.http_errors import refuse
+from tandem.controller.tinker.errors import bearer, is_tinker
 from tandem.errors import InvalidInput, RequestTooLarge, TandemError, Unauthorized
 from tandem.metrics.controller import METHODS
 from tandem.metrics.metric import Samples
@@ -21,7 +22,9 @@ from tandem.system.loopback import foreign_header
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
 OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
-_LARGE_BODIES = re.compile(r"^/v1/(runs/[^/]+/train|data/render|files)$")
+_LARGE_BODIES = re.compile(
+    r"^/v1/(runs/[^/]+/train|data/render|files)$|^/api/v1/(forward_backward|asample|telemetry)$"
+)
 
 
 class CountRequests:
@@ -90,7 +93,10 @@ class Authentication:
         await self.app(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
-        given = Headers(scope=scope).get("authorization", "")
+        headers = Headers(scope=scope)
+        given = headers.get("authorization", "")
+        if not given and is_tinker(scope["path"]):
+            given = bearer(headers.get("x-api-key", ""))
         if (name := name_of(given, self.digests)) is None:
             problem = "is not one of this controller's keys" if " " in given else "is missing"
             message = f"the bearer key {problem}; set TANDEM_API_KEY to a key of this deployment"

@@ -75,6 +75,12 @@ def check_run(deployment: Deployment, spec: RunSpec) -> None:
     if spec.weights != settings.weights:
         problem = f"vLLM serves {settings.weights} weights here, not {spec.weights}"
         raise InvalidInput(f"{problem}; TANDEM_WEIGHTS of the deployment chooses", field="weights")
+    if spec.session is not None and spec.weights != "adapter":
+        raise InvalidInput(
+            "sessions train adapters that vLLM serves beside the base model; set"
+            " TANDEM_WEIGHTS=adapter",
+            field="weights",
+        )
     if spec.lora is None and (settings.weights != "merged" or settings.way == "merge"):
         now = f"TANDEM_WEIGHTS={settings.weights}, TANDEM_TRANSPORT={settings.transport}"
         remedy = "set TANDEM_WEIGHTS=merged and TANDEM_TRANSPORT=volume or nccl"
@@ -173,7 +179,9 @@ def make_run(deployment: Deployment, spec: RunSpec) -> bool:
 def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
     """Makes the run `name`, whose step 0 is the checkpoint `origin`; False where it exists."""
     source = deployment.spool.runs.get(origin.run)
-    new = source.model_copy(update={"name": name, "created": time.time(), "forked_from": origin})
+    new = source.model_copy(
+        update={"name": name, "created": time.time(), "forked_from": origin, "session": None}
+    )
     return _create(
         deployment, new, lambda: deployment.spool.checkpoints.fork(origin.run, origin.step, new)
     )

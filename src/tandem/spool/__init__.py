@@ -24,8 +24,10 @@ from tandem.spool.locks import (
 from tandem.spool.paths import Paths, listing
 from tandem.spool.queue import Queue
 from tandem.spool.replicas import Replicas
+from tandem.spool.requests import RequestLog
 from tandem.spool.runs import Runs, ServedRecords
 from tandem.spool.schema import SCHEMA_VERSION, RunnerInfo
+from tandem.spool.sessions import CheckpointNames, TrainingSessions
 from tandem.spool.tunings import Tunings, Uploads
 
 
@@ -57,6 +59,9 @@ class Spool:
         )
         self.uploads = Uploads(self.paths)
         self.tunings = Tunings(self.paths)
+        self.sessions = TrainingSessions(self.paths)
+        self.requests = RequestLog(self.paths, self.runs, self.sessions)
+        self.names = CheckpointNames(self.runs, self.checkpoints)
         self.check()
 
     @classmethod

@@ -40,6 +40,11 @@ class Attempt:
         return self.work / f"error.{rank}.json"
 
     @property
+    def left(self) -> Path:
+        """Exists when the ranks of a session's job have left with nothing undone."""
+        return self.work / "left"
+
+    @property
     def staged(self) -> Path:
         """The directory that the ranks fill with the next checkpoint before it is committed."""
         return self.work / f"checkpoint-{self.number}"

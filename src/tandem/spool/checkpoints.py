@@ -21,7 +21,7 @@ from tandem.spool import fs
 from tandem.spool.jobs import Jobs
 from tandem.spool.paths import listing, remembered, step_name
 from tandem.spool.runs import MANIFEST, Runs, ServedRecords, verify_files, write_manifest
-from tandem.spool.schema import STEPS, Job, Manifest, Origin, RunSpec, Served
+from tandem.spool.schema import STEPS, Job, Manifest, Origin, RunSpec, Served, SessionJob
 from tandem.system.plain_files import NotPlainError, open_plain
 
 _is_step = re.compile(r"[0-9]{8}").fullmatch
@@ -184,7 +184,10 @@ class Checkpoints:
         return manifest
 
     def made_by(self, job: Job) -> bool:
-        """Whether the job's checkpoint exists and this job made it."""
+        """Whether the job's checkpoint exists and this job made it. A session's job makes any
+        number, so none of them says that it is done."""
+        if isinstance(job.spec, SessionJob):
+            return False
         try:
             return self.manifest(job.spec.run, job.spec.base_step + 1).job == job.spec.id
         except (NotFound, CheckpointDamaged):
@@ -195,6 +198,9 @@ class Checkpoints:
         their steps. Conflict (field `step`) if jobs of the run are queued or running, since they
         build on these checkpoints. A crash half-way leaves a whole, shorter chain; calling again
         does the rest."""
+        if self._runs.get(run).session is not None:
+            problem = f"run {run!r} is of a session, whose requests can't be undone"
+            raise Conflict(f"{problem}; fork it from this step", field="run")
         with self._runs.lock(run):
             self.path(run, step)
             self._jobs.check_none_pending(run, "step")

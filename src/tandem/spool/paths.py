@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.errors import InvalidInput
+from tandem.errors import InvalidInput, NotFound
 from tandem.spool import fs
 from tandem.spool.schema import TERMINAL, JobKey, JobState
-from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN
+from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, SESSION_ID_PATTERN
 
 JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
@@ -66,6 +66,7 @@ class Paths:
         self.version_file = root / "spool.json"
         self.runs = root / "runs"
         self.replicas = root / "replicas"
+        self.sessions = root / "sessions"
         self.jobs = root / "jobs"
         self.live = self.jobs / "live"
         self.active = self.jobs / "active"
@@ -91,6 +92,15 @@ class Paths:
             )
             raise InvalidInput(f"{run!r:.100} is refused: {rule}", field="run")
         return self.runs / run
+
+    def requests_dir(self, run: str) -> Path:
+        """The requests of a session's run, a directory each."""
+        return self.run_dir(run) / "requests"
+
+    def session_dir(self, session: str) -> Path:
+        if not re.fullmatch(SESSION_ID_PATTERN, session):
+            raise NotFound(f"there is no session {session!r:.100}", field="session")
+        return self.sessions / session
 
     def bucket(self, run: str, base_step: int) -> Path:
         """The run's live jobs with this base step and those next to it."""

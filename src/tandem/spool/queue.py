@@ -15,10 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import Conflict, InvalidInput, NotFound, SpoolUnusable
+from tandem.errors import Conflict, NotFound, SpoolUnusable
 from tandem.spool import fence, fs
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.events import Events
+from tandem.spool.job_checks import check_age, check_reference
 from tandem.spool.jobs import Jobs, remove_unkept
 from tandem.spool.locks import Leases, file_lock
 from tandem.spool.paths import JOB_FILE, Paths
@@ -32,6 +33,7 @@ from tandem.spool.schema import (
     JobResult,
     JobSpec,
     JobState,
+    SessionJob,
 )
 
 # Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
@@ -95,6 +97,9 @@ class Queue:
             (staged / "data").mkdir()
             spec = make(job_id, expected, staged / "data")
             fs.fsync_tree(staged / "data")
+            if isinstance(spec, SessionJob) != (spec_of_run.session is not None):
+                problem = f"run {run!r} is trained by the requests of its session alone"
+                raise Conflict(f"{problem}; fork it, and train the fork", field="run")
             with self._runs.lock(run), self._job_lock(job_id):
                 # Another request may have taken the client's id since.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
@@ -108,8 +113,8 @@ class Queue:
                 created = self._next_created(run, now())
                 job = Job(spec=spec.model_copy(update={"base_step": base, "created": created}))
                 job = self._placed(job)
-                self._check_reference(job.spec)
-                _check_age(job.spec, most_behind)
+                check_reference(job.spec, self._checkpoints.steps(run))
+                check_age(job.spec, most_behind)
                 self._enqueue(job, staged)
         return job, True
 
@@ -123,7 +128,9 @@ class Queue:
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _placed(self, job: Job) -> Job:
-        """The job with the path of its data."""
+        """The job with the path of its data, if it has any."""
+        if isinstance(job.spec, SessionJob):
+            return job
         data = self._paths.live_dir(job.key) / "data"
         path = data.relative_to(self._paths.root).as_posix()
         placed = job.spec.data.model_copy(update={"path": path})
@@ -141,18 +148,6 @@ class Queue:
                 field="base_step",
             )
         return expected
-
-    def _check_reference(self, spec: JobSpec) -> None:
-        """InvalidInput if the loss refers to a checkpoint that will not exist when the job
-        starts."""
-        reference, steps = spec.loss.reference_step, self._checkpoints.steps(spec.run)
-        if reference is not None and (
-            reference > spec.base_step or (reference < steps[-1] and reference not in steps)
-        ):
-            problem = (
-                f"step {reference} will not exist when this job starts from step {spec.base_step}"
-            )
-            raise InvalidInput(problem, field=spec.loss.reference_field)
 
     def _known(self, job_id: str, run: str, fingerprint: str) -> Job | None:
         try:
@@ -357,17 +352,6 @@ class Queue:
         """Removes what a job needs only while an attempt runs."""
         _remove(directory / "lease.json")
         fs.remove_tree(directory / "attempts")
-
-
-def _check_age(spec: JobSpec, most: int | None) -> None:
-    """`data.prepare` has compared turns with the base step before other jobs were queued."""
-    oldest = spec.data.policy_step_min
-    if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
-        behind = (
-            f"step {oldest} sampled a turn, {age} steps before the job's base step {spec.base_step}"
-        )
-        problem = f"{behind}, which comes after the queued jobs; the most is {most}"
-        raise InvalidInput(problem, field="max_off_policy_steps")
 
 
 def _remove(*paths: Path) -> None:

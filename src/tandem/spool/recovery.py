@@ -49,10 +49,10 @@ def sweep(spool: Spool) -> None:
     time. Those in a job's directory go when the job ends."""
     paths = spool.paths
     directories = [spool.root, paths.runs, paths.jobs, paths.replicas, *paths.jobs.glob("[!.]*")]
-    directories += [spool.uploads.directory, spool.tunings.directory]
+    directories += [spool.uploads.directory, spool.tunings.directory, paths.sessions]
     directories += [*paths.ended.glob("[!.]*"), *paths.live_buckets()]
     for run in paths.runs.glob("[!.]*"):
-        below = ("checkpoints", "discarded", "pinned", "merged", "served")
+        below = ("checkpoints", "discarded", "pinned", "merged", "served", "requests")
         directories += [run, *(run / name for name in below)]
     for path in [path for directory in directories for path in directory.glob(f"{fs.TEMPORARY}*")]:
         _remove_if_stale(path)

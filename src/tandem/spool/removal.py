@@ -16,9 +16,15 @@ from tandem.config import Settings
 from tandem.errors import Conflict, TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.paths import JOB_FILE, JobDir, listing
+from tandem.spool.schema import SessionJob
 from tandem.system.logs import Log
 
 log = Log("spool")
+
+SILENT_SECONDS = 3600.0
+"""A session whose client was not heard of for so long ends. It holds files, but no GPU."""
+RESULT_SECONDS = 3600.0
+"""How long the results of an ended session stay."""
 
 
 def delete_run(spool: Spool, run: str) -> Path:
@@ -68,6 +74,7 @@ def prune(spool: Spool, settings: Settings) -> None:
     for directory in _set_aside([path for path in damaged if _set_aside_before(limit, path)]):
         shutil.rmtree(directory, ignore_errors=True)
     spool.tunings.prune(limit)
+    _prune_sessions(spool, limit)
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
@@ -119,7 +126,9 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
     for has, replica in spool.replicas.steps(run).items():
         needed.setdefault(has, f"replica {replica} serves it")
     for _, job in spool.jobs.pending(run):
-        for step in (job.spec.base_step, job.spec.base_step + 1, job.spec.loss.reference_step):
+        spec = job.spec
+        reference = None if isinstance(spec, SessionJob) else spec.loss.reference_step
+        for step in (spec.base_step, spec.base_step + 1, reference):
             if step is not None:
                 needed.setdefault(step, f"job {job.spec.id} needs it")
     return needed
@@ -153,6 +162,22 @@ def _ended_before(limit: float, entry: JobDir) -> bool:
     with suppress(FileNotFoundError):  # it was last written then
         return (entry.directory / JOB_FILE).stat().st_mtime < limit
     return False
+
+
+def _prune_sessions(spool: Spool, limit: float) -> None:
+    """Ends sessions whose clients are silent. Removes the requests of ended ones when a client has
+    had time to read the results, and their records when they ended before `limit`, Unix seconds."""
+    for session in spool.sessions.expire(SILENT_SECONDS):
+        log.info("ended a session whose client is silent", session=session)
+    for session in spool.sessions.ids():
+        end = spool.sessions.ended(session)
+        if end is None or time.time() - end.finished < RESULT_SECONDS:
+            continue
+        for run in spool.sessions.runs(session):
+            if not spool.jobs.index.running(run):
+                fs.remove_tree(spool.paths.requests_dir(run))
+        if end.finished < limit:
+            fs.remove_tree(spool.paths.session_dir(session))
 
 
 def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:

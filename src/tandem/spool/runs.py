@@ -2,6 +2,7 @@
 serves of them."""
 
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,10 @@ def _read_spec(path: Path) -> RunSpec | None:
     return fs.read_record(path, RunSpec)
 
 
+WANTED_SECONDS = 600.0
+"""So long a step stays loaded that somebody has asked for."""
+
+
 class ServedRecords:
     """`runs/<run>/served.json`: what vLLM serves of a run. All methods raise NotFound (field `run`)
     without the run."""
@@ -244,6 +249,26 @@ class ServedRecords:
     def put_refused(self, run: str, refused: Refused) -> None:
         if self.refused(run) != refused:
             fs.write_json_atomic(self._refused(run), refused)
+
+    def want(self, run: str, step: int) -> None:
+        """Somebody samples from this step, and vLLM does not have it: the publisher loads it, and
+        keeps it for a while."""
+        path = self._wanted(run) / str(step)
+        with fs.volume_errors(path):
+            fs.make_dir(path.parent)
+            path.touch()
+
+    def wanted(self, run: str) -> list[int]:
+        """The steps that were asked for within WANTED_SECONDS, by this machine's clock."""
+        found = []
+        for name in listing(self._wanted(run)):
+            with suppress(OSError, ValueError):
+                if time.time() - (self._wanted(run) / name).stat().st_mtime < WANTED_SECONDS:
+                    found.append(int(name))
+        return found
+
+    def _wanted(self, run: str) -> Path:
+        return self._runs.directory(run) / "wanted"
 
     def changed(self, run: str) -> float | None:
         """When the record was written, Unix seconds by the volume's clock; None without one."""

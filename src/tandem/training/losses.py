@@ -146,6 +146,9 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
              With one sequence per
       trajectory and GSPO's default normalisation this is the paper's objective.
 
+    - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
+             arXiv:2405.19107, with the advantage in place of the reward less its value)
+
     With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and that of
     the others unclipped.
     """
@@ -157,6 +160,9 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
         log_r = sequence_mean(log_r, items)
     ratio = bounded_exp(log_r)
     outside = (ratio < low) | (ratio > high)
+    if loss.dro_beta is not None:
+        terms = advantages * items.logprobs - 0.5 * loss.dro_beta * log_r.square()
+        return -terms, ratio.detach(), outside
     if loss.policy == "cispo":
         ratio = ratio.detach()
         terms, clipped = ratio.clamp(low, high) * advantages * items.logprobs, outside

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.data.packed_format import PackedBatch
 from tandem.model import device, parallel
 from tandem.model.device import memory
-from tandem.spool.schema import JobSpec, RankMemory
+from tandem.spool.schema import BatchJob, RankMemory
 
 _MEANS = {
     "entropy": "entropy",
@@ -209,7 +209,7 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
     return count | {f"reward_{name}": float(value) for name, value in statistics.items()}
 
 
-def staleness(job: JobSpec) -> dict[str, float]:
+def staleness(job: BatchJob) -> dict[str, float]:
     """By how many checkpoints the job's turns are older than the one that it starts from."""
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:

@@ -18,7 +18,7 @@ from tandem.client import Event, JobStatus, RunSpec, Tandem
 from tandem.client.memory import by_attempt
 from tandem.client.rl.samples import read_samples, said
 from tandem.errors import Conflict, InvalidInput, NotFound
-from tandem.spool.schema import TERMINAL
+from tandem.spool.schema import TERMINAL, SessionJob
 
 KINDS = ("step", "evaluated", "succeeded", "served")
 """The types of events that become rows, in the order in which one optimizer step can have them."""
@@ -174,8 +174,9 @@ def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, An
     peaks = [
         kinds.get("peak", 0) for rank in ranks for kinds in (rank.phases | rank.highest).values()
     ]
-    return job.spec.data.model_dump() | {
-        "step": job.spec.base_step + 1,
+    of_data = {} if isinstance(job.spec, SessionJob) else job.spec.data.model_dump()
+    return of_data | {
+        "step": job.step,
         "attempt": end.attempt,
         "seconds": end.time - found["claimed"].time,
         "bytes": written.get("bytes"),

@@ -8,6 +8,7 @@ only saves work, so it and vLLM may die and start again at any time.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pydantic import ValidationError
 
@@ -272,7 +273,20 @@ class Publisher:
             wanted |= {record.model for record in before}
             self._records.put(run.name, before, refused)
         self._log_change(f"{run.name} is not visible", invisible)
+        if self._weights == "adapter":
+            wanted |= self._serve_wanted(run)
         return wanted
+
+    def _serve_wanted(self, run: RunSpec) -> set[str]:
+        """Have older steps loaded that clients sample from. Returns the names of those that are."""
+        loaded = set()
+        existing = {*self._spool.checkpoints.steps(run.name)}
+        for step in existing.intersection(self._spool.served.wanted(run.name)):
+            name = f"{run.name}@{step}"
+            with suppress(CheckpointRefused, CheckpointNotVisible):
+                self._loader.serve(run, step, name)
+                loaded.add(name)
+        return loaded
 
     def _serves(self, run: str, kept: list[Served]) -> list[Served]:
         """`kept`, and behind them older steps that vLLM has still."""

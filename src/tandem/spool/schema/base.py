@@ -21,6 +21,8 @@ PATTERN_WORDS |= {
     ),
     JOB_ID_PATTERN: "use letters, digits, '.', '_' and '-', at most 64; a letter or digit first",
 }
+SESSION_ID_PATTERN = "^[0-9a-z]{26}$"
+SessionId = Annotated[str, Field(pattern=SESSION_ID_PATTERN)]
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
 JobId = Annotated[str, Field(pattern=JOB_ID_PATTERN)]
 

@@ -31,8 +31,6 @@ class _JobSpec(Record):
     created: float  # Unix seconds
     fingerprint: str  # of the client's request: the same id with another fingerprint is refused
     submitted_by: str | None = None  # the name of the API key; None: it has none
-    data: PackedData
-    optimizer: OptimizerSettings = OptimizerSettings()
     # The runner stops an attempt that takes longer.
     deadline_seconds: float = Field(default=3600.0, gt=0)
     # Ranks without a heartbeat for so long are taken for hung.
@@ -41,23 +39,39 @@ class _JobSpec(Record):
     labels: dict[str, str] = Field(default_factory=dict)
 
 
-class RLJob(_JobSpec):
+class _BatchJob(_JobSpec):
+    data: PackedData
+    optimizer: OptimizerSettings = OptimizerSettings()
+
+
+class RLJob(_BatchJob):
     kind: Literal["rl"] = "rl"
     loss: RLLoss = RLLoss()
 
 
-class SFTJob(_JobSpec):
+class SFTJob(_BatchJob):
     kind: Literal["sft"] = "sft"
     loss: SFTLoss = SFTLoss()
 
 
-class DPOJob(_JobSpec):
+class DPOJob(_BatchJob):
     kind: Literal["dpo"] = "dpo"
     loss: PreferenceLoss = PreferenceLoss()
 
 
-JobSpec = Annotated[RLJob | SFTJob | DPOJob, Field(discriminator="kind")]
-JobKind = Literal["rl", "sft", "dpo"]
+class SessionJob(_JobSpec):
+    """Computes the requests of a session's run while they come. It makes any number of
+    checkpoints, and ends when none has come for a while."""
+
+    kind: Literal["session"] = "session"
+    deadline_seconds: float = Field(default=86400.0, gt=0)  # its ranks leave before that
+    max_attempts: int = Field(default=100, ge=1, le=100)
+
+
+BatchJob = RLJob | SFTJob | DPOJob
+"""A job whose data are known when it is submitted. It makes one checkpoint."""
+JobSpec = Annotated[BatchJob | SessionJob, Field(discriminator="kind")]
+JobKind = Literal["rl", "sft", "dpo", "session"]
 
 
 class JobError(Record):

@@ -6,7 +6,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from tandem.spool.schema.base import STEPS, Record, RunName
+from tandem.spool.schema.base import STEPS, Record, RunName, SessionId
 
 Serving = Literal["adapter", "merged"]
 """How vLLM serves a run: as an adapter beside the base model, or with the adapter merged into
@@ -97,6 +97,8 @@ class RunSpec(Record):
     seed: int = Field(default=0, ge=0, lt=2**63)
     created: float  # Unix seconds
     forked_from: Origin | None = None
+    # Its checkpoints are made by the requests of this session; None: by jobs.
+    session: SessionId | None = None
 
     @model_validator(mode="after")
     def _an_adapter_or_all_weights(self) -> Self:
@@ -165,6 +167,7 @@ class Manifest(Record):
     metrics: dict[str, float] = Field(default_factory=dict)  # of the job's last optimizer step
     probe: Probe | None = None  # None: step 0, which must equal the base model
     origin: Origin | None = None
+    seq: int | None = None  # the last request of a session whose effect the weights have
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:

@@ -15,7 +15,7 @@ class RLLoss(Record):
     """The policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
-    policy: Literal["cispo", "ppo", "gspo"] = "cispo"
+    policy: Literal["cispo", "ppo", "gspo", "dro"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
@@ -27,13 +27,15 @@ class RLLoss(Record):
     beyond_bounds: Literal["clip", "mask"] = "clip"
     # PPO and GSPO: where the advantage is negative, the ratio counts as this at most.
     dual_clip: float | None = Field(default=None, gt=1)
+    # DRO: the weight of the squared log-ratio.
+    dro_beta: float | None = Field(default=None, ge=0)
     # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more
     # nats than this.
     off_policy_threshold: float | None = Field(default=None, gt=0)
     # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the
     # group. `constant` divides the plain sum by `normalisation_constant` times the number of
-    # trajectories (Dr. GRPO). None: the policy's own default (see `mean_over`).
-    normalisation: Literal["token", "trajectory", "group", "constant"] | None = None
+    # trajectories (Dr. GRPO), `sum` by nothing. None: the policy's own default (see `mean_over`).
+    normalisation: Literal["token", "trajectory", "group", "constant", "sum"] | None = None
     normalisation_constant: float | None = Field(default=None, gt=0)
     # The log-probs in the ratio's denominator: the sampler's, or the trainer's own from a pass
     # before the first optimizer step. Importance weights of trainer to sampler (`tis_*`) need the
@@ -79,6 +81,14 @@ class RLLoss(Record):
             raise ValueError("tis_mask_low must be below tis_mask_high")
         if self.policy == "gspo" and self.ratio_level == "token":
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
+        if (self.policy == "dro") != (self.dro_beta is not None):
+            raise ValueError('dro_beta goes with policy="dro", and only with it')
+        bounds = (self.clip_low, self.clip_high, self.dual_clip, self.ratio_level)
+        if self.policy == "dro" and (set(bounds) != {None} or self.beyond_bounds == "mask"):
+            raise ValueError(
+                "DRO has no ratio in its loss; leave clip_low, clip_high, dual_clip, ratio_level"
+                " and beyond_bounds out"
+            )
         if self.dual_clip is not None and (
             self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]
         ):
@@ -126,16 +136,21 @@ class RLLoss(Record):
         return self.ratio_level or ("sequence" if self.policy == "gspo" else "token")
 
     @property
-    def mean_over(self) -> Literal["token", "trajectory", "group", "constant"]:
-        """`normalisation` after defaults: CISPO and PPO token, GSPO trajectory (their papers, and
-        DAPO for PPO)."""
+    def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
+        """`normalisation` after defaults: CISPO, PPO and DRO token, GSPO trajectory (their papers,
+        and DAPO for PPO)."""
         return self.normalisation or ("trajectory" if self.policy == "gspo" else "token")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher),
-        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4]."""
-        low, high = {"ppo": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}[self.policy]
+        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4], DRO none."""
+        low, high = {
+            "ppo": (0.2, 0.28),
+            "cispo": (1.0, 4.0),
+            "gspo": (3e-4, 4e-4),
+            "dro": (1.0, math.inf),
+        }[self.policy]
         low = low if self.clip_low is None else self.clip_low
         high = high if self.clip_high is None else self.clip_high
         return max(0.0, 1.0 - low), 1.0 + high

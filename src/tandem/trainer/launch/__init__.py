@@ -28,6 +28,9 @@ DEFAULT_ENTRY = "tandem.trainer.rank.entry"
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 
+SHARED_IDLE_SECONDS = 1.0
+"""On shared GPUs vLLM sleeps as long as a session's ranks stay."""
+
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
 """How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
 built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
@@ -45,6 +48,7 @@ class RankSettings(Record):
     recompute: Literal["auto", "none", "full"] = "auto"
     base_precision: Literal["same", "fp8"] = "same"
     way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
+    session_idle_seconds: float = 60.0
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -55,6 +59,11 @@ class RankSettings(Record):
             recompute=settings.recompute,
             base_precision=settings.base_precision,
             way=settings.way,
+            session_idle_seconds=(
+                settings.session_idle_seconds
+                if settings.gpu_mode == "dedicated"
+                else min(settings.session_idle_seconds, SHARED_IDLE_SECONDS)
+            ),
         )
 
 

@@ -83,8 +83,9 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
         return
     count = torch.zeros(1, dtype=torch.int64)
     read_tensors(adam["step"].path, {}, [Piece(adam["step"], 0, 1, count)])
-    if (steps := int(count)) < 1:
-        raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 1 or more")
+    # 0 after a session has loaded weights alone.
+    if (steps := int(count)) < 0:
+        raise CheckpointDamaged(f"{adam['step'].path}: step is {steps}, not 0 or more")
     for moment, tensors in optimizer.new_state(steps).items():
         policy.adapter.read(adam, tensors, f".{moment}")
 

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from tandem.model import parallel
 from tandem.spool.schema import Manifest, Probe
@@ -52,15 +53,20 @@ class NewCheckpoint:
                 checkpoint.write_adapter, contents, config, session.attempt.staged
             )
 
-    def commit(self, metrics: dict[str, float], probe: Probe) -> Manifest | None:
+    def commit(
+        self, metrics: dict[str, float], probe: Probe, seq: int | None = None
+    ) -> Manifest | None:
         """Make the files the run's next checkpoint. Returns its manifest on rank 0, else None.
+        `seq`: of a session's run.
 
         The ranks wait in short collectives and show that they live: of all weights, hundreds of
         gigabytes are hashed.
         """
         committed: Future[Manifest] | None = None
         if self._written is not None:
-            committed = self._thread.submit(self._commit, self._written, metrics, probe)
+            committed = self._thread.submit(
+                self._commit, self._written, metrics=metrics, probe=probe, seq=seq
+            )
 
         def done() -> bool:
             return committed is None or bool(wait([committed], timeout=1.0).done)
@@ -69,9 +75,7 @@ class NewCheckpoint:
             self._session.heartbeat("checkpoint")
         return None if committed is None else committed.result()
 
-    def _commit(
-        self, written: Future[dict[str, str]], metrics: dict[str, float], probe: Probe
-    ) -> Manifest:
+    def _commit(self, written: Future[dict[str, str]], **details: Any) -> Manifest:
         attempt = self._session.attempt
         manifest = attempt.spool.checkpoints.commit(
             attempt.staged,
@@ -82,8 +86,7 @@ class NewCheckpoint:
             check=attempt.check,
             topology=self._session.settings.sizes.manifest(),
             versions=self._versions,
-            metrics=metrics,
-            probe=probe,
+            **details,
         )
         self._session.event(
             "checkpoint",

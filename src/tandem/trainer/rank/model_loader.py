@@ -149,10 +149,8 @@ class ModelLoader:
         if self.rehearse is not None:
             self._warm_ups.append(self._warm_up_thread.submit(on_device(self.rehearse), policy))
         if run.lora is None:
-            return LoadedModel(
-                policy, ShardedAdam(policy, base, self.assignment.job.optimizer), base
-            )
-        return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.job.optimizer), base)
+            return LoadedModel(policy, ShardedAdam(policy, base, self.assignment.optimizer), base)
+        return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
         """Undo what `RankState.offload` did; frozen weights, which it dropped, are read again."""
@@ -161,7 +159,7 @@ class ModelLoader:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
             self._weights_tasks.append(self._pool.submit(on_device(kept.base.connect)))
         kept.optimizer.restore()
-        kept.optimizer.settings = self.assignment.job.optimizer
+        kept.optimizer.settings = self.assignment.optimizer
         return kept
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:

@@ -16,7 +16,7 @@ from tandem.families.model_config import MODEL_FILES, model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import JobSpec, Record, RunSpec
+from tandem.spool.schema import JobSpec, OptimizerSettings, Record, RunSpec, SessionJob
 from tandem.system import liveness
 
 RENDEZVOUS_SECONDS = 300.0  # at most, until all ranks have imported what they need
@@ -31,6 +31,11 @@ class Assignment(Record):
     job: JobSpec
     model: str  # directory of the base model
     model_files: tuple[tuple[str, int, int], ...]  # name, bytes, and time of the last change in ns
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """A session's requests bring their own."""
+        return OptimizerSettings() if isinstance(self.job, SessionJob) else self.job.optimizer
 
     def requirements(self) -> tuple[object, ...]:
         """All that process groups and a loaded model depend on. They can be used again for a job
@@ -111,7 +116,9 @@ def _read(attempt: Attempt, beat: Beat) -> Assignment:
         )
     spec = job.spec
     newest = spool.checkpoints.newest(spec.run)
-    if newest > spec.base_step:
+    if isinstance(spec, SessionJob):  # it goes on from the checkpoints of its attempts before
+        spec = spec.model_copy(update={"base_step": newest})
+    elif newest > spec.base_step:
         made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job
         raise Conflict(
             f"run {spec.run} has a checkpoint {spec.base_step + 1} already, made by"

@@ -5,7 +5,9 @@ Rank 0 reads the job and sends it to the others. It alone writes events and the 
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,15 +17,19 @@ import torch
 
 from tandem import __version__
 from tandem.data.packed_format import PackedBatch
+from tandem.errors import InvalidInput
+from tandem.families.arch import Arch
 from tandem.families.registry import read_arch
 from tandem.model import device, parallel
+from tandem.model.parallel import Topology
 from tandem.model.policy import Policy
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import RunSpec
+from tandem.spool.schema import RunSpec, SessionJob
 from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import full_volume
 from tandem.trainer.rank.commit import NewCheckpoint
-from tandem.trainer.rank.model_loader import ModelLoader, reference_policy
+from tandem.trainer.rank.executor import Executor
+from tandem.trainer.rank.model_loader import Checked, ModelLoader, reference_policy
 from tandem.trainer.rank.probe import JobProbe, mean_difference
 from tandem.trainer.rank.publication import Publication
 from tandem.trainer.rank.rendezvous import Assignment, meet
@@ -55,19 +61,19 @@ def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None =
 
 
 def _train(session: Session, state: RankState) -> None:
-    attempt, settings, phases = session.attempt, session.settings, session.phases
+    attempt, settings = session.attempt, session.settings
 
     # Get the job from rank 0.
     session.heartbeat("rendezvous")
     assignment, connect = meet(
         attempt, session.heartbeat, prepare=partial(_wait_for_space, session)
     )
-    run, job, base_model = assignment.run, assignment.job, Path(assignment.model)
+    run, job = assignment.run, assignment.job
     arch = read_arch(assignment.model)
 
     # Connect to the other ranks. A thread hashes the checkpoint's files until they are needed.
     checked = state.check_checkpoint(attempt.spool, assignment, arch)
-    with phases.phase("rendezvous"):
+    with session.phases.phase("rendezvous"):
         topology = state.join(assignment, settings, connect)
     _make_deterministic(run.seed)
     pids, versions = parallel.gather_objects(os.getpid()), _versions()
@@ -79,13 +85,73 @@ def _train(session: Session, state: RankState) -> None:
         device=str(session.device),
     )
 
+    training = _session if isinstance(job, SessionJob) else _batch
+    training(session, state, _Start(assignment, arch, topology, checked, versions))
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank knows when it has met the others."""
+
+    assignment: Assignment
+    arch: Arch
+    topology: Topology
+    checked: Future[Checked | None]
+    versions: dict[str, str]
+
+
+def _session(session: Session, state: RankState, start: _Start) -> None:
+    """Computes a session's requests."""
+    phases, arch, assignment = session.phases, start.arch, start.assignment
+    rehearse = _first_pass(session, assignment, arch) if device.is_cuda() else None
+    loader = ModelLoader(
+        session.settings, arch, assignment, start.topology, start.checked, rehearse
+    )
+    model = state.model = loader.load(state.model, phases)
+    if session.settings.base_precision != "same":
+        model.policy.quantise_base()
+    seconds, _ = phases.take()
+    session.event("loaded", seconds=seconds, memory=phases.gather_memory())
+    Executor(session, assignment, arch, model, start.topology, start.versions).run()
+
+
+def _first_pass(
+    session: Session, assignment: Assignment, arch: Arch
+) -> Callable[[Policy], None] | None:
+    """Rehearses the first pass that waits; None where none does. A collective."""
+    spool, run = session.attempt.spool, assignment.run.name
+    seq = None
+    if session.rank == 0:
+        done = spool.checkpoints.manifest(run, assignment.job.base_step).seq or 0
+        seq = spool.requests.first_pass(run, done)
+    if (seq := parallel.gather_objects(seq)[0]) is None:
+        return None
+    try:
+        with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
+            return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
+    except InvalidInput:  # its arrays are gone, which its result will tell
+        return None
+
+
+def _batch(session: Session, state: RankState, start: _Start) -> None:
+    """Trains a job's batch, and makes its checkpoint."""
+    attempt, settings, phases = session.attempt, session.settings, session.phases
+    assignment, arch, topology, versions = (
+        start.assignment,
+        start.arch,
+        start.topology,
+        start.versions,
+    )
+    run, job, base_model = assignment.run, assignment.job, Path(assignment.model)
+    assert not isinstance(job, SessionJob)
+
     # Load data and model.
     with phases.phase("data"):
         batch = PackedBatch.open(attempt.spool.paths.data_dir(attempt.job), job.data.sha256)
     with batch:
         probe = JobProbe.choose(batch, arch.vocab_size, session.device)
         rehearse = probe.rehearse if device.is_cuda() else None
-        loader = ModelLoader(settings, arch, assignment, topology, checked, rehearse)
+        loader = ModelLoader(settings, arch, assignment, topology, start.checked, rehearse)
         model = state.model = loader.load(state.model, phases)
         policy = model.policy
         reference = partial(

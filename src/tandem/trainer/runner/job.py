@@ -11,7 +11,7 @@ from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory
+from tandem.spool.schema import EventType, Job, JobError, JobResult, RankMemory, SessionJob
 from tandem.system import liveness
 from tandem.system.logs import Log
 from tandem.trainer.executor import Ended, Execution, Executor, Order, Waiting
@@ -92,12 +92,11 @@ class JobRun:
             if known is not None or self.stop.requested:
                 return known or STOPPED
             error = self._attempt()
-            if self.stop.retry(
-                "look for the checkpoint", lambda: self.spool.checkpoints.made_by(self.job)
-            ):
+            if self.stop.retry("look for the checkpoint", self._is_done):
                 # What went wrong after the commit doesn't matter: the checkpoint is in the chain.
-                self._log.say(f"checkpoint {self.job.spec.base_step + 1} exists: succeeded")
-                return self._success()
+                done = self._success()
+                self._log.say(f"checkpoint {done.step} exists: succeeded")
+                return done
         # Not retriable: the run was removed, a manifest is damaged, ...
         except TandemError as refusal:
             return JobError(type=refusal.code, message=str(refusal))
@@ -110,6 +109,8 @@ class JobRun:
         """The result where no attempt is needed: the checkpoint exists, or the one to start from
         does not."""
         spec = self.job.spec
+        if isinstance(spec, SessionJob):  # it starts from the newest
+            return None
         if self.spool.checkpoints.made_by(self.job):
             return self._success()
         steps = self.spool.checkpoints.steps(spec.run)
@@ -129,8 +130,17 @@ class JobRun:
             message=f"{message}; submit this job again on the newest checkpoint",
         )
 
+    def _is_done(self) -> bool:
+        if isinstance(self.job.spec, SessionJob):
+            return fs.exists(self._files.left)
+        return self.spool.checkpoints.made_by(self.job)
+
     def _success(self) -> JobResult:
-        return JobResult(state="succeeded", step=self.job.spec.base_step + 1, finished=time.time())
+        spec = self.job.spec
+        step = spec.base_step + 1
+        if isinstance(spec, SessionJob):
+            step = self.spool.checkpoints.newest(spec.run)
+        return JobResult(state="succeeded", step=step, finished=time.time())
 
     def _record(self, result: JobResult | JobError) -> str:
         """Write the job's end, or put it back into the queue; returns its new state."""

@@ -20,6 +20,7 @@ from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job
+from tandem.spool.session_jobs import queue_waiting
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
@@ -129,6 +130,7 @@ class Runner:
         self._waiting = {
             job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
         }
+        queue_waiting(self._spool)
         if all(head.id in self._waiting for head in self._spool.jobs.index.heads()):
             return None
         self._executor.wait_until_free()

@@ -1,0 +1,37 @@
+"""A pass of Tinker's API as a request of the log, and words for the losses that are not served."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.controller.deployment import Deployment
+from tandem.controller.tinker.passes import Pass
+from tandem.data.datums import named_loss, pass_request
+from tandem.errors import InvalidInput
+from tandem.spool.schema import PassRequest, SFTLoss
+
+UNSERVED = {
+    "gspo": "its ratio is of some positions only; choose importance_sampling, ppo, cispo or dro",
+    "stable_reinforce": "its formula is not public; choose importance_sampling, ppo, cispo or dro",
+    "custom": "losses are not uploaded here; the package computes them by itself",
+}
+
+
+def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callable[[Path], str]]:
+    """The request as it is logged, and what writes its arrays. InvalidInput names the field."""
+    if asked.loss in UNSERVED:
+        raise InvalidInput(f"{asked.loss} is not served: {UNSERVED[asked.loss]}", field="loss_fn")
+    config = dict[str, float]()
+    for name, value in asked.config.items():
+        if isinstance(value, str):
+            raise InvalidInput("is no number", field=f"loss_fn_config.{name[:64]}")
+        config[name] = value
+    supervised = isinstance(named_loss(asked.loss, config), SFTLoss)
+    names = ("weights",) if supervised else ("advantages", "logprobs")
+    return pass_request(
+        "forward" if asked.forward_only else "forward_backward",
+        asked.data(names, needed=not supervised),
+        asked.loss,
+        config,
+        vocab_size=deployment.arch.vocab_size,
+        longest=deployment.arch.max_positions,
+    )

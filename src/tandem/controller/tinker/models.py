@@ -1,0 +1,130 @@
+"""A session's models: each is a run, whose requests lie on the volume in the client's order."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import PurePosixPath
+from typing import Any
+
+from tandem.controller.deployment import Deployment
+from tandem.controller.routes_runs import make_run, run_spec
+from tandem.controller.schemas import CreateRun
+from tandem.controller.tinker.names import Name, SavedPath
+from tandem.controller.tinker.schemas import LoraConfig, OptimizerConfig
+from tandem.errors import Conflict, InvalidInput, NotFound
+from tandem.families.adapter import default_targets
+from tandem.families.arch import EXPERT_TARGETS
+from tandem.spool.schema import (
+    ClientModel,
+    LoadRequest,
+    LoraShape,
+    LoraTarget,
+    RunSpec,
+    VoidRequest,
+)
+
+ALPHA = 32.0
+"""Of every model's adapter, whatever its rank: `W' = W + 32 / rank * B A`."""
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+
+
+def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
+    """The base model's name as the client calls it, by which it finds the tokenizer. InvalidInput
+    where it is another model."""
+    own = deployment.base_model
+    # A directory is often called as the model is on the hub.
+    if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
+        return name
+    problem = f"{name[:200]!r} is not served; supported_models: {own!r}"
+    raise InvalidInput(problem, field=field)
+
+
+def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
+    """The adapter's shape. `lm_head` has none, whatever `train_unembed` says."""
+    arch = deployment.arch
+    targets: Sequence[Any] = default_targets(arch)
+    if arch.moe is not None and deployment.settings.expert_lora:
+        targets = [*targets, *sorted(EXPERT_TARGETS)]
+    chosen: list[LoraTarget] = [
+        target for target in targets if (config.train_mlp if target in _MLP else config.train_attn)
+    ]
+    if not chosen:
+        problem = "no layer is left to train: train_attn is for attention, train_mlp for MLPs"
+        raise InvalidInput(f"{problem}, and lm_head has no adapter here", field="lora_config")
+    return LoraShape(rank=config.rank, alpha=ALPHA, targets=tuple(chosen))
+
+
+def check_optimizer(config: OptimizerConfig | None, field: str) -> None:
+    if config is not None and config.type != "adamw":
+        problem = f"{config.type!r} is not served; leave it out: AdamW is the only optimizer"
+        raise InvalidInput(problem, field=field)
+
+
+def make_model(
+    deployment: Deployment, model: Name, base_model: str, lora: LoraShape, seed: int | None
+) -> None:
+    """Makes the model's run, unless it exists. InvalidInput where another one has its name."""
+    spool = deployment.spool
+    spool.sessions.check_open(model.session)
+    with suppress(NotFound):
+        if spool.runs.get(model.run).lora != lora:
+            raise InvalidInput(f"{model} has another adapter", field="model_seq_id")
+        return
+    spool.sessions.put_model(model.session, model.number, ClientModel(base_model=base_model))
+    seed = int.from_bytes(os.urandom(4)) if seed is None else seed
+    spec = run_spec(deployment, CreateRun(name=model.run, lora=lora, seed=seed))
+    with suppress(Conflict):  # the same request, sent twice, has drawn another seed
+        make_run(deployment, spec.model_copy(update={"session": model.session}))
+
+
+def model_run(deployment: Deployment, model: Name) -> RunSpec:
+    """NotFound (field `model_id`) without it."""
+    with suppress(NotFound):
+        return deployment.spool.runs.get(model.run)
+    raise NotFound(f"there is no model {str(model)!r}", field="model_id")
+
+
+def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
+    """The step that the path names. NotFound (of this field) without it."""
+    with suppress(NotFound):
+        return deployment.spool.names.find(path.model.run, path.group, path.name).step
+    raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)
+
+
+def trained_parts(spec: RunSpec) -> dict[str, Any]:
+    """The adapter, in Tinker's words."""
+    targets = set(spec.lora.targets) if spec.lora else set()
+    return {
+        "lora_rank": spec.lora.rank if spec.lora else None,
+        "train_unembed": False,
+        "train_mlp": bool(targets & _MLP),
+        "train_attn": bool(targets - _MLP),
+    }
+
+
+class Numbers:
+    """A client counts a model's requests from 1. The creation of a model from a checkpoint is a
+    request without a number, which comes first on the volume."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._loaded: dict[str, int] = {}  # run -> 1 where it began with a load
+
+    def logged(self, run: str, seq: int) -> int:
+        """The number on the volume of the client's request `seq`."""
+        if run not in self._loaded:
+            try:
+                first = self._deployment.spool.requests.get(run, 1).request
+            except NotFound:
+                return seq  # nothing is remembered: the load may be on its way
+            self._loaded[run] = int(isinstance(first, LoadRequest))
+        return seq + self._loaded[run]
+
+    def void(self, run: str, seq: int, reason: str) -> None:
+        """Fills the place of the client's refused request."""
+        self.fill(run, self.logged(run, seq), reason)
+
+    def fill(self, run: str, logged: int, reason: str) -> None:
+        """Fills a place on the volume, so that the requests after it do not wait for it."""
+        with suppress(Conflict):  # another request is there, or the session has ended
+            self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

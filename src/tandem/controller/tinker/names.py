@@ -1,0 +1,101 @@
+"""Names in Tinker's API. The package makes some of them itself, so their form is fixed.
+
+A session's model `<session>:train:<n>` is the run `<session>-train-<n>`; its sampler is
+`<session>:sample:<n>`. A request's id is its model's or sampler's name, a colon, and its number.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+from tandem.errors import InvalidInput, NotFound
+
+Group = Literal["weights", "sampler"]
+CREATED = "new"
+"""In the place of a request's number: the creation of the model."""
+_NAME = r"([0-9a-z]{26}):(train|sample):([0-9]{1,9})"
+_is_name = re.compile(_NAME).fullmatch
+_is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
+_is_path = re.compile(r"tinker://([^/]{1,200})/(weights|sampler_weights)/([^/]{1,256})").fullmatch
+_SEGMENTS: dict[str, Group] = {"weights": "weights", "sampler_weights": "sampler"}
+# A name becomes a part of a URL, and one of a path of the client's own.
+_is_saved = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}").fullmatch
+
+
+class Name(NamedTuple):
+    """A model's or a sampler's."""
+
+    session: str
+    kind: Literal["train", "sample"]
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.session}:{self.kind}:{self.number}"
+
+    @property
+    def run(self) -> str:
+        """The model's run, as `spool.sessions` names it."""
+        return f"{self.session}-train-{self.number}"
+
+
+def model_of(text: str, field: str = "model_id") -> Name:
+    """NotFound where it is no model's name."""
+    found = _is_name(text)
+    if found is None or found[2] != "train":
+        raise NotFound(f"there is no model {text[:100]!r}", field=field)
+    return Name(found[1], "train", int(found[3]))
+
+
+def sampler_of(text: str, field: str = "sampling_session_id") -> Name:
+    """NotFound where it is no sampler's name."""
+    found = _is_name(text)
+    if found is None or found[2] != "sample":
+        raise NotFound(f"there is no sampler {text[:100]!r}", field=field)
+    return Name(found[1], "sample", int(found[3]))
+
+
+def model_of_run(run: str) -> str | None:
+    """The name of the model whose run this is; None for a run of no session."""
+    name = run.replace("-train-", ":train:")
+    return name if _is_name(name) else None
+
+
+class RequestId(NamedTuple):
+    of: Name
+    number: int | None  # None: the creation of the model
+
+
+def request_of(text: str) -> RequestId:
+    """NotFound where it is no request's id."""
+    if (found := _is_request(text)) is None:
+        raise NotFound(f"there is no request {text[:100]!r}", field="request_id")
+    kind: Literal["train", "sample"] = "train" if found[2] == "train" else "sample"
+    number = None if found[4] == CREATED else int(found[4])
+    return RequestId(Name(found[1], kind, int(found[3])), number)
+
+
+class SavedPath(NamedTuple):
+    """A checkpoint's path, `tinker://<model>/weights/<name>` or `.../sampler_weights/<name>`."""
+
+    model: Name
+    group: Group
+    name: str
+
+    def __str__(self) -> str:
+        segment = "weights" if self.group == "weights" else "sampler_weights"
+        return f"tinker://{self.model}/{segment}/{self.name}"
+
+
+def path_of(text: str, field: str = "path") -> SavedPath:
+    """InvalidInput where it is no path; NotFound where its model's name is none."""
+    if (found := _is_path(text)) is None:
+        form = "tinker://<model>/weights/<name>, or .../sampler_weights/<name>"
+        raise InvalidInput(f"{text[:200]!r} is no path of a checkpoint: {form}", field=field)
+    return SavedPath(model_of(found[1], field), _SEGMENTS[found[2]], found[3])
+
+
+def check_saved_name(name: str, field: str = "path") -> str:
+    """InvalidInput where a checkpoint can't have this name."""
+    if not _is_saved(name):
+        rule = "use letters, digits, '.', '_' and '-', at most 200; a letter or digit first"
+        raise InvalidInput(f"{name[:100]!r} is no name of a checkpoint: {rule}", field=field)
+    return name

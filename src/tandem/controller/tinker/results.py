@@ -1,0 +1,85 @@
+"""Results as Tinker's package reads them, in protobuf."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.controller.tinker.protobuf import (
+    DTYPE_FLOAT32,
+    STOP_REASON_LENGTH,
+    STOP_REASON_STOP,
+    ForwardBackwardOutput,
+    SampleResponse,
+)
+from tandem.data.packed_format import Float32, Int32
+
+_TYPE = "ArrayRecord"
+ABSENT = -99999.0
+"""The log-prob by which the package knows that a place of `Top` is empty."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """The most probable tokens at each position, both [positions, k]; where there is none, token 0
+    with log-prob `ABSENT`."""
+
+    tokens: Int32
+    logprobs: Float32
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence. `stopped`: by a stop token or text, not by its length."""
+
+    tokens: Int32
+    logprobs: Float32
+    stopped: bool
+    top: Top | None = None
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """`prompt`: the log-prob of each token of the prompt, NaN where there is none."""
+
+    sequences: Sequence[Sampled]
+    prompt: Float32 | None = None
+    top: Top | None = None
+    cached_tokens: int = 0
+
+
+def encode_pass(logprobs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
+    """`logprobs`: of each datum, float32, little-endian."""
+    message = ForwardBackwardOutput(loss_fn_output_type=_TYPE, metrics=metrics)
+    record = message.loss_fn_outputs.add(type_tag=_TYPE, num_datums=len(logprobs))
+    offsets = np.cumsum([0, *map(len, logprobs)], dtype="<i8")
+    field = record.fields["logprobs"]
+    field.data, field.offsets = b"".join(logprobs), offsets.tobytes()
+    field.dtype = DTYPE_FLOAT32
+    return bytes(message.SerializeToString())
+
+
+def encode_sample(result: SampleResult) -> bytes:
+    message = SampleResponse(prompt_cache_hit_tokens=result.cached_tokens)
+    for one in result.sequences:
+        sequence = message.sequences.add(
+            stop_reason=STOP_REASON_STOP if one.stopped else STOP_REASON_LENGTH,
+            tokens=one.tokens.astype("<i4").tobytes(),
+            logprobs=one.logprobs.astype("<f4").tobytes(),
+        )
+        if one.top is not None:
+            _write_top(sequence.topk_sampled_logprobs, one.top)
+    if result.prompt is not None:
+        message.prompt_logprobs = result.prompt.astype("<f4").tobytes()
+    if result.top is not None:
+        _write_top(message.topk_prompt_logprobs, result.top)
+    return bytes(message.SerializeToString())
+
+
+def _write_top(message: object, top: Top) -> None:
+    length, k = top.tokens.shape
+    values = {"length": length, "k": k}
+    values |= {"token_ids": top.tokens.astype("<i4").tobytes()}
+    values |= {"logprobs": top.logprobs.astype("<f4").tobytes()}
+    for name, value in values.items():
+        setattr(message, name, value)

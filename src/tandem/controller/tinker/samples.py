@@ -1,0 +1,93 @@
+"""Samples on their way, in memory only. After a restart of the controller a client learns that
+its request is gone, and sends it again."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from tandem.errors import InvalidInput, TandemError
+
+MOST = 20_000
+# A client asks again for a result that it may have taken: its connection broke.
+TAKEN_SECONDS = 60.0
+# Nobody asked for it.
+LEFT_SECONDS = 900.0
+_SWEEP_SECONDS = 10.0
+
+
+class TooManySamples(TandemError, code="too_many_samples", http_status=429):
+    """Clients ask for more than are kept at once. They send the same request again."""
+
+
+@dataclass(eq=False)
+class _Running:
+    session: str
+    digest: bytes  # of the request
+    task: asyncio.Task[bytes]
+    # When it is forgotten, monotonic; None: somebody waits, or it is still computed.
+    forget: float | None = None
+    waiting: int = 0
+    touched: float = field(default_factory=time.monotonic)
+
+
+class SampleFutures:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, _Running] = {}
+        self._swept = 0.0
+
+    def start(
+        self,
+        request_id: str,
+        session: str,
+        digest: bytes,
+        sample: Callable[[], Coroutine[None, None, bytes]],
+    ) -> None:
+        """Begins the sample, unless it has begun. InvalidInput where another request has its
+        number; TooManySamples."""
+        self._sweep()
+        if (known := self._samples.get(request_id)) is not None:
+            if known.digest != digest:
+                problem = "another request of this sampler has this number"
+                raise InvalidInput(f"{problem}; give each one its own", field="seq_id")
+            return
+        if len(self._samples) >= MOST:
+            raise TooManySamples(f"{MOST} samples are on their way; send it again later")
+        task = asyncio.create_task(sample(), name=request_id)
+        # Its error is told by `wait`, and nobody may ask.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._samples[request_id] = _Running(session, digest, task)
+
+    async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
+        """The ended task; None if it goes on. KeyError without it."""
+        found = self._samples[request_id]
+        found.waiting += 1
+        try:
+            await asyncio.wait({found.task}, timeout=seconds)
+        finally:
+            found.waiting -= 1
+            found.touched = time.monotonic()
+        if not found.task.done():
+            return None
+        found.forget = found.touched + TAKEN_SECONDS
+        return found.task
+
+    def cancel(self, request_id: str) -> None:
+        if (found := self._samples.pop(request_id, None)) is not None:
+            found.task.cancel()
+
+    def cancel_session(self, session: str) -> None:
+        for request_id in [i for i, one in self._samples.items() if one.session == session]:
+            self.cancel(request_id)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        if now - self._swept < _SWEEP_SECONDS:
+            return
+        self._swept = now
+        for request_id, one in list(self._samples.items()):
+            forget = one.forget or one.touched + LEFT_SECONDS
+            if not one.waiting and now > forget:
+                self.cancel(request_id)

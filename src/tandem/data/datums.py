@@ -1,0 +1,174 @@
+"""A session's data: sequences with a target, a factor and maybe a sampler's log-prob at each of
+their positions, and the losses that clients of Tinker's API name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tandem.data.inputs import MAX_FLOAT32
+from tandem.data.packed_format import Float32, Int32, write_packed
+from tandem.data.packing import LinearSequence, PackedTrajectory, common_prefix, pack
+from tandem.data.render import check_ids
+from tandem.errors import InvalidInput
+from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
+
+SHORTEST_ROW, USUAL_ROW = 128, 2048
+"""Slots of a row: a power of two, so that few lengths are compiled."""
+MOST_TOKENS = 2**20
+# The ratio that Tandem's losses compute is e^20 at most, so a bound of this never acts.
+_NO_BOUND = 1e9
+_Bounds = tuple[float, float]
+_BOUNDS: dict[str, _Bounds] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+_CONFIG = {
+    "cross_entropy": (),
+    "importance_sampling": (),
+    "ppo": ("clip_low_threshold", "clip_high_threshold"),
+    "cispo": ("clip_low_threshold", "clip_high_threshold"),
+    "dro": ("beta",),
+}
+
+
+@dataclass(frozen=True)
+class Datum:
+    """`tokens` [n]; from the first i + 1 of them `targets[i]` is predicted. `factors` [n]: the
+    weights of cross-entropy, else the advantages. `logprobs` [n]: the sampler's, in nats, which
+    every loss but cross-entropy needs."""
+
+    tokens: Int32
+    targets: Int32
+    factors: Float32
+    logprobs: Float32 | None = None
+
+
+def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
+    """The loss that Tinker's API calls `name`, a sum over all items. InvalidInput (fields
+    `loss_fn`, `loss_fn_config...`) for another name or settings that it does not have.
+
+    - cross_entropy: -sum w lp
+    - importance_sampling: -sum r A
+    - ppo: -sum min(r A, clip(r, low, high) A)
+    - cispo: -sum sg(clip(r, low, high)) A lp
+    - dro: -sum (A lp - beta / 2 (log r)^2)
+    """
+    if name not in _CONFIG:
+        raise InvalidInput(f"{name!r:.60} is none of {', '.join(_CONFIG)}", field="loss_fn")
+    for key, value in config.items():
+        field = f"loss_fn_config.{key}"
+        if key not in _CONFIG[name]:
+            known = ", ".join(_CONFIG[name]) or "nothing"
+            raise InvalidInput(f"{name} has no such setting; it has {known}", field=field)
+        if not 0 <= value <= MAX_FLOAT32:
+            raise InvalidInput(f"{value} is negative or not finite", field=field)
+    if name == "cross_entropy":
+        return SFTLoss(normalisation="sum")
+    if name == "dro":
+        if "beta" not in config:
+            raise InvalidInput("dro needs beta", field="loss_fn_config.beta")
+        return RLLoss(policy="dro", dro_beta=config["beta"], normalisation="sum")
+    if name == "importance_sampling":
+        return RLLoss(policy="ppo", clip_low=1.0, clip_high=_NO_BOUND, normalisation="sum")
+    low, high = (
+        config.get(key, default) for key, default in zip(_CONFIG[name], _BOUNDS[name], strict=True)
+    )
+    if low > 1 or high < 1:
+        problem = f"[{low}, {high}] does not hold 1, the ratio of a policy that has not moved"
+        raise InvalidInput(problem, field="loss_fn_config")
+    return RLLoss(
+        policy="ppo" if name == "ppo" else "cispo",
+        clip_low=1.0 - low,
+        clip_high=high - 1.0,
+        normalisation="sum",
+    )
+
+
+def pass_request(
+    kind: Literal["forward", "forward_backward"],
+    data: Sequence[Datum],
+    loss_name: str,
+    config: Mapping[str, float],
+    *,
+    vocab_size: int,
+    longest: int = MOST_TOKENS,
+) -> tuple[PassRequest, Callable[[Path], str]]:
+    """The request and what writes its packed arrays, as `RequestLog.append` takes them. The same
+    data gives the same bytes. InvalidInput (fields `data.<i>...`) for data that can't be computed.
+    """
+    loss = named_loss(loss_name, config)
+    if not data:
+        raise InvalidInput("there is no datum", field="data")
+    for i, datum in enumerate(data):
+        _check(datum, isinstance(loss, RLLoss), vocab_size, longest, f"data.{i}")
+    sequences = [_sequence(datum) for datum in data]
+    trajectories = [
+        PackedTrajectory([sequence], group, 1.0, float("nan"), False)
+        for sequence, group in zip(sequences, _groups(sequences), strict=True)
+    ]
+    length = _row_length([len(sequence.tokens) for sequence in sequences])
+    arrays = pack(trajectories, length)
+    request = PassRequest(
+        kind=kind,
+        loss=loss,
+        loss_name=loss_name,
+        lengths=tuple(len(datum.tokens) for datum in data),
+        num_rows=len(arrays["row_num_tokens"]),
+        sequence_length=length,
+        num_tokens=int(arrays["row_num_tokens"].sum()),
+    )
+    return request, lambda directory: write_packed(directory, arrays, vocab_size=vocab_size)
+
+
+def _check(datum: Datum, sampled: bool, vocab_size: int, longest: int, field: str) -> None:
+    length = len(datum.tokens)
+    if not 1 <= length < longest:
+        problem = f"{length} tokens; a datum has 1 to {longest - 1} and the last one's target"
+        raise InvalidInput(problem, field=field)
+    if sampled and datum.logprobs is None:
+        raise InvalidInput(
+            "missing; this loss needs the sampler's log-probs", field=f"{field}.logprobs"
+        )
+    columns = {"targets": datum.targets, "factors": datum.factors, "logprobs": datum.logprobs}
+    for name, column in columns.items():
+        if column is not None and column.shape != (length,):
+            problem = f"shape {column.shape}; give one number for each of {length} tokens"
+            raise InvalidInput(problem, field=f"{field}.{name}")
+        if column is not None and not np.isfinite(column).all():
+            raise InvalidInput("not all are finite", field=f"{field}.{name}")
+    for name, ids in (("tokens", datum.tokens), ("targets", datum.targets)):
+        if (lowest := int(ids.min())) < 0:
+            raise InvalidInput(f"token id {lowest} is negative", field=f"{field}.{name}")
+        check_ids(ids, vocab_size, f"{field}.{name}")
+
+
+def _sequence(datum: Datum) -> LinearSequence:
+    """All positions are items. The last target takes the slot after the last token."""
+    return LinearSequence.of(
+        np.append(datum.tokens, datum.targets[-1:]).astype(np.int32),
+        np.arange(1, len(datum.tokens) + 1, dtype=np.int32),
+        targets=datum.targets.astype(np.int32),
+        weights=datum.factors.astype(np.float32),
+        logprobs=None if datum.logprobs is None else datum.logprobs.astype(np.float32),
+    )
+
+
+def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
+    """Groups for the packer, numbered by their first sequences: of neighbours in lexicographic
+    order that share at least half of the shorter one, as samples of one prompt do."""
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tolist())
+    leader = {order[0]: order[0]}
+    for before, after in pairwise(order):
+        a, b = sequences[before].tokens, sequences[after].tokens
+        joins = 2 * common_prefix(a, b) >= min(len(a), len(b))
+        leader[after] = leader[before] if joins else after
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(leader[i], len(numbers)) for i in range(len(sequences))]
+
+
+def _row_length(lengths: Sequence[int]) -> int:
+    """A power of two: what all sequences take, but no more than usual or than the longest needs."""
+    wanted = max(SHORTEST_ROW, *lengths, min(sum(lengths), USUAL_ROW))
+    return int(1 << (wanted - 1).bit_length())

@@ -1,0 +1,75 @@
+"""Jobs of kind `session`: the runner queues one for each run whose session has a request that
+waits."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.errors import CheckpointDamaged, Conflict, NotFound
+from tandem.spool import Spool, fs
+from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
+
+
+def queue_waiting(spool: Spool) -> None:
+    """Queues a job for each run of an open session that has a request to compute and no job. Where
+    the job before has failed on these requests, answers them with its error. Only the spool's
+    runner calls this."""
+    for session, run, seq in _waiting(spool):
+        # It was removed meanwhile, is damaged, which `tandem doctor` tells, or its session ended.
+        with suppress(NotFound, CheckpointDamaged, Conflict):
+            if not _has_job(spool, run):
+                if (reason := _refusal(spool, run, seq)) is not None:
+                    _refuse(spool, run, reason)
+                else:
+                    _queue(spool, session, run)
+
+
+def others_wait(spool: Spool, run: str) -> bool:
+    """Whether another run of a session has a request to compute. The runner queues no job for it
+    while one runs."""
+    return any(other != run for _, other, _ in _waiting(spool))
+
+
+def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
+    """Session, run and number of the requests that are to be computed next."""
+    for session in spool.sessions.open():
+        for run in spool.sessions.runs(session):
+            with suppress(NotFound, CheckpointDamaged):
+                if (seq := spool.requests.next(run)) is not None:
+                    yield session, run, seq
+
+
+def _has_job(spool: Spool, run: str) -> bool:
+    index = spool.jobs.index
+    # Running on both sides of the queue, because jobs move in both directions.
+    return bool(index.running(run) or any(index.queued(run)) or index.running(run))
+
+
+def _queue(spool: Spool, session: str, run: str) -> None:
+    def make(job_id: str, base_step: int, _directory: Path) -> JobSpec:
+        return SessionJob(
+            id=job_id,
+            run=run,
+            base_step=base_step,
+            created=time.time(),
+            fingerprint="",
+            submitted_by=spool.sessions.get(session).submitted_by,
+        )
+
+    spool.queue.submit(make, run=run, job_id=fs.new_ulid(), fingerprint="", base_step=None)
+
+
+def _refusal(spool: Spool, run: str, seq: int) -> str | None:
+    """Why no job computes this request: the one that had to has failed, or was cancelled."""
+    for state, job in spool.jobs.list(run, limit=1):
+        result, created = job.result, spool.requests.get(run, seq).created
+        if result is not None and result.error is not None and result.finished >= created:
+            return f"job {job.spec.id} is {state}: {result.error.message}"
+    return None
+
+
+def _refuse(spool: Spool, run: str, reason: str) -> None:
+    error = RequestError(category="server", message=reason)
+    for seq in spool.requests.pending(run):
+        spool.requests.answer(run, seq, RequestResult(error=error, finished=time.time()))

@@ -1,0 +1,208 @@
+"""What the requests of a session do to the model and the optimizer. Each is a collective of all
+ranks."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.data.packed_format import PackedBatch
+from tandem.errors import InvalidInput
+from tandem.families.arch import Arch
+from tandem.model import parallel
+from tandem.model.device import memory
+from tandem.model.parallel import Topology
+from tandem.spool import Spool
+from tandem.spool.schema import LoadRequest, OptimizerSettings, PassRequest, RunSpec, StepRequest
+from tandem.trainer.rank import checkpoint
+from tandem.trainer.rank.model_loader import LoadedModel
+from tandem.trainer.rank.probe import JobProbe
+from tandem.training.optimizer import AdapterOptimizer, NonFinite
+from tandem.training.phases import Phases
+from tandem.training.rows import Fit, RowLosses, Totals
+from tandem.training.schedule import RowSchedule
+
+
+@dataclass
+class ModelCalls:
+    """The model of one run between requests: its weights, Adam's state, and the gradients of the
+    passes since the last optimizer step."""
+
+    spool: Spool
+    run: RunSpec
+    arch: Arch
+    model: LoadedModel
+    topology: Topology
+    device: torch.device
+    phases: Phases
+    fit: Fit
+    # Of the passes whose gradients are in memory, their requests.
+    passes: list[int] = field(default_factory=list)
+    loss: float = 0.0  # the sum of theirs
+    items: float = 0.0
+    # From the first pass since the last checkpoint, and the log-probs of its weights.
+    probe: JobProbe | None = None
+    previous: list[list[float]] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> AdapterOptimizer:
+        assert isinstance(self.model.optimizer, AdapterOptimizer)
+        return self.model.optimizer
+
+    def compute(self, seq: int, request: PassRequest) -> tuple[dict[str, float], bytes]:
+        """A pass. Its metrics, and on rank 0 the log-probs as `RequestLog.answer` takes them.
+
+        InvalidInput if its arrays are gone; NonFinite for a loss that is not finite. After either
+        the gradients are what they were.
+        """
+        with self._opened(seq) as batch:
+            if self.probe is None:
+                self.probe = JobProbe.choose(batch, self.arch.vocab_size, self.device)
+                self.previous = self.probe.logprobs(self.model.policy)
+            backward = request.kind == "forward_backward"
+            with self.phases.phase("forward_backward"):
+                self.phases.watch.begin_step()
+                passed = self._with_gradients(seq) if backward else self._add(seq, backward=False)
+                sums = passed.rows.over_rows(passed.totals.sums, dist.ReduceOp.SUM)
+                parts = parallel.gather_objects(passed.logprobs)
+            if not np.isfinite(loss := sums["loss"]):
+                if backward:
+                    self._repeat()
+                raise NonFinite(f"the loss is {loss}; its gradients are not kept")
+            if backward:
+                self.passes.append(seq)
+                self.loss += loss
+                self.items += sums["items"]
+            tokens = float(request.num_tokens)
+            metrics = {"loss:sum": loss, "items:sum": sums["items"], "tokens:sum": tokens}
+            return metrics, _by_datum(batch, {r: of for part in parts for r, of in part.items()})
+
+    def step(self, request: StepRequest) -> dict[str, float]:
+        """An optimizer step. NonFinite where the gradient is not finite: then the weights are what
+        they were. The gradients are zero in any case."""
+        optimizer = self.optimizer
+        optimizer.settings = OptimizerSettings(
+            beta1=request.beta1,
+            beta2=request.beta2,
+            eps=request.eps,
+            weight_decay=request.weight_decay,
+            max_grad_norm=request.max_grad_norm or sys.float_info.max,
+        )
+        with self.phases.phase("optimizer"):
+            optimizer.reduce_gradients()
+            norm = optimizer.gradient_norm()
+            if finite := bool(np.isfinite(norm)):
+                optimizer.step(norm, request.learning_rate)
+            passed = {"loss": self.loss, "trainable_tokens": self.items}
+            self.forget()
+        if not finite:
+            raise NonFinite(
+                f"the norm of the gradient is {norm}; the step was not applied, and the gradients"
+                " are zero now. Look for extreme weights, advantages or log-probs in the data"
+            )
+        steps = float(optimizer.steps)
+        return {
+            **passed,
+            "grad_norm": norm,
+            "learning_rate": request.learning_rate,
+            "optimizer_step": steps,
+        }
+
+    def load(self, request: LoadRequest) -> None:
+        """Takes the weights of a checkpoint. The gradients are zero. InvalidInput for another base
+        model or LoRA shape, NotFound, CheckpointDamaged: then everything is what it was."""
+        assert self.run.lora is not None
+        source = self.spool.runs.get(request.run)
+        for name in ("base_model", "lora"):
+            if (theirs := getattr(source, name)) != (ours := getattr(self.run, name)):
+                raise InvalidInput(f"{request.run!r} has {theirs}, not {ours}", field=name)
+        checked = checkpoint.check_checkpoint(
+            self.spool, request.run, request.step, self.arch, self.run.lora
+        )
+        if not request.optimizer:
+            checked = checkpoint.Contents(checked.adapter, None)
+        self.optimizer.reset()
+        checkpoint.load(checked, self.model.policy, self.optimizer)
+        self.forget()
+
+    def forget(self) -> None:
+        """Gradients are zero."""
+        self.optimizer.zero_grad()
+        self.passes, self.loss, self.items = [], 0.0, 0.0
+
+    def saved(self) -> None:
+        """A checkpoint has the weights and Adam's state."""
+        self.probe, self.previous = None, []
+
+    def _opened(self, seq: int) -> PackedBatch:
+        logged = self.spool.requests.get(self.run.name, seq)
+        return PackedBatch.open(self.spool.requests.data_dir(self.run.name, seq), logged.sha256)
+
+    def _with_gradients(self, seq: int) -> "_Passed":
+        """`_add`, again with layers that keep less if this rank's memory runs out; to the same
+        bits."""
+        while True:
+            try:
+                return self._add(seq, backward=True)
+            except torch.OutOfMemoryError:
+                if not self.fit.lower():
+                    raise
+            self._repeat()
+
+    def _repeat(self) -> None:
+        """Makes the gradients of `passes` again, and no others."""
+        while True:
+            memory.release_cached()
+            self.optimizer.zero_grad()
+            try:
+                for seq in self.passes:
+                    self._add(seq, backward=True)
+                return
+            except torch.OutOfMemoryError:
+                if not self.fit.lower():
+                    raise
+
+    def _add(self, seq: int, *, backward: bool) -> "_Passed":
+        """This rank's rows of a pass. No collective where a rank may have to repeat it alone."""
+        request = self.spool.requests.get(self.run.name, seq).request
+        assert isinstance(request, PassRequest)
+        kept: dict[int, np.ndarray] = {}
+
+        def keep(row: int, logprobs: Tensor) -> None:
+            kept[row] = logprobs.float().cpu().numpy()
+
+        with self._opened(seq) as batch:
+            rows = RowLosses(
+                batch,
+                request.loss,
+                self.model.policy,
+                self.topology,
+                self.device,
+                self.phases,
+                self.fit,
+            )
+            schedule = RowSchedule((tuple(range(len(batch))),), self.topology.sizes.data)
+            steps = schedule.micro_steps(0, self.topology.place.data)
+            compute: Callable[..., Totals] = rows.add_gradients if backward else rows.values
+            return _Passed(rows, compute(steps, 1.0, keep), kept)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    rows: RowLosses
+    totals: Totals
+    logprobs: dict[int, np.ndarray]  # by row, float32 [items]
+
+
+def _by_datum(batch: PackedBatch, logprobs: dict[int, np.ndarray]) -> bytes:
+    """The items' log-probs in the order of the client's data, and of their positions."""
+    order = np.argsort(
+        np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))]),
+        kind="stable",
+    )
+    values = np.concatenate([logprobs[row] for row in range(len(batch))])
+    return values[order].astype("<f4").tobytes()

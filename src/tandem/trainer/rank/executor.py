@@ -1,0 +1,247 @@
+"""A session's job: computes the requests of its run while they come, and leaves when none does.
+
+Rank 0 looks for the next request and tells the others. What the requests since the newest
+checkpoint did is computed again from their log after a death at any point, to the same bits.
+Results that exist are not written again.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.errors import CheckpointDamaged, InvalidInput, NotFound
+from tandem.families.arch import Arch
+from tandem.model import parallel
+from tandem.model.parallel import Topology
+from tandem.spool import fs
+from tandem.spool.schema import (
+    AnyRequest,
+    LoadRequest,
+    PassRequest,
+    RequestError,
+    RequestResult,
+    SavedName,
+    SaveRequest,
+    StepRequest,
+    VoidRequest,
+)
+from tandem.spool.session_jobs import others_wait
+from tandem.trainer.rank import full_volume
+from tandem.trainer.rank.calls import ModelCalls
+from tandem.trainer.rank.commit import NewCheckpoint
+from tandem.trainer.rank.model_loader import LoadedModel
+from tandem.trainer.rank.probe import JobProbe
+from tandem.trainer.rank.rendezvous import Assignment
+from tandem.trainer.rank.session import Session
+from tandem.training.optimizer import NonFinite
+from tandem.training.rows import Fit
+
+POLL_SECONDS = 0.01
+BEAT_SECONDS = 1.0
+"""The other ranks hear of rank 0 at least this often."""
+SOON_SECONDS = 2.0
+"""How long a session without requests keeps other jobs waiting."""
+MOST_SECONDS = 43200.0
+"""A job ends after so long. The next one goes on, so that no job has events without end."""
+AUTOSAVE_SECONDS = 600.0
+"""Bounds what has to be computed again after a death."""
+MOST_STARTS = 5
+"""A request that was begun so often without a result is given up: it may be what ends the ranks."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do next. Of a request: `answered`, whether it has a result, and `refused`,
+    whether it has, or gets, an error without being computed."""
+
+    kind: Literal["request", "save", "wait", "leave"]
+    answered: bool = False
+    refused: bool = False
+
+
+class Executor:
+    def __init__(
+        self,
+        session: Session,
+        assignment: Assignment,
+        arch: Arch,
+        model: LoadedModel,
+        topology: Topology,
+        versions: dict[str, str],
+    ) -> None:
+        self._session, self._assignment, self._model = session, assignment, model
+        self._versions, self._run = versions, assignment.run
+        self._spool = spool = session.attempt.spool
+        self._log = spool.requests
+        self._newest = assignment.job.base_step
+        # The last request that was done, and the last one that changed weights or Adam's state.
+        self._seq = self._changed_by = self._saved = (
+            spool.checkpoints.manifest(self._run.name, self._newest).seq or 0
+        )
+        fit = Fit(model.policy, session.device, on=session.settings.recompute == "auto")
+        self._calls = ModelCalls(
+            spool, self._run, arch, model, topology, session.device, session.phases, fit
+        )
+        self._steps, self._patience = 0, session.settings.session_idle_seconds
+        self._begin = self._idle_since = self._saved_at = time.monotonic()
+        self._next_look, self._others = 0.0, False
+
+    def run(self) -> None:
+        """Until the session has no request for a while. The run's newest checkpoint then has all
+        that was done but gradients that were not applied."""
+        self._calls.forget()
+        while (order := self._next()).kind != "leave":
+            if order.kind == "save":
+                self._checkpoint()
+            else:
+                self._seq += 1
+                self._do(self._seq, order)
+                self._idle_since = time.monotonic()
+        if self._unsaved:
+            self._checkpoint()
+        if self._session.rank == 0:
+            fs.write_atomic(self._session.attempt.left, b"")
+
+    @property
+    def _unsaved(self) -> bool:
+        return self._changed_by > self._saved
+
+    def _next(self) -> Order:
+        """Rank 0's next order but "wait", on all ranks."""
+        while True:
+            mine = self._look() if self._session.rank == 0 else Order("wait")
+            if (order := parallel.gather_objects(mine)[0]).kind != "wait":
+                return order
+            self._session.heartbeat("wait")
+
+    def _look(self) -> Order:
+        """What there is to do, on rank 0; "wait" after a while without."""
+        end, run = time.monotonic() + BEAT_SECONDS, self._run.name
+        while (now := time.monotonic()) < end:
+            if self._unsaved and now - self._saved_at > AUTOSAVE_SECONDS:
+                return Order("save")
+            if self._has_to_leave(now):
+                return Order("leave")
+            if self._log.has(run, self._seq + 1):
+                return self._order(self._seq + 1)
+            if now - self._idle_since > (SOON_SECONDS if self._others else self._patience):
+                return Order("leave")
+            time.sleep(POLL_SECONDS)
+        return Order("wait")
+
+    def _order(self, seq: int) -> Order:
+        result = self._log.result(self._run.name, seq)
+        if result is not None:
+            return Order("request", answered=True, refused=result.error is not None)
+        return Order("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
+
+    def _has_to_leave(self, now: float) -> bool:
+        """Whether the session has ended, or the job has lasted, or kept others waiting, for long
+        enough."""
+        if now >= self._next_look:
+            self._next_look = now + BEAT_SECONDS
+            heads = self._spool.jobs.index.heads()
+            own = self._run.name
+            self._others = any(head.run != own for head in heads) or others_wait(self._spool, own)
+            assert self._run.session is not None
+            if self._spool.sessions.ended(self._run.session) is not None:
+                return True
+        most = max(self._patience, SOON_SECONDS) if self._others else MOST_SECONDS
+        return now - self._begin > most
+
+    def _do(self, seq: int, order: Order) -> None:
+        request = self._log.get(self._run.name, seq).request
+        if order.refused:
+            if isinstance(request, StepRequest):
+                self._calls.forget()
+            message = (
+                f"its ranks ended {MOST_STARTS} times while they computed it; see the job's log"
+            )
+            self._answer(seq, RequestError(category="server", message=message))
+            return
+        error, metrics, logprobs, step = None, dict[str, float](), None, None
+        try:
+            if isinstance(request, SaveRequest):
+                step = None if order.answered else self._save(request)
+            elif not isinstance(request, PassRequest) or self._matters(request, order):
+                metrics, logprobs = self._compute(seq, request)
+        except (NonFinite, InvalidInput, NotFound, CheckpointDamaged) as refusal:
+            error = RequestError(category="user", message=str(refusal))
+        if not order.answered:
+            self._answer(seq, error, metrics, logprobs, step)
+            if isinstance(request, StepRequest) and error is None:
+                self._report(metrics)
+
+    def _matters(self, request: PassRequest, order: Order) -> bool:
+        """Whether the pass has a result to write, or gradients to add."""
+        return request.kind == "forward_backward" or not order.answered
+
+    def _compute(self, seq: int, request: AnyRequest) -> tuple[dict[str, float], bytes | None]:
+        metrics, logprobs = dict[str, float](), None
+        if isinstance(request, PassRequest):
+            return self._calls.compute(seq, request)
+        if isinstance(request, StepRequest):
+            metrics = self._calls.step(request)
+        elif isinstance(request, LoadRequest):
+            self._calls.load(request)
+        elif isinstance(request, VoidRequest):
+            raise InvalidInput(request.reason)
+        self._changed_by = seq
+        if isinstance(request, LoadRequest):  # what was loaded may be removed from now on
+            self._checkpoint()
+        return metrics, logprobs
+
+    def _answer(
+        self,
+        seq: int,
+        error: RequestError | None,
+        metrics: dict[str, float] | None = None,
+        logprobs: bytes | None = None,
+        step: int | None = None,
+    ) -> None:
+        if self._session.rank == 0:
+            result = RequestResult(
+                error=error, metrics=metrics or {}, step=step, finished=time.time()
+            )
+            self._log.answer(self._run.name, seq, result, logprobs)
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        self._steps += 1
+        self._session.heartbeat.step = self._session.heartbeat.steps = self._steps
+        seconds, _ = self._session.phases.take()
+        metrics = metrics | {f"seconds_{name}": value for name, value in seconds.items()}
+        with full_volume.event_left_out():
+            self._session.event("step", step=self._steps, steps=self._steps, metrics=metrics)
+
+    def _save(self, request: SaveRequest) -> int:
+        if self._unsaved:
+            self._checkpoint()
+        if self._session.rank == 0:
+            saved = SavedName(
+                group=request.group, name=request.name, step=self._newest, created=time.time()
+            )
+            self._spool.names.put(self._run.name, saved)
+        return self._newest
+
+    def _checkpoint(self) -> None:
+        """Makes the run's next checkpoint, and lets go of what it makes superfluous."""
+        session, calls, policy = self._session, self._calls, self._model.policy
+        if calls.probe is None:  # nothing was computed since the last one
+            calls.probe = JobProbe(_any_tokens(policy.arch.vocab_size), [], 128, session.device)
+            calls.previous = calls.probe.logprobs(policy)
+        job = self._assignment.job.model_copy(update={"base_step": self._newest})
+        assignment = self._assignment.model_copy(update={"job": job})
+        with session.phases.phase("checkpoint"), ThreadPoolExecutor(1) as thread:
+            new = NewCheckpoint(session, assignment, self._model, self._versions, thread)
+            new.write()
+            new.commit({}, calls.probe.score(policy, calls.previous), seq=self._changed_by)
+        self._newest += 1
+        self._saved, self._saved_at = self._changed_by, time.monotonic()
+        calls.saved()
+        if session.rank == 0:
+            self._log.trim(self._run.name, self._saved)
+
+
+def _any_tokens(vocab_size: int) -> list[list[int]]:
+    return [[token % vocab_size for token in range(1, 17)]]

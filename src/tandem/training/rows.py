@@ -1,0 +1,218 @@
+"""The losses of a batch's rows, and their gradients, which add up over the rows.
+
+They know nothing of optimizer steps: a job's steps and the requests of a session use them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.data.packed_format import PackedBatch, PackedRow
+from tandem.model import graphs, recompute
+from tandem.model.device import memory
+from tandem.model.parallel import Topology
+from tandem.model.policy import ItemOutputs, Policy
+from tandem.model.rows import RowTensors
+from tandem.spool.schema import Loss, PreferenceLoss, RLLoss, SFTLoss
+from tandem.training.losses import Items, LossOutput, preference_loss, rl_loss, sft_loss
+from tandem.training.phases import Phases, reduce_values
+from tandem.training.schedule import advantage_divisor, row_weights
+
+MicroSteps = Sequence[tuple[int, bool]]
+"""`(row, counts)` as `RowSchedule.micro_steps` gives them."""
+
+
+def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
+    """Copies of a packed row's arrays on `device`; none keeps the memory map alive."""
+    names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
+    arrays: dict[str, Any] = {
+        name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names
+    }
+    if row.slot_experts.size:
+        arrays["slot_experts"] = torch.tensor(row.slot_experts)
+    for name in arrays.keys() - {"subtree_end"}:
+        arrays[name] = memory.copy_to(arrays[name], device)
+    return RowTensors(**arrays)
+
+
+class Fit:
+    """What layers keep for the backward pass, by the device's memory (`tandem.model.recompute`)."""
+
+    def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
+        """Without `on` the layers keep what they were told."""
+        self._policy, self._device, self._on = policy, device, on
+        self._slots = 0
+
+    def to(self, row: PackedRow) -> None:
+        """Choose for rows of this length, unless that is done. A collective of all ranks."""
+        if self._on and len(row.tokens) > self._slots:
+            self._slots = len(row.tokens)
+            recompute.fit(self._policy, row_tensors(row, self._device))
+
+    def lower(self) -> bool:
+        """After the memory ran out: keep less. False where that can't help."""
+        return self._slots > 0 and recompute.lower(self._policy)
+
+
+@dataclass
+class Totals:
+    """`sums` and `maxima` of `LossOutput`, over rows."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, output: LossOutput, *, counts: bool) -> None:
+        for name, value in output.sums.items():
+            part = value if counts else 0.0
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + part
+        for name, value in output.maxima.items():
+            least = torch.full_like(value, -torch.inf)
+            part = value if counts else least
+            self.maxima[name] = torch.maximum(self.maxima.get(name, least), part)
+
+
+def _ignore(_row: int, _logprobs: Tensor) -> None: ...
+
+
+@dataclass
+class RowLosses:
+    """The rows of one batch under one loss. `keep(row, logprobs)` gets the items' log-probs of each
+    row that counts, on the ranks that report rows."""
+
+    batch: PackedBatch
+    loss: Loss
+    policy: Policy
+    topology: Topology
+    device: torch.device
+    phases: Phases
+    fit: Fit
+    base_step: int = 0
+    # Row -> log-probs computed before training, float32 [items].
+    old_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    reference_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    # Of the log-probs before training to the reference, over the job's items, in nats.
+    mean_kl: float = 0.0
+    passes: int = 0
+    """Passes with gradients that this rank still has to compute, all of rows of one length, as a
+    job's are. The first one is followed by `graphs.repeat`."""
+
+    def __post_init__(self) -> None:
+        self._advantage_divisor = advantage_divisor(self.batch, self.loss)
+        # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the
+        # last.
+        self.reports = self.topology.place.context == 0 and self.policy.stage.last
+
+    def add_gradients(
+        self,
+        steps: MicroSteps,
+        denominator: float,
+        keep: Callable[[int, Tensor], None] = _ignore,
+    ) -> Totals:
+        """Adds the gradients of this rank's rows, each loss divided by `denominator`."""
+        totals = Totals()
+        with self.policy.adapter_fixed():
+            self.policy.stage.backward(self._losses(steps, denominator, totals, keep))
+        return totals
+
+    @torch.no_grad()
+    def values(
+        self,
+        steps: MicroSteps,
+        denominator: float,
+        keep: Callable[[int, Tensor], None] = _ignore,
+    ) -> Totals:
+        """As `add_gradients`, without gradients."""
+        totals = Totals()
+        with self.policy.adapter_fixed():
+            for _ in self._losses(steps, denominator, totals, keep):
+                pass
+        return totals
+
+    def _losses(
+        self,
+        steps: MicroSteps,
+        denominator: float,
+        totals: Totals,
+        keep: Callable[[int, Tensor], None],
+    ) -> Iterator[Tensor]:
+        for index, counts in steps:
+            self.phases.announce("forward_backward")
+            row = self.batch.row(index)
+            if torch.is_grad_enabled():
+                self.fit.to(row)
+            outputs = self.forward(row)
+            output = self.of_row(row, outputs, denominator if counts else None)
+            totals.add(output, counts=counts and self.reports)
+            if counts and self.reports:
+                keep(index, outputs.logprobs.detach())
+            yield output.loss
+            if self.passes and torch.is_grad_enabled():  # the first pass has loaded all kernels
+                others, self.passes = self.passes - 1, 0
+                graphs.repeat(self.policy, row_tensors(row, self.device), others)
+
+    def forward(self, row: PackedRow) -> ItemOutputs:
+        temperature = self.loss.temperature if isinstance(self.loss, RLLoss) else 1.0
+        return self.policy(row_tensors(row, self.device), temperature=temperature)
+
+    def of_row(self, row: PackedRow, outputs: ItemOutputs, denominator: float | None) -> LossOutput:
+        """The row's loss divided by `denominator`; None: all weights are zero."""
+        loss, tensor = self.loss, self._tensor
+        weights = np.zeros(len(row.item_target))
+        if denominator is not None:
+            weights = row_weights(self.batch, row, loss)[0] / denominator
+        sequence = row.item_sequence - row.item_sequence[0]
+        items = Items(
+            outputs.logprobs,
+            outputs.entropy,
+            tensor(weights),
+            tensor(sequence, torch.int64),
+            num_sequences=int(sequence[-1]) + 1,
+            mean_kl=self.mean_kl,
+        )
+        if isinstance(loss, SFTLoss):
+            return sft_loss(items)
+        if isinstance(loss, PreferenceLoss):
+            group = self.batch.trajectory_group[row.item_trajectory]
+            items.pair = tensor(np.unique(group, return_inverse=True)[1], torch.int64)
+            items.rejected = tensor(row.item_rejected, torch.bool)
+            items.reference_logprobs = self.reference_logprobs.get(row.index)
+            return preference_loss(items, loss)
+        items.advantages = tensor(row.item_weight / self._advantage_divisor)
+        items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
+        if loss.old_logprobs == "trainer":
+            # A job of one optimizer step computes none before training: the old policy is the
+            # current one.
+            items.old_logprobs = self.old_logprobs.get(row.index, outputs.logprobs.detach())
+        behind = self.base_step - row.item_policy_step
+        items.steps_behind = tensor(np.where(row.item_policy_step < 0, -1, behind), torch.int64)
+        items.reference_logprobs = self.reference_logprobs.get(row.index)
+        return rl_loss(items, loss)
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+        return memory.copy_to(torch.tensor(values, dtype=dtype), self.device)
+
+    def mean_log_ratio(self, rows: Sequence[int]) -> float:
+        """Mean over the items of this rank's `rows`, and of the others', of old - reference, in
+        nats; the same on all ranks."""
+        sums = {
+            "items": torch.zeros((), dtype=torch.float64),
+            "nats": torch.zeros((), dtype=torch.float64),
+        }
+        for index in rows if self.policy.stage.last else ():
+            old = self.old_logprobs.get(index)
+            if old is None:
+                old = self._tensor(self.batch.row(index).item_logprob)
+            sums["items"] += len(old)
+            sums["nats"] += (old.double() - self.reference_logprobs[index].double()).sum().cpu()
+        totals = self.over_rows(sums, dist.ReduceOp.SUM)
+        return totals["nats"] / totals["items"]
+
+    def over_rows(self, values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+        """Values of this rank's rows, reduced over all rows."""
+        totals = reduce_values(values, op, self.topology.data, self.device)
+        return reduce_values(totals, op, self.topology.pipeline, torch.device("cpu"))
