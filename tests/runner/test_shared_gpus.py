@@ -298,7 +298,9 @@ def test_kill_9_of_vllm_and_the_next_one_waits_for_the_trainer(stack, moment, or
     awake_and_unheld(stack)
     if moment == "vllm falls asleep":
         # Its memory was free all the sooner, and the job went on.
-        assert stack.kinds(job_id) == ["claimed", "slept", "released", "succeeded"]
+        # `woken` stands there if the next one was up when the publisher looked.
+        kinds = [kind for kind in stack.kinds(job_id) if kind != "woken"]
+        assert kinds == ["claimed", "slept", "released", "succeeded"]
 
 
 def test_a_refused_wake_is_tried_again_before_the_end(stack):
