@@ -103,15 +103,18 @@ def test_a_step_that_runs_out_of_memory_drops_the_graphs_first(alone, tmp_path):
     policy.layer_graphs = lambda hidden, _tree: hidden
     had_graphs = []
 
-    def micro_steps(*_):
+    def add_gradients(*_):
         had_graphs.append(policy.layer_graphs is not None)
         if len(had_graphs) == 1:
             raise torch.OutOfMemoryError
         return {}, {}
 
     optimizer = SimpleNamespace(zero_grad=lambda: None)
+    rows = SimpleNamespace(add_gradients=add_gradients, fit=SimpleNamespace(lower=lambda: False))
+    schedule = SimpleNamespace(micro_steps=lambda *_: [])
+    place = SimpleNamespace(place=SimpleNamespace(data=0))
     training = SimpleNamespace(
-        policy=policy, optimizer=optimizer, _micro_steps=micro_steps, _fitted=False
+        policy=policy, optimizer=optimizer, schedule=schedule, topology=place, _rows=rows
     )
     assert Training._gradients(training, 0, 1.0) == ({}, {})
     assert had_graphs == [True, False]

@@ -20,8 +20,8 @@ from tandem.model import parallel, recompute
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import LoadRequest, PassRequest, RLLoss, SFTLoss, VoidRequest
-from tandem.trainer.rank import entry, executor
-from tandem.trainer.rank.executor import MOST_STARTS
+from tandem.trainer.rank import entry, session_loop
+from tandem.trainer.rank.session_loop import MOST_STARTS
 from tandem.training.rows import RowLosses, Totals
 
 RNG = np.random.default_rng(5)
@@ -369,7 +369,7 @@ def test_a_session_saves_from_time_to_time_and_makes_room(
 ):
     """Each optimizer step is a checkpoint here, whose requests need no arrays any more; after an
     end by time the next job goes on."""
-    monkeypatch.setattr(executor, "AUTOSAVE_SECONDS", 0.0)
+    monkeypatch.setattr(session_loop, "AUTOSAVE_SECONDS", 0.0)
     for seed in (1, 2):
         client.compute(random_data(seed))
         client.step()
@@ -380,7 +380,7 @@ def test_a_session_saves_from_time_to_time_and_makes_room(
     assert spool.checkpoints.pinned(client.run) == []
     kept = [(spool.requests.data_dir(client.run, seq) / "arrays.npy").exists() for seq in (1, 3, 5)]
     assert kept == [False, False, True]
-    monkeypatch.setattr(executor, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(session_loop, "MOST_SECONDS", 0.0)
     client.step()
     job = sessions.work(spool, idle=1000.0)
     assert spool.requests.pending(client.run)  # it left at once

@@ -232,13 +232,13 @@ def test_a_session_and_its_runs(spool: Spool, run: str):
     assert spool.sessions.runs(session) == [f"{session}-train-{n}" for n in (1, 2, 10)]
     assert len(RunSpec.model_validate(spool.runs.get(run).model_dump()).name) <= 64
     other = spool.sessions.create()
-    assert spool.sessions.open() == sorted([session, other.id])
+    assert spool.sessions.unended() == sorted([session, other.id])
     spool.sessions.end(session, "first")
     spool.sessions.end(session, "second")
     ended = spool.sessions.ended(session)
     assert ended is not None
     assert ended.reason == "first"
-    assert spool.sessions.open() == [other.id]
+    assert spool.sessions.unended() == [other.id]
     with pytest.raises(Conflict, match="first"):
         spool.sessions.beat(session)
     for unknown in ("nothing", "../jobs", "0" * 26):
@@ -306,7 +306,7 @@ def test_what_a_session_leaves_is_removed(spool: Spool, run: str):
         end = SessionEnd(finished=time.time() - age, reason="it is a test")
         (directory / "end.json").write_text(end.model_dump_json())
         assert after_prune() == left
-    assert spool.sessions.open() == [other]
+    assert spool.sessions.unended() == [other]
     assert spool.checkpoints.steps(run) == [0]
 
 

@@ -33,7 +33,7 @@ def others_wait(spool: Spool, run: str) -> bool:
 
 def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
     """Session, run and number of the requests that are to be computed next."""
-    for session in spool.sessions.open():
+    for session in spool.sessions.unended():
         for run in spool.sessions.runs(session):
             with suppress(NotFound, CheckpointDamaged):
                 if (seq := spool.requests.next(run)) is not None:

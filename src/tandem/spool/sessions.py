@@ -61,7 +61,7 @@ class TrainingSessions:
         """All sessions, the oldest first."""
         return [*listing(self._paths.sessions)]
 
-    def open(self) -> list[str]:
+    def unended(self) -> list[str]:
         """Those that have not ended, the oldest first."""
         return [session for session in self.ids() if self.ended(session) is None]
 
@@ -90,7 +90,7 @@ class TrainingSessions:
     def expire(self, seconds: float) -> list[str]:
         """Ends the sessions whose clients were not heard of for so long; returns these."""
         silent = []
-        for session in self.open():
+        for session in self.unended():
             beat = fs.read_undamaged(self._paths.session_dir(session) / _BEAT, SessionBeat)
             if beat is not None and time.time() - beat.time > seconds:
                 self.end(session, f"its client was not heard of for {seconds:g} s")

@@ -21,7 +21,7 @@ class TooManySamples(TandemError, code="too_many_samples", http_status=429):
 
 
 @dataclass(eq=False)
-class _Running:
+class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
@@ -35,7 +35,7 @@ class SampleFutures:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, _Running] = {}
+        self._samples: dict[str, _Sampling] = {}
         self._swept = 0.0
 
     def start(
@@ -58,7 +58,7 @@ class SampleFutures:
         task = asyncio.create_task(sample(), name=request_id)
         # Its error is told by `wait`, and nobody may ask.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._samples[request_id] = _Running(session, digest, task)
+        self._samples[request_id] = _Sampling(session, digest, task)
 
     async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
         """The ended task; None if it goes on. KeyError without it."""

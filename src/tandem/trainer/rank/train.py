@@ -28,12 +28,12 @@ from tandem.spool.schema import RunSpec, SessionJob
 from tandem.trainer.launch import RankSettings
 from tandem.trainer.rank import full_volume
 from tandem.trainer.rank.commit import NewCheckpoint
-from tandem.trainer.rank.executor import Executor
 from tandem.trainer.rank.model_loader import Checked, ModelLoader, reference_policy
 from tandem.trainer.rank.probe import JobProbe, mean_difference
 from tandem.trainer.rank.publication import Publication
 from tandem.trainer.rank.rendezvous import Assignment, meet
 from tandem.trainer.rank.session import Session
+from tandem.trainer.rank.session_loop import SessionLoop
 from tandem.trainer.rank.state import RankState
 from tandem.training.steps import Training
 
@@ -112,7 +112,7 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
         model.policy.quantise_base()
     seconds, _ = phases.take()
     session.event("loaded", seconds=seconds, memory=phases.gather_memory())
-    Executor(session, assignment, arch, model, start.topology, start.versions).run()
+    SessionLoop(session, assignment, arch, model, start.topology, start.versions).run()
 
 
 def _first_pass(

@@ -51,7 +51,7 @@ MOST_STARTS = 5
 
 
 @dataclass(frozen=True)
-class Order:
+class NextCall:
     """What all ranks do next. Of a request: `answered`, whether it has a result, and `refused`,
     whether it has, or gets, an error without being computed."""
 
@@ -60,7 +60,7 @@ class Order:
     refused: bool = False
 
 
-class Executor:
+class SessionLoop:
     def __init__(
         self,
         session: Session,
@@ -107,34 +107,34 @@ class Executor:
     def _unsaved(self) -> bool:
         return self._changed_by > self._saved
 
-    def _next(self) -> Order:
+    def _next(self) -> NextCall:
         """Rank 0's next order but "wait", on all ranks."""
         while True:
-            mine = self._look() if self._session.rank == 0 else Order("wait")
+            mine = self._look() if self._session.rank == 0 else NextCall("wait")
             if (order := parallel.gather_objects(mine)[0]).kind != "wait":
                 return order
             self._session.heartbeat("wait")
 
-    def _look(self) -> Order:
+    def _look(self) -> NextCall:
         """What there is to do, on rank 0; "wait" after a while without."""
         end, run = time.monotonic() + BEAT_SECONDS, self._run.name
         while (now := time.monotonic()) < end:
             if self._unsaved and now - self._saved_at > AUTOSAVE_SECONDS:
-                return Order("save")
+                return NextCall("save")
             if self._has_to_leave(now):
-                return Order("leave")
+                return NextCall("leave")
             if self._log.has(run, self._seq + 1):
                 return self._order(self._seq + 1)
             if now - self._idle_since > (SOON_SECONDS if self._others else self._patience):
-                return Order("leave")
+                return NextCall("leave")
             time.sleep(POLL_SECONDS)
-        return Order("wait")
+        return NextCall("wait")
 
-    def _order(self, seq: int) -> Order:
+    def _order(self, seq: int) -> NextCall:
         result = self._log.result(self._run.name, seq)
         if result is not None:
-            return Order("request", answered=True, refused=result.error is not None)
-        return Order("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
+            return NextCall("request", answered=True, refused=result.error is not None)
+        return NextCall("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
 
     def _has_to_leave(self, now: float) -> bool:
         """Whether the session has ended, or the job has lasted, or kept others waiting, for long
@@ -150,7 +150,7 @@ class Executor:
         most = max(self._patience, SOON_SECONDS) if self._others else MOST_SECONDS
         return now - self._begin > most
 
-    def _do(self, seq: int, order: Order) -> None:
+    def _do(self, seq: int, order: NextCall) -> None:
         request = self._log.get(self._run.name, seq).request
         if order.refused:
             if isinstance(request, StepRequest):
@@ -173,7 +173,7 @@ class Executor:
             if isinstance(request, StepRequest) and error is None:
                 self._report(metrics)
 
-    def _matters(self, request: PassRequest, order: Order) -> bool:
+    def _matters(self, request: PassRequest, order: NextCall) -> bool:
         """Whether the pass has a result to write, or gradients to add."""
         return request.kind == "forward_backward" or not order.answered
 
