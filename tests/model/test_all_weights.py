@@ -23,8 +23,10 @@ from tiny import write_random_model
 SUPPORTED = {
     name: case
     for name, case in CASES.items()
-    # The router's bias is no parameter in transformers; tests/oracle trains latent attention.
+    # The router's bias is no parameter in transformers; tests/oracle trains latent attention; all
+    # weights of Gemma's mixtures are refused.
     if case["family"] not in ("glm4_moe", "gpt_oss", "glm4_moe_lite", "deepseek_v3")
+    and name != "gemma4, experts"
 }
 SUPPORTED["qwen2, tied"] = {"family": "qwen2", "tie_word_embeddings": True}
 SETTINGS = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=1.0)
@@ -80,6 +82,11 @@ def reference(model: Path, path: Path) -> Reference:
     )
 
 
+def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the frozen numbers of Gemma 4's layers, which `saved` doesn't know."""
+    return {name: value for name, value in tensors.items() if "layer_scalar" not in name}
+
+
 @pytest.mark.parametrize("case", SUPPORTED)
 def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
     """Loss and gradients at each level, and three steps, which update a weight in several parts."""
@@ -96,14 +103,14 @@ def test_like_transformers_and_adamw(alone, tmp_path, monkeypatch, case):
         loss.backward()
         assert (loss - expected.loss).abs() <= 1e-5 * expected.loss.abs(), keep
         gradients = tensors(full.write(tmp_path / f"gradients-{keep}", full.gradients()))
-        assert_close(gradients, expected.gradients, 1e-5)
+        assert_close(trained(gradients), trained(expected.gradients), 1e-5)
     assert full.optimizer.gradient_norm() == pytest.approx(expected.norm, rel=1e-5)
     for _ in range(3):
         full.optimizer.zero_grad()
         (full.policy(packed_row()).logprobs * torch.cat(WEIGHTS)).sum().backward()
         full.optimizer.reduce_gradients()
         full.optimizer.step(full.optimizer.gradient_norm(), SETTINGS.learning_rate)
-    actual = tensors(full.write(tmp_path / "ours", dict(full.policy.base())))
+    actual = trained(tensors(full.write(tmp_path / "ours", dict(full.policy.base()))))
     moved = torch.cat([(expected.after[name] - expected.before[name]).flatten() for name in actual])
     difference = torch.cat([(expected.after[name] - actual[name]).flatten() for name in actual])
     assert moved.norm() > 0.01
