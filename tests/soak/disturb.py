@@ -187,8 +187,8 @@ class Conditions:
         counts, also = {}, {*also}
         for pattern in ("live/*/*/[!.]*", "ended/*/[!.]*"):
             for path in (self._volume.root / "jobs").glob(pattern):
-                job = path.name.split(",")[3]
-                if pattern.startswith("ended") and job not in also:
+                _, _, _, job, *_ = [*path.name.split(","), "", "", ""]  # other names are junk
+                if not job or (pattern.startswith("ended") and job not in also):
                     continue
                 with suppress(FileNotFoundError):
                     lines = (path / "events.jsonl").read_bytes().split(b"\n")[:-1]
