@@ -135,9 +135,9 @@ def test_a_vllm_that_waits_for_the_trainer_has_started_and_is_not_ready(tmp_path
     running = {name: Status("RUNNING", 1, 0) for name in ("vllm", "publisher")}
     monkeypatch.setattr("tandem.supervise.health.statuses", lambda settings: running)
     settings = Settings(root=tmp_path, gpu_mode="shared")
-    command = [sys.executable, "-c", HOLDER, str(tmp_path), "0", "0"]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "0", "600", "training"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert [holder.stdout.readline() for _ in range(2)] == [b"starts\n", b"holds\n"]
+        assert holder.stdout.readline() == b"holds\n"
         assert problems(settings, "inference", started=True) == []
         assert "does not answer" in problems(settings, "inference")[0]
         holder.kill()
