@@ -176,7 +176,7 @@ def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, An
     ]
     of_data = {} if isinstance(job.spec, SessionJob) else job.spec.data.model_dump()
     return of_data | {
-        "step": job.step,
+        "step": end.data["step"],
         "attempt": end.attempt,
         "seconds": end.time - found["claimed"].time,
         "bytes": written.get("bytes"),
