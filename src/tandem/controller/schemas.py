@@ -111,10 +111,7 @@ class RunStatus(Record):
 
     def refused_step(self) -> schema.Refused | None:
         """The newest step that the publisher refused, whether an older one is served or none."""
-        if self.served is None or self.served.refused_step is None:
-            return self.refused
-        reason = self.served.refused_reason or ""
-        return schema.Refused(step=self.served.refused_step, reason=reason)
+        return self.refused if self.served is None else self.served.refused or self.refused
 
 
 class Fork(Record):

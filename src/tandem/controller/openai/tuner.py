@@ -290,9 +290,8 @@ class Tuner:
         served = spool.served.get(tuning.run)
         if served is not None and served.step >= plan.parts:
             self._end(tuning, "succeeded", result_file=self._write_results(tuning))
-        elif served is not None and served.refused_step == plan.parts:
-            raise _Failed("step_refused", f"vLLM can't serve it: {served.refused_reason}")
-        refused = None if served else spool.served.refused(tuning.run)
+            return
+        refused = spool.served.refused(tuning.run) if served is None else served.refused
         if refused is not None and refused.step == plan.parts:
             raise _Failed("step_refused", f"vLLM can't serve it: {refused.reason}")
 

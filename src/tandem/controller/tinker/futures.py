@@ -26,9 +26,9 @@ from tandem.spool.schema import (
 # missing one arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
-"""How names of checkpoints begin that clients have given none; the sampler's number follows."""
+"""Checkpoints that clients have not named get names that begin so; the sampler's number follows."""
 SNAPSHOT_SECONDS = 3600.0
-"""So long a snapshot stays pinned that its client does not sample."""
+"""A snapshot stays pinned for so long after its client has last sampled."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,9 @@ class Futures:
         served = spool.served.get(run)
         if served is not None and served.step >= step:
             return None
-        refused, reason = None, ""
-        if served is not None and served.refused_step is not None:
-            refused, reason = served.refused_step, served.refused_reason or ""
-        elif served is None and (record := spool.served.refused(run)) is not None:
-            refused, reason = record.step, record.reason
-        if refused is not None and refused >= step:
-            return Failure(f"vLLM can't serve the checkpoint: {reason}", "server")
+        refused = spool.served.refused(run) if served is None else served.refused
+        if refused is not None and refused.step >= step:
+            return Failure(f"vLLM can't serve the checkpoint: {refused.reason}", "server")
         return Unfinished("vLLM loads the checkpoint and verifies it")
 
     def _waiting(self, model: Name) -> Outcome:
@@ -131,14 +127,14 @@ class Futures:
         return Unfinished("a request before it has not come yet")
 
     def _holdup(self, run: str) -> str:
-        """What holds up the run's requests; empty where they are computed, or about to be."""
+        """The reason why the run's requests wait; empty where they are computed, or about to be."""
         index = self._deployment.spool.jobs.index
         others = index.running() and not index.running(run)
         return "another job has the trainer" if others else ""
 
 
 def forget_snapshots(spool: Spool) -> None:
-    """Forgets the snapshots of ended sessions and those that nobody samples, so that their
+    """Forgets the snapshots of ended sessions, and snapshots that nobody samples, so that their
     checkpoints may go."""
     now = time.time()
     for session in spool.sessions.ids():

@@ -218,6 +218,13 @@ class Served(Record):
     refused_step: int | None = None
     refused_reason: str | None = None
 
+    @property
+    def refused(self) -> "Refused | None":
+        """The newest step that the publisher refused, beside the older one that is served."""
+        if self.refused_step is None:
+            return None
+        return Refused(step=self.refused_step, reason=self.refused_reason or "")
+
 
 class Refused(Record):
     """`runs/<run>/refused.json`: the newest step that the publisher refused, while vLLM serves no
