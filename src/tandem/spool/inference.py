@@ -4,7 +4,7 @@ shares with the trainer, and `jobs/inference.json` (`VllmPlace`) for ranks that 
 from tandem.spool import fs
 from tandem.spool.paths import Paths
 from tandem.spool.replicas import Replicas
-from tandem.spool.schema import SharedVllm, VllmPlace
+from tandem.spool.schema import Hold, HoldAnswer, SharedVllm, VllmPlace
 
 
 class InferenceRecords:
@@ -22,12 +22,19 @@ class InferenceRecords:
         fs.write_json_atomic(self._paths.shared_vllm, record, durable=False)
 
     def put_place(self, place: VllmPlace) -> None:
-        """Of the only inference server. One of several says it in its own record."""
+        """The place of the only inference server. One of several says it in its own record."""
         fs.write_json_atomic(self._paths.inference, place, durable=False)
 
     def places(self) -> list[VllmPlace]:
-        """Where the inference servers are, as far as they have said so."""
+        """The places of the inference servers that have said where they are."""
         if replicas := self._replicas.fresh():
             return [record.place for record in replicas.values() if record.place is not None]
         only = fs.read_undamaged(self._paths.inference, VllmPlace)
         return [] if only is None else [only]
+
+
+def same_attempt(one: Hold | HoldAnswer | None, other: Hold | None) -> bool:
+    """Whether both are of the same attempt of one runner, or both are absent."""
+    if one is None or other is None:
+        return one is other
+    return (one.runner, one.job, one.attempt) == (other.runner, other.job, other.attempt)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tandem.errors import SpoolUnusable, TandemError
 from tandem.spool import Spool
+from tandem.spool.inference import same_attempt
 from tandem.spool.schema import Hold, HoldAnswer, SharedVllm
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
@@ -61,14 +62,14 @@ class LentGpus:
         """Until the next turn: at once when there is a hold, or none any more, since the last."""
         end = time.monotonic() + seconds
         with suppress(TandemError, OSError):  # the next turn says so
-            while time.monotonic() < end and _same(self._spool.hold.get(), self._seen):
+            while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
                 time.sleep(_POLL_SECONDS)
             return
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
         """Once per hold: a vLLM that died meanwhile is another one later."""
-        if _same(self._answer, hold):
+        if same_attempt(self._answer, hold):
             return
         self._answer = None
         if hold.phase == "sleeping":
@@ -141,10 +142,3 @@ class LentGpus:
             if str(error) != self._trouble:
                 log.error(f"the runner can't be told how vLLM is: {error}")
             self._trouble = str(error)
-
-
-def _same(one: Hold | HoldAnswer | None, other: Hold | None) -> bool:
-    """Whether both are of the same attempt of one runner, or both are absent."""
-    if one is None or other is None:
-        return one is other
-    return (one.runner, one.job, one.attempt) == (other.runner, other.job, other.attempt)

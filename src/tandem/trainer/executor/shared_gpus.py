@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tandem.config import Settings
 from tandem.errors import InvalidInput, TandemError
 from tandem.spool import Spool
+from tandem.spool.inference import same_attempt
 from tandem.spool.schema import Hold, HoldAnswer, HoldPhase, Job, JobError
 from tandem.system import liveness
 from tandem.system.gpus import Devices
@@ -139,13 +140,8 @@ class SharedGpus:
         end = time.monotonic() + SLEEP_SECONDS
         while time.monotonic() < end and not interrupted():
             found = self._spool.inference.shared()
-            answer = None if found is None else found.answer
-            if answer is not None and (answer.runner, answer.job, answer.attempt) == (
-                hold.runner,
-                hold.job,
-                hold.attempt,
-            ):
-                return answer
+            if found is not None and same_attempt(found.answer, hold):
+                return found.answer
             self.beat()
             time.sleep(_ANSWER_SECONDS)
         return None
