@@ -6,11 +6,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from tandem.errors import Conflict, NotFound
 from tandem.spool import fs
 from tandem.spool.checkpoints import Checkpoints
-from tandem.spool.paths import Paths, listing
+from tandem.spool.paths import Paths, listing, remembered
 from tandem.spool.runs import Runs
 from tandem.spool.schema import (
     ClientModel,
@@ -23,6 +24,11 @@ from tandem.spool.schema import (
 )
 
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
+
+
+@remembered  # the runner asks for the end of every session in each turn
+def _read_end(path: Path) -> SessionEnd | None:
+    return fs.read_undamaged(path, SessionEnd)
 
 
 class TrainingSessions:
@@ -62,7 +68,7 @@ class TrainingSessions:
         return [*listing(self._paths.sessions)]
 
     def unended(self) -> list[str]:
-        """Those that have not ended, the oldest first."""
+        """The sessions that have not ended, the oldest first."""
         return [session for session in self.ids() if self.ended(session) is None]
 
     def beat(self, session: str) -> None:
@@ -78,7 +84,7 @@ class TrainingSessions:
             raise Conflict(f"session {session!r} has ended: {end.reason}", field="session")
 
     def ended(self, session: str) -> SessionEnd | None:
-        return fs.read_undamaged(self._paths.session_dir(session) / _END, SessionEnd)
+        return _read_end(self._paths.session_dir(session) / _END)
 
     def end(self, session: str, reason: str) -> None:
         """Takes no request any more; the first reason stands. NotFound without the session."""
