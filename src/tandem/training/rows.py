@@ -41,7 +41,8 @@ def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
 
 
 class Fit:
-    """What layers keep for the backward pass, by the device's memory (`tandem.model.recompute`)."""
+    """Chooses by the device's memory what layers keep for the backward pass
+    (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
         """Without `on` the layers keep what they were told."""
@@ -81,8 +82,7 @@ def _ignore(_row: int, _logprobs: Tensor) -> None: ...
 
 @dataclass
 class RowLosses:
-    """The rows of one batch under one loss. `keep(row, logprobs)` gets the items' log-probs of each
-    row that counts, on the ranks that report rows."""
+    """The rows of one batch under one loss."""
 
     batch: PackedBatch
     loss: Loss
@@ -95,51 +95,38 @@ class RowLosses:
     # Row -> log-probs computed before training, float32 [items].
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     reference_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    # Of the log-probs before training to the reference, over the job's items, in nats.
+    # Mean over the job's items, from the log-probs before training to the reference, in nats.
     mean_kl: float = 0.0
+    keep: Callable[[int, Tensor], None] = _ignore
+    """`keep(row, logprobs)` gets the items' log-probs of each row that counts, on the ranks that
+    report rows."""
     passes: int = 0
     """Passes with gradients that this rank still has to compute, all of rows of one length, as a
     job's are. The first one is followed by `graphs.repeat`."""
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # Of the context-parallel ranks that share a row the first counts it, of pipeline stages the
-        # last.
+        # The first of the context-parallel ranks that share a row counts it, on the last pipeline
+        # stage.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 
-    def add_gradients(
-        self,
-        steps: MicroSteps,
-        denominator: float,
-        keep: Callable[[int, Tensor], None] = _ignore,
-    ) -> Totals:
+    def add_gradients(self, steps: MicroSteps, denominator: float) -> Totals:
         """Adds the gradients of this rank's rows, each loss divided by `denominator`."""
         totals = Totals()
         with self.policy.adapter_fixed():
-            self.policy.stage.backward(self._losses(steps, denominator, totals, keep))
+            self.policy.stage.backward(self._losses(steps, denominator, totals))
         return totals
 
     @torch.no_grad()
-    def values(
-        self,
-        steps: MicroSteps,
-        denominator: float,
-        keep: Callable[[int, Tensor], None] = _ignore,
-    ) -> Totals:
+    def values(self, steps: MicroSteps, denominator: float) -> Totals:
         """As `add_gradients`, without gradients."""
         totals = Totals()
         with self.policy.adapter_fixed():
-            for _ in self._losses(steps, denominator, totals, keep):
+            for _ in self._losses(steps, denominator, totals):
                 pass
         return totals
 
-    def _losses(
-        self,
-        steps: MicroSteps,
-        denominator: float,
-        totals: Totals,
-        keep: Callable[[int, Tensor], None],
-    ) -> Iterator[Tensor]:
+    def _losses(self, steps: MicroSteps, denominator: float, totals: Totals) -> Iterator[Tensor]:
         for index, counts in steps:
             self.phases.announce("forward_backward")
             row = self.batch.row(index)
@@ -149,7 +136,7 @@ class RowLosses:
             output = self.of_row(row, outputs, denominator if counts else None)
             totals.add(output, counts=counts and self.reports)
             if counts and self.reports:
-                keep(index, outputs.logprobs.detach())
+                self.keep(index, outputs.logprobs.detach())
             yield output.loss
             if self.passes and torch.is_grad_enabled():  # the first pass has loaded all kernels
                 others, self.passes = self.passes - 1, 0

@@ -1,8 +1,7 @@
-"""What the requests of a session do to the model and the optimizer. Each is a collective of all
+"""The effects of a session's requests on the model and the optimizer. Each is a collective of all
 ranks."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,7 +39,7 @@ class ModelCalls:
     device: torch.device
     phases: Phases
     fit: Fit
-    # Of the passes whose gradients are in memory, their requests.
+    # The requests of the passes whose gradients are in memory.
     passes: list[int] = field(default_factory=list)
     loss: float = 0.0  # the sum of theirs
     items: float = 0.0
@@ -184,11 +183,12 @@ class ModelCalls:
                 self.device,
                 self.phases,
                 self.fit,
+                keep=keep,
             )
             schedule = RowSchedule((tuple(range(len(batch))),), self.topology.sizes.data)
             steps = schedule.micro_steps(0, self.topology.place.data)
-            compute: Callable[..., Totals] = rows.add_gradients if backward else rows.values
-            return _Passed(rows, compute(steps, 1.0, keep), kept)
+            compute = rows.add_gradients if backward else rows.values
+            return _Passed(rows, compute(steps, 1.0), kept)
 
 
 @dataclass(frozen=True)
