@@ -24,7 +24,7 @@ from tandem.spool.schema import LoraShape
 from tandem.system import processes
 from tandem.vllm_client.client import InferenceUnavailable
 from tiny import write_random_model
-from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
+from vllm_server import VllmServer
 from waiting import alive, answers, until
 
 pytestmark = pytest.mark.slow
@@ -82,16 +82,7 @@ def test_a_publisher_that_dies_or_stops(
     trainer.step(1)
     trainer.publish(trainer.run)
     trainer.step(2)
-    environment = os.environ | {
-        "TANDEM_ROOT": str(trainer.spool.root),
-        "TANDEM_INFERENCE_URL": vllm.url,
-        "TANDEM_WEIGHTS": "merged",
-        "TANDEM_BASE_MODEL": str(vllm.model),
-        "TANDEM_DEVICE": "cpu",
-        "TANDEM_API_KEY": API_KEY,
-        "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
-        "TMPDIR": str(tmp_path),
-    }
+    environment = trainer.publisher_environment(vllm, tmp_path)
     publisher = subprocess.Popen(
         [sys.executable, publish_and_stop.__file__, phase, str(int(sig))], env=environment
     )

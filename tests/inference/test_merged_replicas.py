@@ -21,7 +21,7 @@ from inference.test_merged_vllm import EVERYWHERE, MergedTrainer, complete
 from tandem.inference.spot_check import SpotCheck
 from tandem.spool.replicas import DEAD_SECONDS
 from tiny import write_random_model
-from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
+from vllm_server import VllmServer
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -75,16 +75,8 @@ class ReplicaB:
 
     def __init__(self, trainer: MergedTrainer, vllm: VllmServer, directory: Path) -> None:
         self._log = directory / "b.log"
-        self._environment = os.environ | {
-            "TANDEM_ROOT": str(trainer.spool.root),
+        self._environment = trainer.publisher_environment(vllm, directory) | {
             "TANDEM_REPLICA": "b",
-            "TANDEM_INFERENCE_URL": vllm.url,
-            "TANDEM_WEIGHTS": "merged",
-            "TANDEM_BASE_MODEL": str(vllm.model),
-            "TANDEM_DEVICE": "cpu",
-            "TANDEM_API_KEY": API_KEY,
-            "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
-            "TMPDIR": str(directory),
             "PYTHONPATH": replica_and_stop.TESTS,
         }
 

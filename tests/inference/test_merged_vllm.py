@@ -3,6 +3,7 @@ what it refuses."""
 
 import itertools
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -28,7 +29,7 @@ from tandem.spool.removal import delete_run
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
-from vllm_server import API_KEY, VllmServer
+from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_of("vllm")]
@@ -99,6 +100,19 @@ class MergedTrainer(Trainer):
         commit(self.spool, self.run, adapter, self.probe(told, lora=EVERYWHERE))
         self.adapters.append(adapter)
         return adapter
+
+    def publisher_environment(self, vllm: VllmServer, directory: Path) -> dict[str, str]:
+        """The environment of a publisher in a process of its own; `directory` is for its files."""
+        return os.environ | {
+            "TANDEM_ROOT": str(self.spool.root),
+            "TANDEM_INFERENCE_URL": vllm.url,
+            "TANDEM_WEIGHTS": "merged",
+            "TANDEM_BASE_MODEL": str(vllm.model),
+            "TANDEM_DEVICE": "cpu",
+            "TANDEM_API_KEY": API_KEY,
+            "TANDEM_ADMIN_TOKEN": ADMIN_TOKEN,
+            "TMPDIR": str(directory),
+        }
 
     def check_bits(self, adapter: Path) -> None:
         """Rows of every tensor are the float64 merge, rounded once."""

@@ -9,88 +9,22 @@ run's.
 """
 
 import json
-import multiprocessing
 import os
 import random
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.append(str(Path(__file__).parents[1]))
-from free_ports import free_ports
 from rank import jobs
+from rank.killed_attempt import attempt
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
-from tandem.spool.schema import Job, JobError, JobResult
+from tandem.spool.schema import JobError, JobResult
 from tandem.trainer.rank import entry
-from tandem.trainer.rank.heartbeat import Heartbeat
 
 RANKS, JOBS, KILLS = 2, 2, 2
-FORK = multiprocessing.get_context("fork")
-
-
-def rank_main(rank: int, port: int, root: Path, job: Job, kill_at: int, moments: Any) -> None:
-    """Counts this rank's file operations on the spool and its heartbeats in `moments`, and dies at
-    `kill_at`."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_PORT": str(port),
-    }
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TANDEM_TRAINER_RANKS": str(RANKS)}
-    torch.set_num_threads(1)
-    one_thread = threading.RLock()
-
-    def moment() -> None:
-        with one_thread:
-            moments[rank] += 1
-            if moments[rank] == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.remove") and str(root) in str(
-            arguments[0]
-        ):
-            moment()
-
-    beat = Heartbeat.__call__
-
-    def call(self: Heartbeat, phase: str) -> None:
-        moment()
-        beat(self, phase)
-
-    Heartbeat.__call__ = call  # type: ignore[method-assign]
-    sys.addaudithook(audit)
-    os._exit(entry.main(Attempt(Spool(root), job.spec.id, job.attempt), jobs.settings()))
-
-
-def attempt(spool: Spool, job: Job, killed: int, kill_at: int) -> list[int]:
-    """One attempt; each rank's moments. Every rank is dead afterwards. `killed`: the rank that dies
-    at `kill_at`."""
-    # Without a lock between processes: a rank that is killed while one of its threads holds it
-    # would keep it for ever.
-    [port], moments = free_ports(1), FORK.Array("i", RANKS, lock=False)
-    ranks = [
-        FORK.Process(
-            target=rank_main,
-            args=(rank, port, spool.root, job, kill_at if rank == killed else 0, moments),
-        )
-        for rank in range(RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
-        time.sleep(0.005)
-    for rank in ranks:
-        rank.kill()
-        rank.join()
-    return list(moments)
 
 
 def train(
@@ -108,7 +42,7 @@ def train(
             rank = rng.randrange(RANKS)
             at = rng.randint(1, most[number][rank])
             job = jobs.claim(spool, job_id)
-            reached = attempt(spool, job, rank, at)[rank] >= at
+            reached = attempt(spool, job, RANKS, rank, at)[rank] >= at
             if spool.checkpoints.newest(run) > number:  # it was committed before the end
                 spool.queue.finish(
                     job, JobResult(state="succeeded", step=number + 1, finished=time.time())
@@ -124,7 +58,7 @@ def train(
             )
         if spool.checkpoints.newest(run) == number:
             job = jobs.claim(spool, job_id)
-            found["moments"].append(attempt(spool, job, killed=-1, kill_at=0))
+            found["moments"].append(attempt(spool, job, RANKS, killed=-1, kill_at=0))
             jobs.finish(spool, job)
         made = jobs.files(spool.checkpoints.path(run, number + 1))
         found["files"] |= {f"{number + 1}/{name}": content for name, content in made.items()}
