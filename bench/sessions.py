@@ -1,4 +1,4 @@
-"""What a session's calls cost beside what they compute, and what its ranks leave.
+"""The cost of a session's calls beside what they compute, and what its ranks leave.
 
     python -m bench.sessions [--shape qwen3-8b] [--calls 50] [--device cuda] [--gpu 0] [--out DIR]
 

@@ -24,9 +24,9 @@ class Family:
     model_type: str
     shape: dict[str, Any]
     targets: tuple[str, ...]
-    """Those of a run that names none."""
+    """The targets of a run that names none."""
     error: float = 1e-4
-    """Of served log-probs, in nats. It is some 1e-6 in fp32, and nats where a kernel is wrong."""
+    """The error of served log-probs, in nats: some 1e-6 in fp32, and nats with a wrong kernel."""
     variables: dict[str, str] = field(default_factory=dict)
 
 

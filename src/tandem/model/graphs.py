@@ -86,7 +86,7 @@ class LayerGraphs:
         return output
 
     def forward(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
-        """What all layers compute."""
+        """The output of all layers."""
         self._hidden.copy_(hidden)
         for there, tensor in zip(self._inputs, _tensors(tree), strict=True):
             there.copy_(tensor)
@@ -203,8 +203,8 @@ def _fits(policy: Policy, items: int) -> bool:
 def _layer_seconds(
     layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
 ) -> tuple[float, float]:
-    """What the host takes to launch one layer's passes, and the GPU to compute them. The GPU is
-    idle before. Adds zeros to the parameters' gradients."""
+    """Seconds that the host takes to launch one layer's passes, and that the GPU takes to compute
+    them. The GPU is idle before. Adds zeros to the parameters' gradients."""
 
     @torch.no_grad()
     def passes() -> float:

@@ -1,4 +1,4 @@
-"""What a job must fit when it gets its place in the queue of its run."""
+"""Checks of a job that gets its place in the queue of its run."""
 
 from collections.abc import Sequence
 

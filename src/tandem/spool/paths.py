@@ -21,7 +21,7 @@ from tandem.spool.schema.base import JOB_ID_PATTERN, RUN_NAME_PATTERN, SESSION_I
 
 JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
-"""What an ended job keeps."""
+"""The files that an ended job keeps."""
 BUCKET = 250
 """Base steps per directory of live jobs: the most names that a claim lists."""
 _REMEMBERED = 1000

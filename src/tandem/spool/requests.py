@@ -95,7 +95,7 @@ class RequestLog:
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
-        """Of an answered pass the log-probs of each sequence's items, in the client's order:
+        """The log-probs of each sequence's items in an answered pass, in the client's order:
         float32, little-endian. NotFound (field `seq`) where there are none."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS

@@ -213,7 +213,7 @@ def _read_spec(path: Path) -> RunSpec | None:
 
 
 WANTED_SECONDS = 600.0
-"""So long a step stays loaded that somebody has asked for."""
+"""A step stays loaded for so long after somebody has asked for it."""
 
 
 class ServedRecords:

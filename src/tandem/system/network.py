@@ -6,7 +6,7 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Of documentation (RFC 5737, RFC 3849): on the way to every other network.
+# Addresses for documentation (RFC 5737, RFC 3849): on the way to every other network.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 

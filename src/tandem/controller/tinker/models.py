@@ -24,7 +24,7 @@ from tandem.spool.schema import (
 )
 
 ALPHA = 32.0
-"""Of every model's adapter, whatever its rank: `W' = W + 32 / rank * B A`."""
+"""LoRA's alpha of every model, whatever its rank: `W' = W + 32 / rank * B A`."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 

@@ -22,13 +22,13 @@ PROTOBUF = "application/x-protobuf"
 MOST_DATA = 2**14
 _DTYPES: dict[int, Any] = {DTYPE_FLOAT32: np.dtype("<f4"), DTYPE_INT64: np.dtype("<i8")}
 _MEDIA = {"image": "an image", "dmel": "audio"}
-# Of a window's memory, as zstd's own programs allow it.
+# The largest window; zstd's own programs allow the same.
 _WINDOW_BYTES = 2**27
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a client asks for. `config` has numbers, and texts for losses that read some."""
+    """A client's request. `config` has numbers, and texts for losses that read some."""
 
     model_id: str
     seq: int

@@ -41,7 +41,7 @@ def create_sampler(request: CreateSampler, api: CurrentApi) -> dict[str, Any]:
 
 @router.get("/samplers/{sampler_id}")
 def get_sampler(sampler_id: str, api: CurrentApi) -> dict[str, Any]:
-    """What a sampler samples from."""
+    """The checkpoint that a sampler samples."""
     name = sampler_of(sampler_id, "sampler_id")
     found = api.deployment.spool.sessions.sampler(name.session, name.number)
     return {

@@ -16,7 +16,7 @@ Metadata = Annotated[dict[Text, Any], Field(max_length=64)]
 
 
 class Lenient(BaseModel):
-    """A body of which only some keys matter."""
+    """A body whose unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -107,8 +107,8 @@ class SaveForSampler(Record):
 
 
 class LoadWeights(Record):
-    """Of a model right after its creation (`model_id`, `seq_id`), or as its creation
-    (`session_id`, `model_seq_id`)."""
+    """Loads weights into a model that was just created (`model_id`, `seq_id`), or creates the model
+    with them (`session_id`, `model_seq_id`)."""
 
     model_id: Text | None = None
     seq_id: Seq | None = None

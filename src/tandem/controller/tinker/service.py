@@ -1,4 +1,4 @@
-"""What the routes of Tinker's API share: one per controller process."""
+"""The state that all routes of Tinker's API share: one per controller process."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ _THREADS = 8
 
 
 class SampledModel(NamedTuple):
-    """What a sampler samples from. Without a run it is the base model."""
+    """The model that a sampler samples: a checkpoint, or without a run the base model."""
 
     run: str | None = None
     step: int = 0

@@ -187,7 +187,7 @@ def completion(
 def sampled(
     request: SampleRequest, tokens: Sequence[int], answer: Mapping[str, Any]
 ) -> SampleResult:
-    """What vLLM sampled. SampleFailed where the answer is not whole."""
+    """The samples in vLLM's answer. SampleFailed where the answer is not whole."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     sequences = [_sequence(choice, request.topk_sample_logprobs) for choice in choices]
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}

@@ -1,4 +1,4 @@
-"""Where this publisher's vLLM is, for ranks that send whole weights to it."""
+"""The address of this publisher's vLLM, for ranks that send whole weights to it."""
 
 from urllib.parse import urlsplit
 

@@ -278,7 +278,7 @@ class Publisher:
         return wanted
 
     def _serve_wanted(self, run: RunSpec) -> set[str]:
-        """Have older steps loaded that clients sample from. Returns the names of those that are."""
+        """Load the older steps that clients sample. Returns the names of those loaded."""
         loaded = set()
         existing = {*self._spool.checkpoints.steps(run.name)}
         for step in existing.intersection(self._spool.served.wanted(run.name)):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tandem.errors import PATTERN_WORDS
 
 SCHEMA_VERSION = 2
-"""Of the volume. 1: a job's files lay in directories by kind and state."""
+"""The volume's version. In version 1 a job's files lay in directories by kind and state."""
 STEPS = 10**8
 """A run has fewer steps than this: eight digits name a checkpoint."""
 

@@ -37,4 +37,4 @@ class VllmPlace(Record):
 
     address: str
     network: str
-    """Who has the same one reaches it over loopback (`system.network.network_name`)."""
+    """Processes with the same `system.network.network_name` reach the server over loopback."""

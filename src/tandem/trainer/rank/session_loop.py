@@ -52,8 +52,8 @@ MOST_STARTS = 5
 
 @dataclass(frozen=True)
 class NextCall:
-    """What all ranks do next. Of a request: `answered`, whether it has a result, and `refused`,
-    whether it has, or gets, an error without being computed."""
+    """The next thing that all ranks do. `answered`: a request has a result already. `refused`: it
+    has, or gets, an error without being computed."""
 
     kind: Literal["request", "save", "wait", "leave"]
     answered: bool = False
@@ -91,12 +91,12 @@ class SessionLoop:
         """Until the session has no request for a while. The run's newest checkpoint then has all
         that was done but gradients that were not applied."""
         self._calls.forget()
-        while (order := self._next()).kind != "leave":
-            if order.kind == "save":
+        while (call := self._next()).kind != "leave":
+            if call.kind == "save":
                 self._checkpoint()
             else:
                 self._seq += 1
-                self._do(self._seq, order)
+                self._do(self._seq, call)
                 self._idle_since = time.monotonic()
         if self._unsaved:
             self._checkpoint()
@@ -108,15 +108,15 @@ class SessionLoop:
         return self._changed_by > self._saved
 
     def _next(self) -> NextCall:
-        """Rank 0's next order but "wait", on all ranks."""
+        """The next call that is not "wait", on all ranks; rank 0 decides."""
         while True:
             mine = self._look() if self._session.rank == 0 else NextCall("wait")
-            if (order := parallel.gather_objects(mine)[0]).kind != "wait":
-                return order
+            if (call := parallel.gather_objects(mine)[0]).kind != "wait":
+                return call
             self._session.heartbeat("wait")
 
     def _look(self) -> NextCall:
-        """What there is to do, on rank 0; "wait" after a while without."""
+        """The next call, on rank 0; "wait" after a while without any."""
         end, run = time.monotonic() + BEAT_SECONDS, self._run.name
         while (now := time.monotonic()) < end:
             if self._unsaved and now - self._saved_at > AUTOSAVE_SECONDS:
@@ -124,13 +124,13 @@ class SessionLoop:
             if self._has_to_leave(now):
                 return NextCall("leave")
             if self._log.has(run, self._seq + 1):
-                return self._order(self._seq + 1)
+                return self._call_of(self._seq + 1)
             if now - self._idle_since > (SOON_SECONDS if self._others else self._patience):
                 return NextCall("leave")
             time.sleep(POLL_SECONDS)
         return NextCall("wait")
 
-    def _order(self, seq: int) -> NextCall:
+    def _call_of(self, seq: int) -> NextCall:
         result = self._log.result(self._run.name, seq)
         if result is not None:
             return NextCall("request", answered=True, refused=result.error is not None)
@@ -150,9 +150,9 @@ class SessionLoop:
         most = max(self._patience, SOON_SECONDS) if self._others else MOST_SECONDS
         return now - self._begin > most
 
-    def _do(self, seq: int, order: NextCall) -> None:
+    def _do(self, seq: int, call: NextCall) -> None:
         request = self._log.get(self._run.name, seq).request
-        if order.refused:
+        if call.refused:
             if isinstance(request, StepRequest):
                 self._calls.forget()
             message = (
@@ -163,19 +163,19 @@ class SessionLoop:
         error, metrics, logprobs, step = None, dict[str, float](), None, None
         try:
             if isinstance(request, SaveRequest):
-                step = None if order.answered else self._save(request)
-            elif not isinstance(request, PassRequest) or self._matters(request, order):
+                step = None if call.answered else self._save(request)
+            elif not isinstance(request, PassRequest) or self._matters(request, call):
                 metrics, logprobs = self._compute(seq, request)
         except (NonFinite, InvalidInput, NotFound, CheckpointDamaged) as refusal:
             error = RequestError(category="user", message=str(refusal))
-        if not order.answered:
+        if not call.answered:
             self._answer(seq, error, metrics, logprobs, step)
             if isinstance(request, StepRequest) and error is None:
                 self._report(metrics)
 
-    def _matters(self, request: PassRequest, order: NextCall) -> bool:
+    def _matters(self, request: PassRequest, call: NextCall) -> bool:
         """Whether the pass has a result to write, or gradients to add."""
-        return request.kind == "forward_backward" or not order.answered
+        return request.kind == "forward_backward" or not call.answered
 
     def _compute(self, seq: int, request: AnyRequest) -> tuple[dict[str, float], bytes | None]:
         metrics, logprobs = dict[str, float](), None

@@ -91,7 +91,7 @@ def _train(session: Session, state: RankState) -> None:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a rank knows when it has met the others."""
+    """The facts that a rank has once it has met the others."""
 
     assignment: Assignment
     arch: Arch
