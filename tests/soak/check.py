@@ -163,7 +163,7 @@ def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
     places: dict[str, list[Path]] = defaultdict(list)
     for pattern in ("live/*/*/*", "ended/*/*"):
         for path in (root / "jobs").glob(pattern):
-            if not path.name.startswith(".tmp-") and JUNK not in path.name:
+            if ".tmp-" not in str(path.relative_to(root)) and JUNK not in path.name:
                 places[path.name.split(",")[3]].append(path)
     for job_id, directories in places.items():
         path = directories[-1]
