@@ -270,6 +270,33 @@ def test_a_failed_job_ends_the_loop_and_the_next_start_trains_its_tasks_anew(
     }
 
 
+def test_a_submission_behind_a_failed_job_ends_the_loop_with_that_jobs_failure(
+    tmp_path: Path,
+) -> None:
+    stack = FakeStack(fail_jobs=1)
+
+    async def seen_late(job: str, timeout: float = 60.0) -> None:
+        """The follower learns of the failure after the next submission was refused."""
+        while stack.jobs[job].state in ("queued", "running", "failed") and not refusals:
+            await asyncio.sleep(0.0005)
+        await FakeStack.wait_job(stack, job, timeout)
+
+    async def train(run: str, request: dict[str, Any]) -> None:
+        while any(job.state in ("queued", "running") for job in stack.jobs.values()):
+            await asyncio.sleep(0.0005)
+        try:
+            await FakeStack.train(stack, run, request)
+        except Conflict as error:
+            refusals.append(error)
+            raise
+
+    refusals: list[Conflict] = []
+    stack.wait_job, stack.train = seen_late, train  # type: ignore[method-assign]
+    with pytest.raises(JobFailed):
+        run(config(max_off_policy_steps=1), stack, tmp_path)
+    assert refusals
+
+
 def test_a_job_that_made_its_step_and_was_removed_since_is_not_waited_for(tmp_path: Path) -> None:
     stack = FakeStack()
 

@@ -211,7 +211,7 @@ class Soak:
         return [f"not within {seconds:.0f} s: {what}; missing: {left}"] if left else []
 
     def _pending(self) -> list[str]:
-        paths = self.root.glob("jobs/live/*/*/[!.]*")
+        paths = self.root.glob("jobs/live/[!.]*/*/[!.]*")
         return [str(path.relative_to(self.root)) for path in paths if check.JUNK not in path.name]
 
     def _not_served(self) -> list[str]:

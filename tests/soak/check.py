@@ -161,9 +161,9 @@ def _jobs(root: Path, ledger: Ledger, found: list[str]) -> dict[str, JobFile]:
             found.append(f"job {job_id}: {path.name} is set aside, and nobody damaged it")
         jobs[job_id] = JobFile(job_id, run, int(base_step), path, "damaged", {})
     places: dict[str, list[Path]] = defaultdict(list)
-    for pattern in ("live/*/*/*", "ended/*/*"):
+    for pattern in ("live/[!.]*/*/[!.]*", "ended/*/[!.]*"):
         for path in (root / "jobs").glob(pattern):
-            if ".tmp-" not in str(path.relative_to(root)) and JUNK not in path.name:
+            if JUNK not in path.name:
                 places[path.name.split(",")[3]].append(path)
     for job_id, directories in places.items():
         path = directories[-1]

@@ -185,7 +185,7 @@ class Conditions:
     def _counted(self, also: Iterable[str] = ()) -> dict[str, int]:
         """The events of each job that has not ended, and of `also`."""
         counts, also = {}, {*also}
-        for pattern in ("live/*/*/[!.]*", "ended/*/[!.]*"):
+        for pattern in ("live/[!.]*/*/[!.]*", "ended/*/[!.]*"):
             for path in (self._volume.root / "jobs").glob(pattern):
                 _, _, _, job, *_ = [*path.name.split(","), "", "", ""]  # other names are junk
                 if not job or (pattern.startswith("ended") and job not in also):
@@ -255,7 +255,10 @@ class Damage:
                     file.write(bytes([content[0] ^ 0x80]) if content else b"\xff")
 
     def _queued_job(self) -> bool:
-        if self._rng.random() < 0.5 or (path := self._some("jobs/live/*/*/*/job.json")) is None:
+        if (
+            self._rng.random() < 0.5
+            or (path := self._some("jobs/live/[!.]*/*/[!.]*/job.json")) is None
+        ):
             return False
         if '"state": "queued"' not in path.read_text():
             return False
@@ -266,7 +269,7 @@ class Damage:
     def _half_an_event(self) -> bool:
         """As a writer that died: under the job's lock, half of a line without its end. More events
         follow."""
-        if (path := self._some("jobs/live/*/*/*/events.jsonl")) is None:
+        if (path := self._some("jobs/live/[!.]*/*/[!.]*/events.jsonl")) is None:
             return False
         job = path.parent.name.split(",")[-1]
         self._ledger.write("torn", id=job)
@@ -282,16 +285,16 @@ class Damage:
         return True
 
     def _lease(self) -> bool:
-        return (path := self._some("jobs/live/*/*/*/lease.json")) is not None and not self._spoil(
-            path
-        )
+        return (
+            path := self._some("jobs/live/[!.]*/*/[!.]*/lease.json")
+        ) is not None and not self._spoil(path)
 
     def _served(self) -> bool:
         return (path := self._some("runs/*/served.json")) is not None and not self._spoil(path)
 
     def _heartbeat(self) -> bool:
         return (
-            path := self._some("jobs/live/*/*/*/attempts/*/beat.*")
+            path := self._some("jobs/live/[!.]*/*/[!.]*/attempts/*/beat.*")
         ) is not None and not self._spoil(path)
 
     def _junk(self) -> bool:
@@ -312,7 +315,7 @@ class Damage:
 
     def _staged(self) -> bool:
         """A file that nobody wants in an attempt's work directory."""
-        if (path := self._some("jobs/live/*/*/*/attempts/*")) is None:
+        if (path := self._some("jobs/live/[!.]*/*/[!.]*/attempts/*")) is None:
             return False
         (path / self._rng.choice(["exits.json", "error.0.json", "error.7.json"])).write_bytes(
             b'{"0": '

@@ -25,7 +25,7 @@ from tandem.client.rl.evaluation import Evaluations
 from tandem.client.rl.groups import Lost, Rollouts
 from tandem.client.rl.limits import Limits
 from tandem.client.rl.record import RunRecord, State, Submitted, batch_numbers, load_progress
-from tandem.client.rl.refused import discard_refused, raise_unless_free
+from tandem.client.rl.refused import discard_refused, raise_failure, raise_unless_free
 from tandem.client.rl.requests import job_names, job_request
 from tandem.client.rl.rollout import PAUSES, described
 from tandem.client.rl.sampler import PATIENCE
@@ -334,6 +334,7 @@ class Loop:
         except (InvalidInput, Conflict):
             self.state.forget(self.state.jobs[-1])
             self._write_down(None)
+            await raise_failure(self._tandem, self.state.jobs)
             raise
         self._write_down(None)
         return refusal
@@ -379,8 +380,7 @@ class Loop:
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
-        # Without a limit: vLLM may take half an hour to start. What the publisher refuses is
-        # raised.
+        # Without a limit: vLLM may take half an hour to start. A refused step is raised.
         self.served = (await self._tandem.wait_served(self._run, step, inf)).step
         self.awaited = None
 

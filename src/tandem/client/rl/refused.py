@@ -1,11 +1,12 @@
-"""A run that is not free for the loop; a step that the publisher refused, and the way back before
-it."""
+"""A run that is not free for the loop; a submission that a failed job leaves without its base step;
+a step that the publisher refused, and the way back before it."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from math import inf
 
 from tandem.client import AsyncTandem, RunStatus
-from tandem.client.rl.record import State
+from tandem.client.rl.record import State, Submitted
 from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 
@@ -20,6 +21,15 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
             " trains; set it to 0"
         )
         raise InvalidInput(problem, field="rl.max_off_policy_steps")
+
+
+async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
+    """JobFailed, if a job failed or was cancelled. A refused submission then tells only that its
+    base step will not be."""
+    for job in jobs:
+        with suppress(NotFound):
+            if (await tandem.get_job(job.id)).state in ("failed", "cancelled"):
+                await tandem.wait_job(job.id, inf)
 
 
 async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:
