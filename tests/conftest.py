@@ -86,12 +86,15 @@ FIRST = [
 
 
 def _group(nodeid: str) -> str:
-    """Tests of one group run in one worker, in their order: those of a file, or all that share the
-    Docker engine."""
+    """Tests of one group run in one worker, in their order: those of a file, all that share the
+    Docker engine, or all that share a stack."""
     file = nodeid.partition("::")[0]
-    return (
-        "docker" if file.startswith("tests/docker/") or file == "tests/helm/test_live.py" else file
-    )
+    if file.startswith("tests/docker/") or file == "tests/helm/test_live.py":
+        return "docker"
+    return SHARED.get(file, file)
+
+
+SHARED = {"tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py"}
 
 
 @pytest.hookimpl(optionalhook=True)

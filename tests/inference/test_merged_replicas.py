@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -27,9 +27,9 @@ from waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
-    directory = tmp_path_factory.mktemp("two")
+@contextmanager
+def two_vllms(directory: Path, **variables: str) -> Iterator[dict[str, VllmServer]]:
+    """Servers of the replicas a and b, with merged weights of one model."""
     tiny_model.write_tokenizer(directory / "model")
     sizes = {"vocab_size": 320, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 4096}
     write_random_model(directory / "model", family="qwen3", **sizes)
@@ -37,9 +37,19 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmSe
     for name in "ab":
         (directory / name).mkdir()
         made[name] = VllmServer(
-            directory / name, directory / "model", TANDEM_WEIGHTS="merged", TANDEM_REPLICA=name
+            directory / name,
+            directory / "model",
+            TANDEM_WEIGHTS="merged",
+            TANDEM_REPLICA=name,
+            **variables,
         )
     with made["a"], made["b"]:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
+    with two_vllms(tmp_path_factory.mktemp("two")) as made:
         yield made
 
 
@@ -87,13 +97,9 @@ class ReplicaB:
             )
 
 
-@pytest.fixture
-def trainer(
-    vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MergedTrainer]:
-    """Its publisher, which is replica a's, does one turn after the other in a thread."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    trainer = MergedTrainer(vllms["a"], tmp_path, replica="a")
+@contextmanager
+def publishing(trainer: MergedTrainer) -> Iterator[None]:
+    """The trainer's publisher does one turn after the other in a thread."""
     ended = threading.Event()
 
     def publish() -> None:
@@ -102,10 +108,21 @@ def trainer(
 
     thread = threading.Thread(target=publish, daemon=True)
     thread.start()
-    yield trainer
+    yield
     ended.set()
     thread.join(60)
     trainer._publisher._records.stop()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def trainer(
+    vllms: dict[str, VllmServer], alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MergedTrainer]:
+    """Its publisher is replica a's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trainer = MergedTrainer(vllms["a"], tmp_path, replica="a")
+    with publishing(trainer):
+        yield trainer
 
 
 def announced(trainer: MergedTrainer) -> int | None:
@@ -117,7 +134,7 @@ def ready(trainer: MergedTrainer) -> set[str]:
     return {name for name, record in trainer.spool.replicas.living().items() if record.ready}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, of="a replica that dies")
 @pytest.mark.parametrize("phase", list(publish_and_stop.PHASES))
 def test_kill_9_of_a_replica_in_each_phase_of_a_merge(
     vllms: dict[str, VllmServer], trainer: MergedTrainer, tmp_path: Path, phase: str

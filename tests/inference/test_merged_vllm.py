@@ -107,6 +107,7 @@ class MergedTrainer(Trainer):
             "TANDEM_ROOT": str(self.spool.root),
             "TANDEM_INFERENCE_URL": vllm.url,
             "TANDEM_WEIGHTS": "merged",
+            "TANDEM_TRANSPORT": self.settings.transport,
             "TANDEM_BASE_MODEL": str(vllm.model),
             "TANDEM_DEVICE": "cpu",
             "TANDEM_API_KEY": API_KEY,

@@ -51,8 +51,10 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 class WholeTrainer(MergedTrainer):
     """A run whose steps ranks send, by `way`."""
 
-    def __init__(self, vllm: VllmServer, directory: Path, way: str, tp: int) -> None:
-        super().__init__(vllm, directory, transport=way)
+    def __init__(
+        self, vllm: VllmServer, directory: Path, way: str, tp: int, replica: str | None = None
+    ) -> None:
+        super().__init__(vllm, directory, transport=way, replica=replica)
         self.senders = Senders(
             directory / "ranks", self.spool, self.run, way, 1 if GPU else tp, **SENDERS
         )

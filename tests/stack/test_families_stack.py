@@ -105,7 +105,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)  # two stacks each
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_trained_is_served(name: str, tmp_path: Path) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("fine-tuning"), TANDEM_LAUNCH="resident") as stack:
-        yield stack
+@pytest.fixture
+def stack(resident_stack: LocalStack) -> LocalStack:
+    return resident_stack
 
 
 @pytest.fixture(autouse=True)

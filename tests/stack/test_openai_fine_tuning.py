@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -19,10 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 QUESTIONS = [f"Is it {what}?" for what in ("red", "big", "old", "new", "far", "dry", "hot", "low")]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("openai"), TANDEM_LAUNCH="resident") as stack:
-        yield stack
+@pytest.fixture
+def stack(resident_stack: LocalStack) -> LocalStack:
+    return resident_stack
 
 
 ANSWERS = ["no", "yes"]
