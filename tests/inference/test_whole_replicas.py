@@ -5,7 +5,6 @@ and the next step goes to both again."""
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from inference.test_merged_replicas import Asker, ReplicaB, announced, publishin
 from inference.test_whole_vllm import BOUND, WholeTrainer
 from tandem.spool.replicas import DEAD_SECONDS
 from vllm_server import VllmServer
-from waiting import until
+from waiting import answers, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -33,6 +32,9 @@ def trainer(
 ) -> Iterator[WholeTrainer]:
     """Its publisher, which is replica a's, does one turn after the other in a thread."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for vllm in vllms.values():
+        if not answers(f"{vllm.url}/health"):
+            vllm.restart()
     trainer = WholeTrainer(vllms["a"], tmp_path, "nccl", 1, replica="a")
     with publishing(trainer), trainer.senders:
         yield trainer
@@ -47,10 +49,10 @@ def way(trainer: WholeTrainer, replica: str) -> str:
 def test_kill_9_of_a_replica_in_each_phase_of_a_transfer(
     vllms: dict[str, VllmServer], trainer: WholeTrainer, tmp_path: Path, phase: str
 ) -> None:
-    """`joined`: its vLLM dies before the ranks send; `receiving`: while they do."""
+    """`joined`: its vLLM has its order, and dies before the ranks send; `receiving`: while they
+    do."""
     replica, go = ReplicaB(trainer, vllms["b"], tmp_path), tmp_path / "go"
-    dies_early = phase in ("joined", "receiving")
-    stops = "ordered" if dies_early else phase
+    stops = "ordered" if phase in ("joined", "receiving") else phase
     publisher = replica.start(replica_and_stop.__file__, stops, str(go))
     asker = Asker(trainer, vllms)
     try:
@@ -59,14 +61,13 @@ def test_kill_9_of_a_replica_in_each_phase_of_a_transfer(
         asker.start()
         step = trainer.offer(1)
         go.touch()
+        if phase in ("joined", "receiving"):
+            assert publisher.wait(60) == -signal.SIGKILL
         if phase == "joined":
-            time.sleep(1.0)  # its workers wait in the store for the ranks
             os.killpg(vllms["b"].pid, signal.SIGKILL)
         trainer.senders.send(step)
-        if phase == "receiving":
-            os.killpg(vllms["b"].pid, signal.SIGKILL)
         assert publisher.wait(60) == -signal.SIGKILL
-        if not dies_early:
+        if phase != "joined":
             os.killpg(vllms["b"].pid, signal.SIGKILL)
         sent = trainer.senders.sent(BOUND)
         until("the other goes on", lambda: announced(trainer) == step, DEAD_SECONDS + 60)
