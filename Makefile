@@ -64,8 +64,9 @@ docs: | $(UV)  ## the documentation as a site in out/site; a broken link is an e
 	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venvs/docs $(UV) sync -q --frozen --only-group docs && break; test $$try = 5 && exit 1; echo "set-up: the package index refused; again"; sleep 5; done
 	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build -q --strict
 
-pictures: setup  ## the drawings in docs/pictures
+pictures: setup  ## the drawings and terminals in docs/pictures
 	$(RUN) python -m docs.source.drawings
+	$(RUN) python -m docs.source.terminals
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)

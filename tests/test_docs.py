@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from docs.source.drawings import DRAWINGS, PICTURES
+from docs.source.terminals import TERMINALS
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -54,6 +55,17 @@ def test_each_mistake_is_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize("name", sorted(DRAWINGS))
 def test_a_drawing_is_current(name):
     assert (PICTURES / f"{name}.svg").read_text() == DRAWINGS[name](), "run: make pictures"
+
+
+@pytest.mark.parametrize("name", sorted(TERMINALS))
+def test_a_picture_of_a_terminal_is_current(name):
+    """The commands print today what the pictures show."""
+    assert (PICTURES / f"{name}.svg").read_text() == TERMINALS[name](), "run: make pictures"
+
+
+def test_every_picture_is_shown():
+    shown = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    assert [path.name for path in PICTURES.iterdir() if path.name not in shown] == []
 
 
 def test_the_versions_that_were_run_are_those_of_the_lock():
