@@ -11,6 +11,8 @@ from docs.source.terminals import TERMINALS
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from tandem import __version__
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -83,3 +85,10 @@ def test_the_versions_that_were_run_are_those_of_the_lock():
         assert pinned, package.name
         assert [version for version in pinned if version not in text] == [], package.name
     assert f"Tandem's version is {versions['tandem-rl']}." in text
+
+
+def test_the_changelog_tells_users_of_this_version():
+    sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert sections[0].startswith("[Unreleased]")
+    [released] = [text for text in sections if text.startswith(f"[{__version__}] - ")]
+    assert len(released.splitlines()) <= 60
