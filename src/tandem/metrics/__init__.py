@@ -10,5 +10,6 @@ and on a GPU's UUID, so compose and the chart use the same files. In `images/pro
 makes the dashboards.
 
 Ranks exit after each job. So a rank's series come and go, and a missing series is no fault. A leak
-is memory in use while no job runs.
+is memory in use while no job runs. `tests/monitoring` plays healthy and broken stacks through
+promtool and states which alerts fire at each minute.
 """
