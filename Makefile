@@ -11,7 +11,7 @@ PYTEST := $(RUN) pytest -n 3 --no-loadscope-reorder
 # Where it is set, every process compiles torch, Megatron and vLLM again: a rank's imports take 15 s rather than 4.5.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-gpu demo style types test test-all test-fast lint images images-cpu bench clean
+.PHONY: help setup setup-gpu demo style types test test-all test-fast lint docs pictures images images-cpu bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,15 @@ test-all: style  ## the same with every case of the large matrices, of which `ma
 
 test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and take less than 15 seconds each
 	$(PYTEST) -m "not gpu and not docker and not slow"
+
+# An environment of its own, without torch: the site's builder and nothing else.
+docs: | $(UV)  ## the documentation as a site in out/site; a broken link is an error
+	@for try in 1 2 3 4 5; do UV_PROJECT_ENVIRONMENT=.venvs/docs $(UV) sync -q --frozen --only-group docs && break; test $$try = 5 && exit 1; echo "set-up: the package index refused; again"; sleep 5; done
+	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build -q --strict
+
+pictures: setup  ## the drawings and terminals in docs/pictures
+	$(RUN) python -m docs.source.drawings
+	$(RUN) python -m docs.source.terminals
 
 images images-cpu: export TANDEM_REVISION ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 images images-cpu: export TANDEM_CREATED ?= $(shell date -u +%Y-%m-%dT%H:%M:%SZ)

@@ -155,6 +155,17 @@ def test_every_package_has_a_rule():
     }
 
 
+def test_every_package_says_what_it_is():
+    """docs/architecture.md is the overview, and leaves the details to the packages' docstrings."""
+    silent = [
+        str(path)
+        for path in SOURCE.rglob("__init__.py")
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+    assert len((SOURCE.parents[1] / "docs" / "architecture.md").read_text().splitlines()) <= 200
+
+
 def test_one_module_knows_the_header_of_safetensors():
     """Others read it by `read_header` and write it by `lay_out`; no other library parses it."""
     knows = re.compile(r"data_offsets|^\s*(?:from|import) safetensors\b", re.MULTILINE)

@@ -10,7 +10,9 @@ from tandem.metrics.catalogue import CATALOGUE
 from tandem.metrics.metric import Metric
 
 DOCUMENT = Path(__file__).parents[1] / "metrics.md"
-BEGIN, END = "<!-- made from the catalogue: begin -->\n", "<!-- made from the catalogue: end -->\n"
+# The empty lines end the comments, for renderers that read HTML up to one.
+BEGIN = "<!-- made from the catalogue: begin -->\n\n"
+END = "\n<!-- made from the catalogue: end -->\n"
 
 
 def with_new_tables(text: str) -> str:

@@ -94,6 +94,7 @@ def test_commands_that_documents_name_exist():
         root / "README.md",
         *root.glob("docs/*.md"),
         *root.glob("images/prometheus/rules/*.yml"),
+        *root.glob(".github/ISSUE_TEMPLATE/*.yml"),
     ):
         for words in re.findall(r"`tandem ([a-z][^`]*)`", path.read_text()):
             command = get_command(app)

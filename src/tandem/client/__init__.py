@@ -1,5 +1,10 @@
 """The Python client (docs/training.md). Imports httpx and pydantic; no torch, vLLM, transformers or
-numpy."""
+numpy.
+
+`api.py` has every method and its retries, once for both clients. `art.py` and `verifiers.py` are
+clients in other people's loops, and `reasoning_gym.py` brings its tasks into `tandem rl`. `rl/` is
+`tandem rl`, `track/` writes a run's events to TensorBoard, W&B and MLflow.
+"""
 
 from typing import Any
 

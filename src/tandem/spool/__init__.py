@@ -1,5 +1,130 @@
 """The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access
-goes through it."""
+goes through it.
+
+`queue.py` claims jobs, ends them and puts them back for the next attempt (`job_checks.py`: what
+they must fit). `session_jobs.py` queues those of sessions, and `recovery.py` settles what a lost
+runner left. `attempt.py` names the files of one attempt, `fence.py` ends one for good.
+`replicas.py` announces what several inference servers serve; `inference.py` says how and where vLLM
+is. `sessions.py` and `requests.py` have the sessions whose clients train by single calls, and these
+calls. `tunings.py` has the files and jobs of OpenAI's API. `locks.py` has leases and the hold,
+`removal.py` what goes. No other package builds a path on the volume.
+
+    <root>/
+      spool.json                          marks the directory as a spool and names its version
+      uploads/<file id>/                  a file of OpenAI's API and its record; immutable once it
+                                          has this name
+      tunings/<job id>.json               a job of OpenAI's API: what was asked, what its files
+                                          decided, how it ended
+      sessions/<id>/session.json          a session, whose client trains by single calls; beat.json:
+                                          when the client was last heard of; end.json: how it ended
+      runs/<run>/run.json                 base model, LoRA shape, seed; written once
+      runs/<run>/checkpoints/00000007/    immutable once it has this name
+          adapter_model.safetensors  adapter_config.json
+                                          PEFT's format and key names, fp32
+          optimizer/adam.safetensors      exp_avg, exp_avg_sq, step, by the adapter's key names; any
+                                          topology reads it
+          manifest.json                   step, job, topology, versions, probe, size and SHA-256 of
+                                          each file
+      runs/<run>/discarded/               checkpoints that a rollback took out of the chain
+      runs/<run>/pinned/00000007          marks a checkpoint that stays, whatever the settings keep
+      runs/<run>/merged/00000007-<12 hex>/
+                                          with TANDEM_TRANSPORT=volume: the merged weights of one
+                                          checkpoint as a Hugging Face model; the two newest steps
+                                          and the served one
+      runs/<run>/served.json              the step that vLLM serves, and the result of its
+                                          verification; absent while vLLM serves none
+      runs/<run>/served/<id>.json         with several inference servers: the steps that one of them
+                                          serves
+      replicas/<id>.json                  with several inference servers: one of them, which
+                                          rewrites it every 2 s: its address, whether it is ready,
+                                          and why not
+      runs/<run>/refused.json             the newest step that the publisher refused, while vLLM
+                                          serves none
+      sessions/<id>/model-<n>.json  sampler-<n>.json
+                                          what the session's client calls its base model; what each
+                                          of its samplers samples from, touched when it samples
+      runs/<run>/wanted/<step>            a step that a sampler asks for and vLLM does not have; its
+                                          time says when
+      runs/<run>/requests/00000007/       of a session's run: a request, made whole by one rename;
+                                          then its result
+          request.json  arrays.npy        its kind and settings; packed arrays of a forward pass,
+                                          until a checkpoint has what it did
+          result.json  logprobs.f32       written by rank 0, not durably: what is lost is computed
+                                          again, to the same bits
+      runs/<run>/names.json               a client's names of checkpoints; these are pinned
+      jobs/live/<run>/<bucket>/<key>/     a job that has not ended; <key> is <submitted, µs>,<base
+                                          step>,<run>,<id>; a bucket has the jobs of 250 base steps
+          job.json                        everything about the job; `state` is where it is; replaced
+                                          by rename
+          events.jsonl                    one JSON object per line, from the claim to the end
+          log                             the output of the job's ranks
+          data/arrays.npy                 the job's packed arrays in one file, memory-mapped. The
+                                          job has its SHA-256
+          lease.json                      the runner's heartbeat while the job runs
+          cancel                          a request to cancel the job
+          attempts/<n>/                   logs, heartbeats, errors and the staged checkpoint of one
+                                          attempt
+      jobs/active/<key>                   names the live jobs that do more than wait
+      jobs/ended/<digit>/<key>,<state>/   a job that has ended: job.json, events.jsonl, log; <digit>
+                                          is the first of the SHA-256 of its id
+      jobs/damaged/<key>.<ULID>/          a job whose job.json could not be read, set aside; removed
+                                          with the ended jobs of that age
+      jobs/hold.json                      on shared GPUs: the record that they belong to the trainer
+      jobs/vllm.json                      on shared GPUs: the publisher says how vLLM is, and
+                                          answers the hold
+      jobs/inference.json                 with TANDEM_TRANSPORT=nccl: the publisher says where vLLM
+                                          is; of several servers each says it in replicas/<id>.json
+
+Checks: the hashes in an adapter's manifest are those of the bytes that the rank had in memory. It
+is not read back, because the page cache would answer. Files of all weights, which several ranks
+write, are read back for their hashes. The next job and the publisher compare what they read.
+
+Commit by rename (`fs.py`): a name that exists is complete. On NFS a reader opens the parent
+directory before it trusts that a name is absent. `checkpoints.py` commits a checkpoint, `runs.py`
+writes its manifest. A submission stages a job's directory, and one rename makes the job. When the
+job has ended, what only a living job needs goes. Then one rename moves the directory to
+`jobs/ended/`, with the state in its name.
+
+Names carry order: a job's key says when it was submitted, its base step, run and id. So queue,
+lists and counts come from names; only the job that is meant is read. Whoever wants to know which
+jobs run reads those that `jobs/active/` names. That name comes before the change of the state and
+goes after it, and the next claim removes one that is left over. A directory that has not changed is
+not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These memories are caches: any
+process may forget them.
+
+Removal by rename (`removal.py`): the controller removes what the settings don't keep. A run, a
+checkpoint or an ended job gets a temporary name, and then the files go.
+
+Damage stays local. The directory of a job whose `job.json` can't be read is moved to
+`jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
+version knows stays, and its job waits: an upgrade leaves the trainer on the old image for a while.
+Names that are not a job's, and runs without a readable `run.json`, are left out. The log,
+`tandem_spool_damaged` and `tandem doctor` name them. `python -m tests.fuzz.files` damages one file
+after another and lets every program read it.
+
+Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
+it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If N +
+1 exists and this job made it, the job is done. A job with a result is decided. It has ended once
+its terminal event is written; who finds one that has not moved, because a process died, completes
+it.
+
+The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
+names. Then its directory goes, until the volume says that it is gone. A commit is a rename out of
+that directory, so of the commit and the fence exactly one wins. That holds where a rank was frozen
+and thaws a day later, and where an NFS client still has the names in its cache. The checkpoint is
+looked for again after the fence: if it is there, the job succeeded. A rank that was ended can't
+append events either (`Attempt.event`), and who reads events leaves those of ended attempts out.
+
+Locks are fcntl locks on files of their own (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The
+runner holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
+`jobs/locks/publisher`; a second one says who holds the lock, and waits. Several inference servers
+have a name and a publisher each, which holds `replicas/<id>.lock`.
+
+Events are appended under the job's lock. Readers tolerate a half-written last line.
+
+Volumes of the format before (`schema_version` 1 in `spool.json`) are refused. Their runs are the
+same: once their jobs have ended, remove `spool.json` and `jobs/`, and start.
+"""
 
 import json
 import os

@@ -1,6 +1,16 @@
 """The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a file, committed by
 one rename, before it is answered. So a repeated request finds itself, and whoever computes them can
 die and begin again.
+
+The same number with the same content is one request, with other content a conflict. Requests are
+computed in their order, without gaps. `Manifest.seq` is the last request whose effect a checkpoint
+has. New ranks, after idling or `kill -9`, compute the log's later requests again, to the same bits.
+Gradients that no step has applied are not stored. A checkpoint each ten minutes bounds the work
+that is done again. A request's arrays go when a checkpoint has what they did.
+
+A request that can't be computed has an error as its result. It has changed nothing, but that a
+failed step leaves no gradients. One that has begun five times without a result is given up. When
+the job itself fails, or is cancelled, the requests that wait get its error.
 """
 
 import re

@@ -1,0 +1,5 @@
+"""The trainer: the runner, which claims jobs, and the ranks, which train.
+
+`runner/` decides about jobs, `executor/` runs an attempt's processes, `launch/` starts ranks, and
+`rank/` is a rank's program. torch is imported in `rank/` only.
+"""

@@ -3,7 +3,17 @@
 The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
 phase `sleeping`, and gives them back by removing the hold, which also a full volume permits. The
 publisher answers in a record (`SharedVllm`). It looks for a hold between its own turns, so vLLM
-never falls asleep while something is loaded into it.
+never falls asleep while something is loaded into it: an adapter loaded into a sleeping vLLM would
+end the engine.
+
+A hold is live while its runner holds the runner lock and has renewed the hold within
+`TANDEM_LEASE_SECONDS` (`spool/locks.py`). A runner that starts again has another name. Under a live
+hold no program wakes vLLM, starts it or loads an adapter. The publisher wakes a vLLM that sleeps
+without a live hold: as soon as the memory is back at the hold's floor, or when the hold's deadline
+has passed. If vLLM is awake, a lost hold is removed at once, because the memory in use is vLLM's. A
+publisher that starts again finds the hold and its predecessor's answer, and goes on. A vLLM that
+still sleeps after `TANDEM_VLLM_STALL_SECONDS` without a hold can't be woken, and `tandem up`
+restarts it.
 """
 
 import time

@@ -5,14 +5,15 @@ good part of a rank's start, more so if several ranks start at once. torch creat
 use of the GPU, and holds the interpreter's lock all the while. Instead:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
-through ctypes releases
-   the interpreter's lock.
+   through ctypes releases the interpreter's lock.
 2. Meanwhile the rank joins its process groups and builds the model in host memory.
 3. Code that needs the GPU calls `wait_until_started`, which joins the thread and then has torch use
-the context that
-   exists.
+   the context that exists.
 
 The thread ignores errors: torch runs into the same error afterwards, and reports it with a message.
+
+`memory.py` measures memory, `offload.py` gives it back and takes it again. `ipc.py` copies from
+other processes' GPU memory. `patches.py` has the names of torch that Tandem replaces.
 """
 
 import contextlib

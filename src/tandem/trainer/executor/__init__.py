@@ -3,6 +3,9 @@
 An `Executor` starts an attempt's processes, and its `Execution` says how they are. The runner
 decides about the job: when to stop an attempt, why it failed, whether there is another attempt. An
 executor writes nothing about the job's state.
+
+`local.py` runs an attempt on the runner's host. `gpus.py` waits for its GPUs and measures what a
+job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them back. No torch.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,30 @@
-"""Ways to start the ranks of a job (docs/architecture.md). All give the same results, bit for bit.
+"""Ways to start the ranks of a job. All give the same results, bit for bit.
 
-Beside the files that `spool.attempt.Attempt` names, its work directory holds two files of the
-ranks' parent, whichever launcher it is:
+`fork`, the default: a fork server that has imported torch and Megatron and never touched CUDA forks
+a leader per job, and the leader forks the ranks (`forkserver.py`). Between jobs the fork server
+stays, with 0 bytes on the GPU. It does not use torch's elastic agent: the agent has threads when it
+forks, and does not notice a rank that leaves by `exit(0)`.
+
+`torchrun`: torch's own launcher, a new process tree per job, with a port that the kernel chooses
+(`torchrun.py`). Nothing stays.
+
+`resident`: torchrun's ranks stay and get their jobs over a socket. CUDA's context, NCCL's buffers
+and the model without its memory stay. Between jobs a rank gives back parameters, gradients and
+optimizer state (`model/device/offload.py`). It drops the frozen base weights and reads them again
+from the page cache, which is as fast as a copy from pinned memory. It keeps the adapter and Adam's
+state in pinned buffers, and uses them if the next job starts from that checkpoint. It verifies the
+checkpoint's hashes even then. What a living process can't give back is measured and reported in the
+job's `released` event. Any end except success ends resident ranks too.
+
+`launcher.py` chooses the way. With each of them the ranks' stores listen on loopback, and every
+process of the chain dies with its parent: `bootstrap.py`, the first thing that runs in a rank, and
+the fork server see to it. What ranks need comes in a `Launch`: the attempt, and those settings of
+the deployment that ranks use (`RankSettings`), with the sizes that the runner has chosen. Ranks
+read no settings from the environment. A `Launch` has no secret, because it is on the ranks' command
+lines.
+
+Beside the files that `spool.attempt.Attempt` names, the attempt's work directory holds two files of
+the ranks' parent, whichever launcher it is:
 
     launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
