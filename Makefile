@@ -56,7 +56,7 @@ test-all: CASES := --all-cases
 test-all: style  ## the same with every case of the large matrices, of which `make test` runs a sample
 	$(TEST)
 
-test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and take less than 15 seconds each
+test-fast: setup  ## the tests that start neither vLLM nor a whole stack, and compute for less than 7 seconds each
 	$(PYTEST) -m "not gpu and not docker and not slow"
 
 # An environment of its own, without torch: the site's builder and nothing else.

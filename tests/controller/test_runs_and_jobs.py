@@ -320,6 +320,7 @@ def deploy(tmp_path) -> Iterator[Callable[..., tuple[Server, Tandem]]]:
         yield start
 
 
+@pytest.mark.slow
 def test_the_controller_removes_what_the_settings_do_not_keep_and_goes_on_after_an_error(
     deploy, monkeypatch
 ):

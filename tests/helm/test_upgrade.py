@@ -131,6 +131,7 @@ def test_a_stored_value_that_this_chart_does_not_know_is_refused_by_name(older):
             charts.upgrade(server, {}, release="a", reuse_values=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("role", "component"),
     [("controller", "controller"), ("inference", "inference"), ("trainer", "engine")],

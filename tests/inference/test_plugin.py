@@ -157,6 +157,7 @@ def test_adapters_on_the_cpu_give_what_vllm_gives(monkeypatch: pytest.MonkeyPatc
             assert not torch.equal(mine, output)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_no_worker_can_load_shifts_no_answers() -> None:
     script = [sys.executable, "-m", "inference.failing_adapter"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])

@@ -70,6 +70,7 @@ def test_a_later_process_loads_the_function_and_its_gradients(compiles, files):
     assert all(torch.equal(one, other) for one, other in zip(loaded, made, strict=True))
 
 
+@pytest.mark.slow
 def test_each_kind_of_arguments_is_compiled_once(compiles, files):
     both = Compiled(function)
     for _ in range(2):

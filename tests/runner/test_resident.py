@@ -95,6 +95,7 @@ def test_a_process_that_a_rank_started_is_killed_and_the_ranks_stay(stack):
     assert ranks(stack) == before
 
 
+@pytest.mark.slow
 def test_ranks_that_died_between_jobs_are_replaced(stack):
     before = ranks(stack)
     victim = next(process for process in stack.children() if process.parent != stack.runner.pid)

@@ -77,6 +77,7 @@ def test_a_whole_cycle_in_its_order_and_in_bytes(stack):
     assert stack.event(job_id, "woken")["devices"] == slept["before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "stay"), [(2800, True), (9000, False)])
 def test_vllm_wakes_beside_ranks_that_stay_if_they_keep_little(tmp_path, keeps, stay):
     stack = SharedStack(tmp_path, "resident", FAKE_RANK_KEEPS=str(keeps))
