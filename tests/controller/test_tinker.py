@@ -238,12 +238,17 @@ def test_a_custom_loss_is_computed_by_the_client(
     assert kinds == ["forward", "forward_backward"]
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
 def test_losses_of_samples(spool: Spool, model: tinker.TrainingClient, name: str) -> None:
     one = datum([1, 2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, -0.5])
+    if name == "gspo":
+        with refused(422, "data.0.loss_fn_inputs.sequence_ratio_mask"):
+            model.forward_backward([one], name).result(timeout=60)
+        one.loss_fn_inputs["sequence_ratio_mask"] = types.TensorData(data=[0, 1], dtype="int64")
     config = {"beta": 0.1} if name == "dro" else None
     model.forward_backward([one], name, config).result(timeout=60)
-    logged = spool.requests.get(run_of(model), 1).request
+    run = run_of(model)
+    logged = spool.requests.get(run, spool.requests.last(run)).request
     assert isinstance(logged, PassRequest)
     assert (logged.loss_name, logged.loss.normalisation) == (name, "sum")
 
