@@ -19,6 +19,7 @@ from fake_vllm import API_KEY, FakeVllm
 from tandem.controller.tinker import futures
 from tandem.controller.tinker.models import Numbers
 from tandem.controller.tinker.names import model_of
+from tandem.data.packed_format import PackedBatch
 from tandem.spool import Spool
 from tandem.spool.schema import PassRequest, RequestError, StepRequest, VoidRequest
 from tinker_client import TINKER_KEY, PlayedRanks, datum, refused, serve, service
@@ -237,6 +238,30 @@ def test_a_custom_loss_is_computed_by_the_client(
     assert result.metrics["loss:sum"] == 1.0
     kinds = [spool.requests.get(run_of(model), seq).request.kind for seq in (1, 2)]
     assert kinds == ["forward", "forward_backward"]
+
+
+def test_a_created_custom_loss_is_computed_by_the_client(
+    client: tinker.ServiceClient, spool: Spool, model: tinker.TrainingClient
+) -> None:
+    """Its gradients travel as the weights of cross-entropy."""
+
+    def mine(logprobs, advantages):
+        loss = (advantages * logprobs * logprobs).sum()
+        return loss, {"custom/mine:sum": 2 * loss}
+
+    ranks = {"logprobs": 1, "advantages": 1}
+    handle = client.create_custom_loss(mine, input_ranks=ranks).result(timeout=60)
+    data = [datum([1, 2, 3, 4], advantages=[1.0, 0.5, -3.0])]
+    found = model.forward_backward_custom(data, handle).result(timeout=60)
+    # The played ranks' log-probs are 0, -1, -2.
+    assert found.metrics["loss:sum"] == 0.5 - 3.0 * 4
+    assert found.metrics["custom/mine:sum"] == 2 * (0.5 - 3.0 * 4)
+    sent = spool.requests.get(run_of(model), 2)
+    assert isinstance(sent.request, PassRequest)
+    assert sent.request.loss_name == "cross_entropy"
+    with PackedBatch.open(spool.requests.data_dir(run_of(model), 2), sent.sha256) as batch:
+        weights = batch.row(0).item_weight
+    assert weights.tolist() == [0.0, 1.0, -12.0]  # -2 A lp
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])

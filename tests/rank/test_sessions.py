@@ -70,6 +70,7 @@ def test_a_pass_and_a_step_equal_a_job_bit_for_bit(spool: Spool, client: Client)
         ("ppo", {}, RLLoss(policy="ppo", clip_high=0.2, normalisation="sum")),
         ("cispo", {}, RLLoss(policy="cispo", clip_high=3.0, normalisation="sum")),
         ("dro", {"beta": 0.1}, RLLoss(policy="dro", dro_beta=0.1, normalisation="sum")),
+        ("gspo", {}, RLLoss(policy="gspo_token", normalisation="sum")),
     ],
 )
 def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, config, loss):
@@ -96,6 +97,7 @@ def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, c
             np.array(turn.token_ids, np.int32),
             np.array(turn.advantages, np.float32),
             np.array(turn.logprobs, np.float32),
+            np.ones(len(turn.token_ids), np.float32),
         )
         for turn in (trajectory.turns[0] for trajectory in group.trajectories)
     ]
@@ -206,6 +208,7 @@ def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Cl
         ("cross_entropy", {}, lambda lp, q, a: -a * lp),
         ("importance_sampling", {}, lambda lp, q, a: -(lp - q).exp() * a),
         ("dro", {"beta": 0.2}, lambda lp, q, a: -a * lp + 0.1 * (lp - q).square()),
+        ("cispo", {}, lambda lp, q, a: -(lp - q).exp().clamp(0.0, 4.0).detach() * a * lp),
         (
             "ppo",
             {},
