@@ -1,14 +1,18 @@
-"""The cost of a session's calls beside what they compute, and what its ranks leave.
+"""The cost of a session's calls beside a job's own step, and what its ranks leave.
 
-    python -m bench.sessions [--shape qwen3-8b] [--calls 50] [--device cuda] [--gpu 0] [--out DIR]
+    python bench/sessions.py --model DIR [--shape qwen3-8b] [--calls 50] [--row 4096]
+                             [--device cuda] [--gpu 0] [--out DIR]
 
-A real runner, one rank, a model of random weights, a LoRA of rank 16. The client appends a pass
-(four sequences) and an optimizer step, and waits for both results, `--calls` times. A call's
-overhead is the seconds until its results are there less those of the phases that the ranks
-measured. Then the ranks idle out; the GPU's memory is read; and one more call starts them again.
+A real runner, one rank, a LoRA of rank 16. First a job of `--calls` optimizer steps, of one row
+each. Then a session's client appends a pass over such a row and an optimizer step, and waits for
+both results, `--calls` times. The ranks idle out; the GPU's memory is read; and one more call
+starts them again. Prints a line of JSON for each figure.
+
+With `--shape` the model's weights are random, and are written to DIR if nothing is there.
 """
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -16,37 +20,58 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.report import report
-from bench.restart import LONG_ROW, ROW_LENGTH, SHAPES, make_model, used
 from tandem.data.datums import Datum, pass_request
+from tandem.data.examples import SFTExample
+from tandem.data.inputs import PackingSettings
+from tandem.data.prepare import prepare_sft
+from tandem.families.arch import EXPERT_TARGETS
 from tandem.families.identity_adapter import write_identity_adapter
 from tandem.families.registry import read_arch
 from tandem.spool import Spool
-from tandem.spool.schema import TERMINAL, LoraShape, RunSpec, StepRequest
+from tandem.spool.schema import (
+    LORA_TARGETS,
+    TERMINAL,
+    LoraShape,
+    OptimizerSettings,
+    RunSpec,
+    SFTJob,
+    StepRequest,
+)
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 IDLE_SECONDS = 5.0
+SEQUENCES = 4  # of a row
+WARM = 2  # steps that are left out of the medians
+RUN = "job"
+
+
+def token_rows(options: argparse.Namespace, vocabulary: int) -> Iterator[np.ndarray]:
+    """Rows of sequences, int32 [SEQUENCES, tokens]; the job's are the session's."""
+    rng = np.random.default_rng(0)
+    while True:
+        yield rng.integers(0, vocabulary, (SEQUENCES, options.row // SEQUENCES)).astype(np.int32)
 
 
 class Client:
-    def __init__(self, spool: Spool, run: str, vocabulary: int, row: int) -> None:
-        self._spool, self._run, self._vocabulary, self._row = spool, run, vocabulary, row
-        self._rng, self._seq = np.random.default_rng(0), 0
+    """Calls a session's run as Tinker's API does."""
+
+    def __init__(self, spool: Spool, run: str, options: argparse.Namespace, vocabulary: int):
+        self._spool, self._run, self._vocabulary = spool, run, vocabulary
+        self._rows, self._seq = token_rows(options, vocabulary), 0
 
     def call(self) -> float:
         """A pass and a step; seconds until both have results."""
-        length = self._row // 4 - 1
-        ids = self._rng.integers(0, self._vocabulary, (4, length + 1)).astype(np.int32)
-        ones = np.ones(length, np.float32)
+        ids = next(self._rows)
+        ones = np.ones(ids.shape[1] - 1, np.float32)
         begin = time.perf_counter()
         request, write = pass_request(
             "forward_backward",
-            [Datum(tokens[:-1], tokens[1:], ones / self._row) for tokens in ids],
+            [Datum(tokens[:-1], tokens[1:], ones / ids.size) for tokens in ids],
             "cross_entropy",
             {},
             vocab_size=self._vocabulary,
@@ -61,35 +86,98 @@ class Client:
         return time.perf_counter() - begin
 
 
-def computed(spool: Spool, job: str) -> list[float]:
-    """Seconds of the phases of each step."""
-    return [
+def submit(spool: Spool, options: argparse.Namespace, vocabulary: int) -> None:
+    """A job with the rows of as many calls."""
+    rows = token_rows(options, vocabulary)
+    examples = [
+        SFTExample(token_ids=tokens.tolist(), trainable=[False] + [True] * (len(tokens) - 1))
+        for _ in range(options.calls)
+        for tokens in next(rows)
+    ]
+
+    def make(name: str, base: int, staged: Path) -> SFTJob:
+        data = prepare_sft(
+            examples,
+            tokenizer_path="",
+            vocab_size=vocabulary,
+            packing=PackingSettings(sequence_length=options.row),
+            out=staged,
+        )
+        return SFTJob(
+            id=name,
+            run=RUN,
+            base_step=base,
+            created=time.time(),
+            fingerprint=name,
+            data=data,
+            optimizer=OptimizerSettings(epochs=1, grad_accumulation_sequences=1),
+            max_attempts=1,
+        )
+
+    spool.queue.submit(make, run=RUN, job_id=RUN, fingerprint=RUN, base_step=None)
+
+
+def steps(spool: Spool, job: str) -> tuple[list[float], list[float]]:
+    """When each step ended, and the seconds of its phases."""
+    events = [event for event in spool.events.read(job) if event.type == "step"]
+    computed = [
         sum(
             event.data["metrics"].get(f"seconds_{phase}", 0.0)
             for phase in ("forward_backward", "optimizer")
         )
-        for event in spool.events.read(job)
-        if event.type == "step"
+        for event in events
     ]
+    return [event.time for event in events], computed
 
 
-def ended(spool: Spool, job: str) -> float:
-    """Waits for the job's end; its time."""
-    while spool.jobs.get(job)[0] not in TERMINAL:
+def ended(spool: Spool, job: str, log: Path) -> float:
+    """Waits for the job's success; its time."""
+    limit = time.monotonic() + 900
+    while (state := spool.jobs.get(job)[0]) not in TERMINAL:
+        assert time.monotonic() < limit, f"{job} does not end\n{log.read_text()[-3000:]}"
         time.sleep(0.05)
-    return next(e.time for e in spool.events.read(job) if e.type in TERMINAL)
+    assert state == "succeeded", f"{job} {state}\n{log.read_text()[-3000:]}"
+    return next(event.time for event in spool.events.read(job) if event.type in TERMINAL)
 
 
-def measure(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    model = make_model(out / options.shape, options.shape, options.device)
-    spool, arch = Spool.create(out / "spool"), read_arch(str(model))
-    session, lora = spool.sessions.create().id, LoraShape(rank=16, alpha=32)
-    run = spool.sessions.run_name(session, 1)
-    spool.runs.create(
-        RunSpec(name=run, base_model=str(model), lora=lora, created=time.time(), session=session),
-        lambda path: write_identity_adapter(path, arch, lora, base_model=str(model), seed=0),
-    )
-    client = Client(spool, run, arch.vocab_size, ROW_LENGTH.get(options.shape, LONG_ROW))
+def used(options: argparse.Namespace) -> int:
+    """MiB of the GPU in use."""
+    if options.device != "cuda":
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    return int(lines[options.gpu])
+
+
+def random_model(directory: Path, shape: str, device: str) -> None:
+    # Run as a program, this file's package is not found by itself.
+    sys.path.append(str(Path(__file__).parents[1]))
+    from bench.restart import make_model
+
+    make_model(directory, shape, device)
+
+
+def make_runs(spool: Spool, model: Path) -> str:
+    """A run for the job, and one of a session, whose name is returned."""
+    arch = read_arch(str(model))
+    targets = tuple(t for t in LORA_TARGETS if not arch.moe or t not in EXPERT_TARGETS)
+    lora = LoraShape(rank=16, alpha=32, targets=targets)
+    session = spool.sessions.create().id
+    for name, of in ((RUN, None), (spool.sessions.run_name(session, 1), session)):
+        spec = RunSpec(name=name, base_model=str(model), lora=lora, created=time.time(), session=of)
+        spool.runs.create(
+            spec,
+            lambda path: write_identity_adapter(path, arch, lora, base_model=str(model), seed=0),
+        )
+    return spool.sessions.run_name(session, 1)
+
+
+def measure(options: argparse.Namespace, out: Path) -> Iterator[tuple[str, float, str]]:
+    """Figures, each with its unit."""
+    model = options.model.absolute()
+    spool, vocabulary = Spool.create(out / "spool"), read_arch(str(model)).vocab_size
+    run, log = make_runs(spool, model), out / "runner.log"
+    client = Client(spool, run, options, vocabulary)
     environment = os.environ | {
         "TANDEM_ROOT": str(spool.root),
         "TANDEM_DEVICE": options.device,
@@ -98,52 +186,66 @@ def measure(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
         "TRITON_CACHE_DIR": str(out / "triton"),
     }
-    before = used([options.gpu], options.device)[0]
+    # In the images everything is compiled.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "tandem.trainer.runner", DEFAULT_ENTRY]
-    with (out / "runner.log").open("wb") as log:
-        runner = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    with log.open("wb") as errors:
+        runner = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
         try:
             time.sleep(12)  # the fork server's imports
+            before = used(options)
+            submit(spool, options, vocabulary)
+            ended(spool, RUN, log)
+            times, computed = steps(spool, RUN)
+            assert len(times) == options.calls, times
+            own = statistics.median(np.diff(times)[WARM:])
+            yield "a job's step", own, "s"
+            yield "a job's step, computed", statistics.median(computed[WARM:]), "s"
             waited = [client.call() for _ in range(options.calls)]
-            [(_, first)] = spool.jobs.list(run)
-            at = ended(spool, first.spec.id)
-            time.sleep(2)
-            left = used([options.gpu], options.device)[0] - before
+            first = spool.jobs.list(run)[0][1].spec.id
+            at = ended(spool, first, log)
+            times, computed = steps(spool, first)
+            overheads = [w - c for w, c in zip(waited, computed, strict=True)][WARM:]
+            yield "a session's first call", waited[0], "s"
+            yield "a session's call", statistics.median(waited[WARM:]), "s"
+            yield "a call beside a job's step", statistics.median(waited[WARM:]) - own, "s"
+            yield "a call beside what it computes", statistics.median(overheads), "s"
+            yield "a call beside what it computes, at most", max(overheads), "s"
+            yield "from the idle time to the end", at - times[-1] - IDLE_SECONDS, "s"
+            if options.device == "cuda":
+                time.sleep(2)
+                yield "left after the end", used(options) - before, "MiB"
             again = client.call()
             second = spool.jobs.list(run, limit=1)[0][1].spec.id
-            ended(spool, second)
+            ended(spool, second, log)
+            assert second != first
+            yield "a call after the end", again, "s"
+            yield "of it computed", steps(spool, second)[1][0], "s"
         finally:
             runner.send_signal(signal.SIGTERM)
             runner.wait(timeout=60)
-    overheads = [w - c for w, c in zip(waited, computed(spool, first.spec.id), strict=True)][2:]
-    last_step = [e.time for e in spool.events.read(first.spec.id) if e.type == "step"][-1]
-    return {
-        "shape": options.shape,
-        "calls": options.calls,
-        "first call s": waited[0],
-        "call s": statistics.median(waited[2:]),
-        "overhead ms": 1000 * statistics.median(overheads),
-        "overhead max ms": 1000 * max(overheads),
-        "idle to end s": at - last_step - IDLE_SECONDS,
-        "left MiB": left,
-        "again s": again,
-        "again, computed s": computed(spool, second)[0],
-    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--shape", help="of bench/restart.py")
     parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--row", type=int, default=4096, help="slots of a row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="keeps the runner's log and the compiled kernels")
     options = parser.parse_args()
+    if options.shape:
+        random_model(options.model, options.shape, options.device)
     with tempfile.TemporaryDirectory() as temporary:
         out = options.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
-        row = measure(options, out)
-    report(f"sessions-{options.shape}", "Calls of a session", [row])
+        for figure, value, unit in measure(options, out.absolute()):
+            told = {"figure": figure, "value": round(value, 4), "unit": unit}
+            print(json.dumps(told | {"calls": options.calls, "row": options.row}), flush=True)
 
 
 if __name__ == "__main__":

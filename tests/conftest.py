@@ -76,6 +76,7 @@ FIRST = [
     "tests/soak/test_soak.py",
     "tests/inference/test_merged_vllm.py",
     "tests/stack/test_fine_tuning.py",
+    "tests/stack/test_tinker_cookbook.py",
     "tests/inference/test_real_vllm.py",
     "tests/runner/test_shared_gpus.py",
     "tests/supervise/test_up.py",

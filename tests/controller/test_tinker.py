@@ -1,6 +1,7 @@
 """Tinker's API by its own package: a program from a model to samples, retries, and what is
 refused. The ranks' part is played by the test, vLLM's by the fake."""
 
+import ast
 import asyncio
 import re
 import time
@@ -18,6 +19,7 @@ from fake_vllm import API_KEY, FakeVllm
 from tandem.controller.tinker import futures
 from tandem.controller.tinker.models import Numbers
 from tandem.controller.tinker.names import model_of
+from tandem.data.packed_format import PackedBatch
 from tandem.spool import Spool
 from tandem.spool.schema import PassRequest, RequestError, StepRequest, VoidRequest
 from tinker_client import TINKER_KEY, PlayedRanks, datum, refused, serve, service
@@ -238,12 +240,41 @@ def test_a_custom_loss_is_computed_by_the_client(
     assert kinds == ["forward", "forward_backward"]
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_a_created_custom_loss_is_computed_by_the_client(
+    client: tinker.ServiceClient, spool: Spool, model: tinker.TrainingClient
+) -> None:
+    """Its gradients travel as the weights of cross-entropy."""
+
+    def mine(logprobs, advantages):
+        loss = (advantages * logprobs * logprobs).sum()
+        return loss, {"custom/mine:sum": 2 * loss}
+
+    ranks = {"logprobs": 1, "advantages": 1}
+    handle = client.create_custom_loss(mine, input_ranks=ranks).result(timeout=60)
+    data = [datum([1, 2, 3, 4], advantages=[1.0, 0.5, -3.0])]
+    found = model.forward_backward_custom(data, handle).result(timeout=60)
+    # The played ranks' log-probs are 0, -1, -2.
+    assert found.metrics["loss:sum"] == 0.5 - 3.0 * 4
+    assert found.metrics["custom/mine:sum"] == 2 * (0.5 - 3.0 * 4)
+    sent = spool.requests.get(run_of(model), 2)
+    assert isinstance(sent.request, PassRequest)
+    assert sent.request.loss_name == "cross_entropy"
+    with PackedBatch.open(spool.requests.data_dir(run_of(model), 2), sent.sha256) as batch:
+        weights = batch.row(0).item_weight
+    assert weights.tolist() == [0.0, 1.0, -12.0]  # -2 A lp
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "dro"])
 def test_losses_of_samples(spool: Spool, model: tinker.TrainingClient, name: str) -> None:
     one = datum([1, 2, 3], logprobs=[-1.0, -2.0], advantages=[0.5, -0.5])
+    if name == "gspo":
+        with refused(422, "data.0.loss_fn_inputs.sequence_ratio_mask"):
+            model.forward_backward([one], name).result(timeout=60)
+        one.loss_fn_inputs["sequence_ratio_mask"] = types.TensorData(data=[0, 1], dtype="int64")
     config = {"beta": 0.1} if name == "dro" else None
     model.forward_backward([one], name, config).result(timeout=60)
-    logged = spool.requests.get(run_of(model), 1).request
+    run = run_of(model)
+    logged = spool.requests.get(run, spool.requests.last(run)).request
     assert isinstance(logged, PassRequest)
     assert (logged.loss_name, logged.loss.normalisation) == (name, "sum")
 
@@ -454,26 +485,45 @@ def test_samples_that_are_not_drawn(client: tinker.ServiceClient, vllm: FakeVllm
         sampler.sample(image, 1, one).result(timeout=60)
 
 
+def routes_of_the_package() -> set[tuple[str, str]]:
+    """`(method, path)` of every request that its sources make."""
+    found, texts = set(), set()
+    for source in Path(tinker.__file__).parent.rglob("*.py"):
+        if source.name.endswith("_test.py"):
+            continue
+        text = source.read_text()
+        texts |= set(re.findall(r'"/api/v1/([^"]*)"', text))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                given = [ast.unparse(value) for value in node.args]
+                paths = [re.findall("/api/v1/([^'\"]*)", value) for value in given]
+                method = node.func.attr.strip("_").upper()
+                method = given[0].strip("'") if method == "REQUEST" and given else method
+                if method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
+                    found |= {(method, path) for one in paths for path in one}
+    assert {path for _, path in found} == texts
+    return found
+
+
 def test_every_route_of_the_package_is_served_or_refused_in_words(process: Process) -> None:
-    """Routes as they stand in its sources."""
-    sources = Path(tinker.__file__).parent.rglob("*.py")
-    found = {
-        route
-        for source in sources
-        if not source.name.endswith("_test.py")
-        for route in re.findall(r'"/api/v1/([^"]*)"', source.read_text())
-    }
-    assert len(found) > 35
+    """A new package's routes are neither in the document nor refused with words of their own."""
+    found = routes_of_the_package()
+    assert len(found) >= 46
+    document = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    told = set(re.findall(r"[`/]([a-z_]+)", document.split("## Routes")[1]))
     with httpx.Client(
         base_url=f"{process.url}/api/v1/", headers={"X-API-Key": TINKER_KEY}, trust_env=False
     ) as http:
-        for route in found:
-            path = re.sub(r"\{[^}]*\}", "x", route)
-            for method in ("GET", "POST"):
-                answer = http.request(method, path, json={})
-                assert answer.status_code in (200, 400, 401, 404, 422, 410), (method, path)
-                if answer.status_code != 200:
-                    assert answer.json()["error"]["message"], (method, path)
+        for method, route in found:
+            assert route.partition("/")[0] in told, route
+            path = re.sub(r"\{[^}]*\}", "x", route.replace("{checkpoint_id}", "weights/x"))
+            answer = http.request(method, path, json={})
+            assert answer.status_code in (200, 400, 404, 422), (method, path)
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                assert error["message"], (method, path)
+                assert "lists what is" not in error["message"], (method, path)
+                assert error["type"] != "not_found" or "{" in route, (method, path)
 
 
 def test_a_cancelled_sample_is_given_up(client: tinker.ServiceClient, vllm: FakeVllm) -> None:

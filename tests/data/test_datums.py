@@ -1,6 +1,7 @@
 """A session's data: losses by Tinker's names, and their packed rows."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,9 @@ def test_a_named_loss_is_tinkers_formula(name):
 @pytest.mark.parametrize(
     ("name", "config", "field"),
     [
-        ("gspo", {}, "loss_fn"),
+        ("stable_reinforce", {}, "loss_fn"),
+        ("gspo", {"beta": 1.0}, "loss_fn_config.beta"),
+        ("gspo", {"clip_low_threshold": 1.1}, "loss_fn_config"),
         ("custom", {}, "loss_fn"),
         ("ppo", {"beta": 1.0}, "loss_fn_config.beta"),
         ("cross_entropy", {"beta": 1.0}, "loss_fn_config.beta"),
@@ -122,6 +125,24 @@ def test_every_position_is_an_item_with_its_own_target(tmp_path: Path):
         assert one.logprobs is not None
         assert row.item_logprob[of].tolist() == one.logprobs.tolist()
         assert row.positions[row.item_source[of]].tolist() == list(range(len(one.tokens)))
+
+
+def test_gspos_ratio_is_of_the_marked_positions(tmp_path: Path):
+    one = replace(datum(5), sequence_ratio_mask=np.array([0, 1, 0, 2, 1], np.float32))
+    request, write = pass_request("forward", [one], "gspo", {}, vocab_size=VOCAB)
+    assert isinstance(request.loss, RLLoss)
+    assert request.loss.clip_bounds == (1 - 3e-4, 1 + 4e-4)
+    sha256 = write(tmp_path)
+    with PackedBatch.open(tmp_path, sha256) as batch:
+        row = batch.row(0)
+    assert one.logprobs is not None
+    assert np.isnan(row.item_logprob).tolist() == [True, False, True, False, False]
+    assert row.item_logprob[[1, 3, 4]].tolist() == one.logprobs[[1, 3, 4]].tolist()
+    for mask in (None, np.zeros(5, np.float32)):
+        bad = replace(one, sequence_ratio_mask=mask)
+        with pytest.raises(InvalidInput, match="marks no token") as refused:
+            pass_request("forward", [one, bad], "gspo", {}, vocab_size=VOCAB)
+        assert refused.value.field == "data.1.sequence_ratio_mask"
 
 
 def test_the_same_data_makes_the_same_bytes_and_rows_have_few_lengths(tmp_path: Path):

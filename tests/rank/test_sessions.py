@@ -2,6 +2,7 @@
 interrupted."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def test_a_pass_and_a_step_equal_a_job_bit_for_bit(spool: Spool, client: Client)
         ("ppo", {}, RLLoss(policy="ppo", clip_high=0.2, normalisation="sum")),
         ("cispo", {}, RLLoss(policy="cispo", clip_high=3.0, normalisation="sum")),
         ("dro", {"beta": 0.1}, RLLoss(policy="dro", dro_beta=0.1, normalisation="sum")),
+        ("gspo", {}, RLLoss(policy="gspo_token", normalisation="sum")),
     ],
 )
 def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, config, loss):
@@ -95,6 +97,7 @@ def test_a_step_of_an_rl_loss_equals_a_job(spool: Spool, client: Client, name, c
             np.array(turn.token_ids, np.int32),
             np.array(turn.advantages, np.float32),
             np.array(turn.logprobs, np.float32),
+            np.ones(len(turn.token_ids), np.float32),
         )
         for turn in (trajectory.turns[0] for trajectory in group.trajectories)
     ]
@@ -191,6 +194,13 @@ def test_a_session_that_idles_out_between_any_two_calls_gives_the_same_bytes(
     assert jobs.same_bytes(client.checkpoint("d"), again.checkpoint("d"))
 
 
+def gspo(lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Of one datum, by Tinker's documentation; where `q` is NaN its log-ratio is not part of it."""
+    s = (lp.detach() - q)[~q.isnan()].mean().exp()
+    ratio = s * (lp - lp.detach()).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(0.3, 2.0) * a)
+
+
 def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Client, model: Path):
     """Each loss for a step, unpacked and with autograd, within the oracle's bound: 1e-3 of what
     moved."""
@@ -198,11 +208,13 @@ def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Cl
         ("cross_entropy", {}, lambda lp, q, a: -a * lp),
         ("importance_sampling", {}, lambda lp, q, a: -(lp - q).exp() * a),
         ("dro", {"beta": 0.2}, lambda lp, q, a: -a * lp + 0.1 * (lp - q).square()),
+        ("cispo", {}, lambda lp, q, a: -(lp - q).exp().clamp(0.0, 4.0).detach() * a * lp),
         (
             "ppo",
             {},
             lambda lp, q, a: -torch.minimum((lp - q).exp() * a, (lp - q).exp().clamp(0.8, 1.2) * a),
         ),
+        ("gspo", {"clip_low_threshold": 0.3, "clip_high_threshold": 2.0}, gspo),
     ]
     adam = {"learning_rate": 2e-3, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.1}
     theirs = peft.PeftModel.from_pretrained(
@@ -221,6 +233,12 @@ def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Cl
     )
     for number, (name, config, formula) in enumerate(losses):
         data = random_data(20 + number, sampled=True)
+        if name == "gspo":
+            data = [
+                replace(one, sequence_ratio_mask=(one.tokens % 3).astype(np.float32))
+                for one in data
+                if (one.tokens % 3).any()
+            ]
         client.compute(data[:3], name, **config)
         client.compute(data[3:], name, **config)
         client.step(**adam)
@@ -231,6 +249,8 @@ def test_steps_are_those_of_transformers_peft_and_adamw(spool: Spool, client: Cl
             lp = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
             assert datum.logprobs is not None
             sampler, factors = torch.from_numpy(datum.logprobs), torch.from_numpy(datum.factors)
+            if datum.sequence_ratio_mask is not None:
+                sampler = sampler.where(torch.from_numpy(datum.sequence_ratio_mask) != 0, torch.nan)
             formula(lp, sampler, factors).sum().backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()

@@ -1,49 +1,50 @@
-"""Programs of Tinker's cookbook, unmodified, on a whole stack with local data. Skipped where the
-package `tinker_cookbook` is not installed (docs/tinker.md says how it is)."""
+"""Programs of Tinker's cookbook, unmodified, on a whole stack with local data."""
 
 import asyncio
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chz
+import datasets
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tinker import types
-
-from local_stack import API_KEY, LocalStack
-from tinker_client import datum, service
-
-cookbook = pytest.importorskip("tinker_cookbook")
-
-import chz  # noqa: E402
-import datasets  # noqa: E402
-from tinker_cookbook.distillation import train_on_policy  # noqa: E402
-from tinker_cookbook.distillation.datasets import (  # noqa: E402
+from tinker_cookbook.distillation import train_on_policy
+from tinker_cookbook.distillation.datasets import (
     DistillationDatasetConfig,
     PromptOnlyDataset,
     TeacherConfig,
 )
-from tinker_cookbook.preference import train_dpo  # noqa: E402
-from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons  # noqa: E402
-from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder  # noqa: E402
-from tinker_cookbook.preference.types import Comparison, LabeledComparison  # noqa: E402
-from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import (  # noqa: E402
+from tinker_cookbook.preference import train_dpo
+from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
+from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
+from tinker_cookbook.preference.types import Comparison, LabeledComparison
+from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import (
     GuessNumberDatasetBuilder,
 )
-from tinker_cookbook.renderers import TrainOnWhat, get_renderer  # noqa: E402
-from tinker_cookbook.rl import train as rl_train  # noqa: E402
-from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder  # noqa: E402
-from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder  # noqa: E402
-from tinker_cookbook.supervised import train as sft_train  # noqa: E402
-from tinker_cookbook.supervised.data import FromConversationFileBuilder  # noqa: E402
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig  # noqa: E402
-from tinker_cookbook.tokenizer_utils import get_tokenizer  # noqa: E402
+from tinker_cookbook.renderers import TrainOnWhat, get_renderer
+from tinker_cookbook.rl import train as rl_train
+from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
+from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
+from tinker_cookbook.supervised import train as sft_train
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+from local_stack import API_KEY, LocalStack
+from tandem.controller.tinker.names import path_of
+from tinker_client import datum, service
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.sample(1, of="the cookbook's programs"),
+]
 RENDERER = "role_colon"
 
 
@@ -129,8 +130,9 @@ def test_supervised_training_on_a_file(common: dict[str, Any], tmp_path: Path) -
     assert metrics(other, "train_mean_nll")[0] < 0.6 * losses[0]
 
 
-class Parity(ProblemEnv):
-    """The answer is one letter."""
+class Even(ProblemEnv):
+    """An answer is right whose first character has an even number, as about a third of the
+    untrained model's have."""
 
     def __init__(self, number: int, renderer: Any) -> None:
         super().__init__(renderer)
@@ -140,13 +142,13 @@ class Parity(ProblemEnv):
         return f"{self.number}?"
 
     def check_answer(self, sample_str: str) -> bool:
-        return "e" in sample_str
+        return sample_str != "" and ord(sample_str[0]) % 2 == 0
 
     def check_format(self, sample_str: str) -> bool:
-        return bool(re.search("[a-z]", sample_str))
+        return True
 
     def get_reference_answer(self) -> str:
-        return "e"
+        return "b"
 
 
 class Numbers(RLDataset):
@@ -157,12 +159,12 @@ class Numbers(RLDataset):
         rng = random.Random(index)
         numbers = [rng.randrange(100) for _ in range(4)]
         return [
-            ProblemGroupBuilder(env_thunk=partial(Parity, number, self.renderer), num_envs=4)
+            ProblemGroupBuilder(env_thunk=partial(Even, number, self.renderer), num_envs=8)
             for number in numbers
         ]
 
     def __len__(self) -> int:
-        return 3
+        return 8
 
 
 @chz.chz
@@ -173,22 +175,34 @@ class NumbersBuilder(RLDatasetBuilder):
         return Numbers(get_renderer(RENDERER, get_tokenizer(self.model_name))), None
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
-def test_rl_with_an_environment_of_our_own(common: dict[str, Any], loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "while_training"),
+    [("importance_sampling", False), ("ppo", False), ("ppo", True)],
+)
+def test_rl_with_an_environment_of_our_own(
+    common: dict[str, Any], loss: Any, while_training: bool
+) -> None:
     settings = common | {
         "dataset_builder": NumbersBuilder(model_name=common["model_name"]),
-        "max_tokens": 8,
+        "max_tokens": 4,
         "loss_fn": loss,
-        "learning_rate": 1e-3,
+        "learning_rate": 3e-3,
         "kl_penalty_coef": 0.01,
         "kl_reference_config": rl_train.KLReferenceConfig(base_model=common["model_name"]),
         "compute_post_kl": True,
     }
+    if while_training:
+        settings["async_config"] = rl_train.AsyncConfig(
+            max_steps_off_policy=1, groups_per_batch=4, loss_fn=loss
+        )
     asyncio.run(rl_train.main(rl_train.Config(**settings)))
+    right = metrics(common, "env/all/correct")
     differences = metrics(common, "optim/kl_sample_train_v2")
-    assert len(differences) == 3
-    # The sampler's log-probs are the trainer's.
-    assert all(abs(one) < 1e-3 for one in differences)
+    assert len(right) == len(differences) == 8
+    assert right[0] < 0.6
+    assert np.mean(right[-3:]) > right[0] + 0.3
+    if not while_training:  # the sampler's log-probs are the trainer's
+        assert max(differences) < 1e-9
 
 
 @chz.chz
@@ -214,7 +228,7 @@ def test_dpo(common: dict[str, Any]) -> None:
     train_dpo.main(train_dpo.Config(**settings))
     losses = metrics(common, "dpo_loss")
     assert len(losses) == 8
-    assert abs(losses[0] - 0.693) < 0.01  # log 2: the policy is its reference
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)  # the policy is its reference
     assert losses[-1] < 0.5
 
 
@@ -230,12 +244,14 @@ class Prompts(RLDatasetBuilder):
 
 
 def teacher(common: dict[str, Any]) -> str:
-    """The path of a model that says one thing."""
+    """The path of a model that says early letters of the alphabet, any as often as another."""
+    rng = random.Random(1)
     with service(common["base_url"], f"tml-{API_KEY}") as client:
         model = client.create_lora_training_client(base_model=common["model_name"], rank=8).result()
         tokenizer = get_tokenizer(common["model_name"])
-        data = [datum(tokenizer.encode(f"Assistant: {word}")) for word in ("eeee", "e!e!")]
-        for _ in range(8):
+        words = ["".join(rng.choices("abcdefghijklm", k=12)) for _ in range(32)]
+        data = [datum(tokenizer.encode(f"Assistant: {word}")) for word in words]
+        for _ in range(12):
             passing = model.forward_backward(data, "cross_entropy")
             model.optim_step(types.AdamParams(learning_rate=5e-3)).result()
             passing.result()
@@ -249,15 +265,17 @@ def test_on_policy_distillation(common: dict[str, Any]) -> None:
         teacher_config=TeacherConfig(base_model=name, load_checkpoint_path=teacher(common)),
         groups_per_batch=4,
     )
-    settings = common | {"dataset_configs": [data], "max_tokens": 8}
+    settings = common | {"dataset_configs": [data], "max_tokens": 8, "learning_rate": 1e-2}
     asyncio.run(train_on_policy.main(train_on_policy.Config(**settings)))
     kl = metrics(common, "teacher_kl")
     assert len(kl) == 8
-    assert kl[0] > 0.5
-    assert np.mean(kl[-3:]) < 0.9 * np.mean(kl[:3])  # of what 64 samples say each time
+    assert kl[0] > 3
+    assert np.mean(kl[-2:]) < 0.5 * kl[0]  # in nats per token, over 64 samples
 
 
-def test_guess_number(common: dict[str, Any]) -> None:
+def test_guess_number(common: dict[str, Any], stack: LocalStack) -> None:
+    """The untrained model never says a number: each of ten turns costs 1, no answer is better than
+    another, and no weight moves."""
     builder = GuessNumberDatasetBuilder(
         batch_size=2,
         model_name=common["model_name"],
@@ -266,4 +284,13 @@ def test_guess_number(common: dict[str, Any]) -> None:
     )
     settings = common | {"dataset_builder": builder, "max_tokens": 8, "max_steps": 2}
     asyncio.run(rl_train.main(rl_train.Config(**settings)))
-    assert len(metrics(common, "optim/lr")) == 2
+    assert metrics(common, "env/all/reward/total") == [-10.0, -10.0]
+    assert metrics(common, "env/all/turns_per_episode") == [10.0, 10.0]
+    saved = path_of(checkpoints(common)[-1]["state_path"])
+    run = saved.model.run
+    step = stack.spool.names.find(run, saved.group, saved.name).step
+    steps = [stack.spool.checkpoints.path(run, number) for number in (0, step)]
+    first, last = (load_file(path / "adapter_model.safetensors") for path in steps)
+    assert step > 0
+    assert first.keys() == last.keys()
+    assert all(np.array_equal(first[name], last[name]) for name in first)

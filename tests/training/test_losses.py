@@ -218,6 +218,39 @@ def test_dro_is_its_papers(case, beta) -> None:
     assert out.sums["clipped"] == 0
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    case=cases,
+    bounds=st.sampled_from([(None, None), (0.5, 4.0), (1e-5, 2e-5)]),
+    everywhere=st.booleans(),
+)
+def test_gspo_token_is_its_papers(case, bounds, everywhere) -> None:
+    """Zheng et al., arXiv:2507.18071, eq. 13 and 14, summed: each token has its own advantage and
+    gradient, and Tinker's mask says whose log-ratios make the sequence's."""
+    spec = RLLoss(policy="gspo_token", clip_low=bounds[0], clip_high=bounds[1], normalisation="sum")
+    low, high = BOUNDS["gspo"] if bounds[0] is None else (1 - bounds[0], 1 + bounds[1])
+    rng = np.random.default_rng(case.n)
+    items, adv = case.items(np.ones(case.n)), rng.normal(size=case.n)
+    masked = np.zeros(case.n, bool)
+    if not everywhere:
+        for members in case.sequences:
+            masked[rng.permutation(members)[1:][: len(members) // 2]] = True
+    items.advantages = torch.tensor(adv)
+    items.old_logprobs = torch.tensor(np.where(masked, np.nan, case.old))
+    out = losses.rl_loss(items, spec)
+    out.loss.backward()
+    value, grad = 0.0, np.zeros(case.n)
+    for members in case.sequences:
+        of_ratio = [t for t in members if not masked[t]]
+        s = np.exp(sum(case.lp[t] - case.old[t] for t in of_ratio) / len(of_ratio))
+        for t in members:
+            bounded = min(max(s, low), high) * adv[t]
+            value -= min(s * adv[t], bounded)
+            grad[t] = 0.0 if bounded < s * adv[t] else -s * adv[t]
+    close(out.loss, value)
+    close(items.logprobs.grad, grad)
+
+
 @settings(max_examples=50, deadline=None)
 @given(case=cases, kind=st.sampled_from(["token", "trajectory", "group", "constant"]))
 def test_weights_are_the_means_of_the_papers(case, kind) -> None:
@@ -229,8 +262,9 @@ def test_weights_are_the_means_of_the_papers(case, kind) -> None:
 
 def test_each_policys_own_normalisation_is_its_papers() -> None:
     """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) over sequences."""
-    found = [RLLoss(policy=policy).mean_over for policy in ("cispo", "ppo", "gspo")]
-    assert found == ["token", "token", "trajectory"]
+    policies = ("cispo", "ppo", "gspo", "gspo_token")
+    found = [RLLoss(policy=policy).mean_over for policy in policies]
+    assert found == ["token", "token", "trajectory", "trajectory"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -409,6 +443,7 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, object], says:
             "below tis_mask_high",
         ),
         ({"policy": "gspo", "ratio_level": "token"}, "sequence's"),
+        ({"policy": "gspo_token", "ratio_level": "token"}, "sequence's"),
         ({"policy": "cispo", "dual_clip": 9.0}, "PPO and GSPO"),
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
         ({"policy": "dro"}, "dro_beta goes with"),

@@ -23,12 +23,23 @@ MOST_TOKENS = 2**20
 # The ratio that Tandem's losses compute is e^20 at most, so a bound of this never acts.
 _NO_BOUND = 1e9
 _Bounds = tuple[float, float]
-_BOUNDS: dict[str, _Bounds] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+_BOUNDS: dict[str, _Bounds] = {
+    "ppo": (0.8, 1.2),
+    "cispo": (0.0, 4.0),
+    # Of its paper, arXiv:2507.18071, section 5.1.
+    "gspo": (1 - 3e-4, 1 + 4e-4),
+}
+_POLICIES: dict[str, Literal["ppo", "cispo", "gspo_token"]] = {
+    "ppo": "ppo",
+    "cispo": "cispo",
+    "gspo": "gspo_token",
+}
 _CONFIG = {
     "cross_entropy": (),
     "importance_sampling": (),
     "ppo": ("clip_low_threshold", "clip_high_threshold"),
     "cispo": ("clip_low_threshold", "clip_high_threshold"),
+    "gspo": ("clip_low_threshold", "clip_high_threshold"),
     "dro": ("beta",),
 }
 
@@ -37,12 +48,14 @@ _CONFIG = {
 class Datum:
     """`tokens` [n]; from the first i + 1 of them `targets[i]` is predicted. `factors` [n]: the
     weights of cross-entropy, else the advantages. `logprobs` [n]: the sampler's, in nats, which
-    every loss but cross-entropy needs."""
+    every loss but cross-entropy needs. `sequence_ratio_mask` [n], which GSPO needs: not 0 where the
+    log-ratio is part of the sequence's."""
 
     tokens: Int32
     targets: Int32
     factors: Float32
     logprobs: Float32 | None = None
+    sequence_ratio_mask: Float32 | None = None
 
 
 def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
@@ -53,6 +66,8 @@ def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
     - importance_sampling: -sum r A
     - ppo: -sum min(r A, clip(r, low, high) A)
     - cispo: -sum sg(clip(r, low, high)) A lp
+    - gspo: -sum min(s A, clip(s, low, high) A), s the datum's exp(mean log r), with each token's
+      own gradient
     - dro: -sum (A lp - beta / 2 (log r)^2)
     """
     if name not in _CONFIG:
@@ -79,7 +94,7 @@ def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
         problem = f"[{low}, {high}] does not hold 1, the ratio of a policy that has not moved"
         raise InvalidInput(problem, field="loss_fn_config")
     return RLLoss(
-        policy="ppo" if name == "ppo" else "cispo",
+        policy=_POLICIES[name],
         clip_low=1.0 - low,
         clip_high=high - 1.0,
         normalisation="sum",
@@ -102,7 +117,7 @@ def pass_request(
     if not data:
         raise InvalidInput("there is no datum", field="data")
     for i, datum in enumerate(data):
-        _check(datum, isinstance(loss, RLLoss), vocab_size, longest, f"data.{i}")
+        _check(datum, loss, vocab_size, longest, f"data.{i}")
     sequences = [_sequence(datum) for datum in data]
     trajectories = [
         PackedTrajectory([sequence], group, 1.0, float("nan"), False)
@@ -122,16 +137,29 @@ def pass_request(
     return request, lambda directory: write_packed(directory, arrays, vocab_size=vocab_size)
 
 
-def _check(datum: Datum, sampled: bool, vocab_size: int, longest: int, field: str) -> None:
+def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, field: str) -> None:
     length = len(datum.tokens)
     if not 1 <= length < longest:
         problem = f"{length} tokens; a datum has 1 to {longest - 1} and the last one's target"
         raise InvalidInput(problem, field=field)
-    if sampled and datum.logprobs is None:
+    if isinstance(loss, RLLoss) and datum.logprobs is None:
         raise InvalidInput(
             "missing; this loss needs the sampler's log-probs", field=f"{field}.logprobs"
         )
-    columns = {"targets": datum.targets, "factors": datum.factors, "logprobs": datum.logprobs}
+    mask = datum.sequence_ratio_mask
+    if (
+        isinstance(loss, RLLoss)
+        and loss.policy == "gspo_token"
+        and (mask is None or not mask.any())
+    ):
+        problem = "marks no token; this loss needs those whose ratio is the sequence's"
+        raise InvalidInput(problem, field=f"{field}.sequence_ratio_mask")
+    columns = {
+        "targets": datum.targets,
+        "factors": datum.factors,
+        "logprobs": datum.logprobs,
+        "sequence_ratio_mask": mask,
+    }
     for name, column in columns.items():
         if column is not None and column.shape != (length,):
             problem = f"shape {column.shape}; give one number for each of {length} tokens"
@@ -146,12 +174,15 @@ def _check(datum: Datum, sampled: bool, vocab_size: int, longest: int, field: st
 
 def _sequence(datum: Datum) -> LinearSequence:
     """All positions are items. The last target takes the slot after the last token."""
+    logprobs = datum.logprobs
+    if logprobs is not None and datum.sequence_ratio_mask is not None:
+        logprobs = np.where(datum.sequence_ratio_mask != 0, logprobs, np.nan)
     return LinearSequence.of(
         np.append(datum.tokens, datum.targets[-1:]).astype(np.int32),
         np.arange(1, len(datum.tokens) + 1, dtype=np.int32),
         targets=datum.targets.astype(np.int32),
         weights=datum.factors.astype(np.float32),
-        logprobs=None if datum.logprobs is None else datum.logprobs.astype(np.float32),
+        logprobs=None if logprobs is None else logprobs.astype(np.float32),
     )
 
 

@@ -22,7 +22,8 @@ slots, N items, T trajectories and G groups:
     item_sequence         int32 [N]            its linear sequence: 0, 1, ...; its items are
                                                contiguous, in order, in one row
     item_trajectory       int32 [N]            index into `trajectory_*`
-    item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT
+    item_logprob          float32 [N]          the sampler's log-prob in nats; NaN for SFT, and
+                                               where `gspo_token` leaves it out of the ratio
     item_policy_step      int32 [N]            the checkpoint that sampled the token; -1: unknown,
                                                or not sampled
     item_weight           float32 [N]          the factor of the item's loss: for RL the advantage,

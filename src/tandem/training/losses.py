@@ -15,7 +15,8 @@ Sources:
 - CISPO: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5.
 - PPO: arXiv:1707.06347, eq. 7; separate bounds (clip-higher) and token-level mean: DAPO,
   arXiv:2503.14476, eq. 8.
-- GSPO: arXiv:2507.18071, eq. 5 and 7.
+- GSPO: arXiv:2507.18071, eq. 5 and 7; GSPO-token: eq. 13 and 14, and Tinker's documentation
+  (tinker/losses/gspo), whose ratio is of some of a sequence's tokens.
 - Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
   Learning", arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 - Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
@@ -132,6 +133,14 @@ def sequence_mean(values: Tensor, items: Items) -> Tensor:
     return sequence_sum(values, items) / sequence_sum(torch.ones_like(values), items)
 
 
+def known_mean(values: Tensor, items: Items) -> Tensor:
+    """Mean of the `values` [items] that are not NaN over each item's sequence, [items]; NaN where
+    all are."""
+    known = ~values.isnan()
+    count = sequence_sum(known.to(values.dtype), items)
+    return sequence_sum(values.where(known, 0.0), items) / count
+
+
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where bounds changed the
     gradient.
@@ -146,6 +155,10 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
              With one sequence per
       trajectory and GSPO's default normalisation this is the paper's objective.
 
+    - gspo_token: ppo with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp - old
+             over the sequence's items whose `old` is not NaN. Each token has its own advantage and
+             its own gradient, r A.
+
     - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
              arXiv:2405.19107, with the advantage in place of the reward less its value)
 
@@ -156,7 +169,9 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     assert items.advantages is not None
     low, high = loss.clip_bounds
     log_r, advantages = items.logprobs - items.old_logprobs, items.advantages
-    if loss.level == "sequence":
+    if loss.policy == "gspo_token":
+        log_r = known_mean(log_r.detach(), items) + items.logprobs - items.logprobs.detach()
+    elif loss.level == "sequence":
         log_r = sequence_mean(log_r, items)
     ratio = bounded_exp(log_r)
     outside = (ratio < low) | (ratio > high)

@@ -10,8 +10,8 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, SFTLoss
 
 UNSERVED = {
-    "gspo": "its ratio is of some positions only; choose importance_sampling, ppo, cispo or dro",
-    "stable_reinforce": "its formula is not public; choose importance_sampling, ppo, cispo or dro",
+    "stable_reinforce": "its formula is not published; choose importance_sampling, ppo, cispo, gspo"
+    " or dro",
     "custom": "losses are not uploaded here; the package computes them by itself",
 }
 
@@ -27,6 +27,8 @@ def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callabl
         config[name] = value
     supervised = isinstance(named_loss(asked.loss, config), SFTLoss)
     names = ("weights",) if supervised else ("advantages", "logprobs")
+    if asked.loss == "gspo":
+        names = (*names, "sequence_ratio_mask")
     return pass_request(
         "forward" if asked.forward_only else "forward_backward",
         asked.data(names, needed=not supervised),

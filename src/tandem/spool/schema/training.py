@@ -11,11 +11,14 @@ Step = Annotated[int, Field(strict=True)]
 """Not `true`, `false` or a text, which would be steps 1 and 0 and the like."""
 
 
+_BY_SEQUENCE = ("gspo", "gspo_token")
+
+
 class RLLoss(Record):
     """The policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
-    policy: Literal["cispo", "ppo", "gspo", "dro"] = "cispo"
+    policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
@@ -79,7 +82,7 @@ class RLLoss(Record):
             )
         if (self.tis_mask_low or 0.0) >= (self.tis_mask_high or float("inf")):
             raise ValueError("tis_mask_low must be below tis_mask_high")
-        if self.policy == "gspo" and self.ratio_level == "token":
+        if self.policy in _BY_SEQUENCE and self.ratio_level == "token":
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if (self.policy == "dro") != (self.dro_beta is not None):
             raise ValueError('dro_beta goes with policy="dro", and only with it')
@@ -133,13 +136,13 @@ class RLLoss(Record):
     @property
     def level(self) -> Literal["token", "sequence"]:
         """`ratio_level` after defaults: GSPO sequence, the others token."""
-        return self.ratio_level or ("sequence" if self.policy == "gspo" else "token")
+        return self.ratio_level or ("sequence" if self.policy in _BY_SEQUENCE else "token")
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
         """`normalisation` after defaults: CISPO, PPO and DRO token, GSPO trajectory (their papers,
         and DAPO for PPO)."""
-        return self.normalisation or ("trajectory" if self.policy == "gspo" else "token")
+        return self.normalisation or ("trajectory" if self.policy in _BY_SEQUENCE else "token")
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -149,6 +152,7 @@ class RLLoss(Record):
             "ppo": (0.2, 0.28),
             "cispo": (1.0, 4.0),
             "gspo": (3e-4, 4e-4),
+            "gspo_token": (3e-4, 4e-4),
             "dro": (1.0, math.inf),
         }[self.policy]
         low = low if self.clip_low is None else self.clip_low
