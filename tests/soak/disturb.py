@@ -260,7 +260,7 @@ class Damage:
             or (path := self._some("jobs/live/[!.]*/*/[!.]*/job.json")) is None
         ):
             return False
-        if '"state": "queued"' not in path.read_text():
+        if b'"state": "queued"' not in path.read_bytes():  # it may be damaged already
             return False
         self._ledger.write("damaged", id=path.parent.name.split(",")[-1])
         self._spoil(path)
