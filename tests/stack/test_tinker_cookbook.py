@@ -175,6 +175,7 @@ class NumbersBuilder(RLDatasetBuilder):
         return Numbers(get_renderer(RENDERER, get_tokenizer(self.model_name))), None
 
 
+@pytest.mark.sample(0, of="programs that sample without a seed")
 @pytest.mark.parametrize(
     ("loss", "while_training"),
     [("importance_sampling", False), ("ppo", False), ("ppo", True)],
@@ -258,6 +259,7 @@ def teacher(common: dict[str, Any]) -> str:
         return model.save_weights_for_sampler("teacher").result().path
 
 
+@pytest.mark.sample(0, of="programs that sample without a seed")
 def test_on_policy_distillation(common: dict[str, Any]) -> None:
     name = common["model_name"]
     data = DistillationDatasetConfig(
