@@ -74,6 +74,13 @@ class Settings(BaseSettings):
     )
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
+    executor: Literal["local", "hosts"] = "local"
+    trainer_hosts: int = Field(default=1, ge=1)
+    host_index: int | None = Field(default=None, ge=0)
+    host_address: str | None = None
+    """None: of the interface that leads to other machines."""
+    start_seconds: float = Field(default=900.0, gt=0)
+    orphan_seconds: float = Field(default=900.0, gt=0)
     topology: Literal["given", "auto"] = "given"
     tensor_parallel: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -164,6 +171,7 @@ class Settings(BaseSettings):
                 "TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none"
             )
         self._check_ranks()
+        self._check_executor()
         self._check_transport()
         self._check_replicas()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
@@ -210,6 +218,30 @@ class Settings(BaseSettings):
                 "TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it"
             )
 
+    def _check_executor(self) -> None:
+        ranks, hosts = self.trainer_ranks, self.trainer_hosts
+        executor, several = f"TANDEM_EXECUTOR={self.executor}", f"TANDEM_TRAINER_HOSTS={hosts}"
+        if self.executor == "local":
+            if hosts > 1:
+                raise ValueError(f"{several}: {executor} has one host; set TANDEM_EXECUTOR=hosts")
+            return
+        if ranks % hosts:
+            problem = "are fewer than the hosts" if ranks < hosts else "don't divide evenly"
+            raise ValueError(f"{several}: TANDEM_TRAINER_RANKS={ranks} {problem}")
+        if self.launch != "fork":
+            raise ValueError(f"{executor} starts ranks by fork; unset TANDEM_LAUNCH={self.launch}")
+        if self.gpu_mode == "shared":
+            raise ValueError(f"{executor}: TANDEM_GPU_MODE=shared needs TANDEM_EXECUTOR=local")
+        if self.topology == "auto":
+            raise ValueError(
+                f"{executor}: TANDEM_TOPOLOGY=auto measures the runner's own GPUs; give the sizes"
+            )
+        if self.orphan_seconds <= self.heartbeat_seconds:
+            raise ValueError(
+                f"TANDEM_ORPHAN_SECONDS={self.orphan_seconds:g} must be longer than"
+                f" TANDEM_HEARTBEAT_SECONDS={self.heartbeat_seconds:g}"
+            )
+
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"
         if self.transport != "auto" and self.weights != "merged":
@@ -238,6 +270,10 @@ class Settings(BaseSettings):
                 f"{several} needs GPUs of its own for each vLLM; set TANDEM_GPU_MODE=dedicated, or"
                 " one replica"
             )
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.trainer_ranks // self.trainer_hosts
 
     @property
     def local_replicas(self) -> int:

@@ -24,6 +24,9 @@ class Waiting:
 class Running:
     """The attempt's ranks are started."""
 
+    seconds: float = 0.0
+    """How long they have run when the runner first hears of them, which may be a new runner."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -75,9 +78,14 @@ class Executor(Protocol):
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""
 
+    def adopts(self, attempt: Attempt, /) -> bool:
+        """Whether the attempt, which an earlier runner started, may go on: `start` then finds
+        it."""
+
     def start(self, order: Order) -> Execution:
-        """Starts the attempt. What keeps it from its start is how it ended. Raises what is wrong
-        with the volume or the job and no other attempt would change."""
+        """Starts the attempt, or finds the one that an earlier runner started. What keeps it from
+        its start is how it ended. Raises what is wrong with the volume or the job and no other
+        attempt would change."""
 
     def close(self) -> None:
         """Ends what stays between jobs."""

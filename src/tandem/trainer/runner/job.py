@@ -28,6 +28,10 @@ START_SECONDS = 300.0
 """How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
 bound would end a new fork server in its imports, which the next attempt would begin again."""
 
+UNCOUNTED = {"runner_stopped", "preempted"}
+"""Types of errors that don't count against `max_attempts`: the attempt's hosts or its runner were
+needed elsewhere."""
+
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
 
 
@@ -41,10 +45,13 @@ class JobRun:
     stop: Stop
     runner: str  # its name, in leases
     job: Job
+    adopted: bool = False
+    """An earlier runner started the attempt, which went on without it."""
 
     def __post_init__(self) -> None:
         self._files = Attempt(self.spool, self.job.spec.id, self.job.attempt)
-        self._log = JobLog(self._files, self.settings.trainer_ranks)
+        hosts = None if self.settings.executor == "local" else self.settings.trainer_hosts
+        self._log = JobLog(self._files, self.settings.trainer_ranks, hosts)
         self._next_beat = 0.0
 
     def run(self) -> float:
@@ -53,7 +60,7 @@ class JobRun:
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
         log.info(
-            "claimed",
+            "adopted" if self.adopted else "claimed",
             job=spec.id,
             run=spec.run,
             kind=spec.kind,
@@ -88,7 +95,9 @@ class JobRun:
     def _result(self) -> JobResult | JobError:
         """The job's end, or the error of this attempt."""
         try:
-            known = self.stop.retry("check the job's base", self._known_result)
+            known = None
+            if not self.adopted:
+                known = self.stop.retry("check the job's base", self._known_result)
             if known is not None or self.stop.requested:
                 return known or STOPPED
             error = self._attempt()
@@ -145,9 +154,7 @@ class JobRun:
     def _record(self, result: JobResult | JobError) -> str:
         """Write the job's end, or put it back into the queue; returns its new state."""
         if isinstance(result, JobError):
-            return self.spool.queue.requeue(
-                self.job, result, counts=result.type != "runner_stopped"
-            )
+            return self.spool.queue.requeue(self.job, result, counts=result.type not in UNCOUNTED)
         if result.state == "succeeded":
             # With the checkpoint committed nobody needs the packed data. It is gone before the job
             # shows its end.
@@ -158,7 +165,8 @@ class JobRun:
         """Returns why the attempt failed, if it made no checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
-        self._log.say(f"attempt {self.job.attempt} ({counted}), {now}")
+        begins = "goes on under another runner" if self.adopted else f"({counted})"
+        self._log.say(f"attempt {self.job.attempt} {begins}, {now}")
         order = Order(self.job, self._files, self._interrupted, self._log.say, self._append_event)
         execution = self.executor.start(order)
         error = self._watch(execution)
@@ -182,6 +190,7 @@ class JobRun:
             now = time.monotonic()
             if heartbeats is None and not isinstance(state, Waiting):
                 begin, heartbeats = now, Heartbeats(self._files, self.settings.trainer_ranks)
+                begin -= state.seconds
             ranks = heartbeats.read() if heartbeats is not None else []
             if now > kill_time:
                 self._log.say(
