@@ -89,6 +89,8 @@ SPECIAL: dict[str, Schema] = {
     "trainer.settings.heartbeatSeconds": optional(_POSITIVE),
     "trainer.settings.leaseSeconds": optional(_POSITIVE),
     "trainer.settings.sessionIdleSeconds": optional({"type": "number", "minimum": 0}),
+    "trainer.settings.startSeconds": optional(_POSITIVE),
+    "trainer.settings.orphanSeconds": optional(_POSITIVE),
     "inference.settings.maxModelLen": optional({"type": "integer", "minimum": 66}),
     "inference.settings.maxLoras": optional(COUNT),
     "inference.settings.gpuMemoryUtilization": optional(_POSITIVE | {"exclusiveMaximum": 1}),

@@ -74,7 +74,8 @@ class Settings(BaseSettings):
     )
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
-    executor: Literal["local", "hosts"] = "local"
+    executor: Literal["local", "hosts", "kubernetes"] = "local"
+    job_template: Path | None = None
     trainer_hosts: int = Field(default=1, ge=1)
     host_index: int | None = Field(default=None, ge=0)
     host_address: str | None = None

@@ -4,7 +4,7 @@ for the runner's executor, which makes Jobs.
 It stores objects as the real one does: a known name is refused, versions are compared, a deleted
 object stays until its finalizers are gone. It checks Jobs against Kubernetes' own schemas and a
 quota, requests against the rules of a Role, and asks a test's `admission`. `fail` makes requests
-fail. There are no pods: `helm.cluster` has a Job controller and a kubelet.
+fail. There are no pods: `executor.nodes` has a Job controller and a kubelet.
 """
 
 import base64

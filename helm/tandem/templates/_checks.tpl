@@ -134,8 +134,8 @@ this one added; then refuses what can't be. */}}
 {{- if and (gt (int $t.hosts) 1) (include "tandem.oneNode" .) -}}
 {{- fail (printf "trainer.hosts=%d and accessMode ReadWriteOnce: that volume holds all pods on one node; use ReadWriteMany for data and cache, or trainer.hosts=1 with more trainer.gpus" (int $t.hosts)) -}}
 {{- end -}}
-{{- if or (eq (default "" $t.settings.launch) "resident") (eq (toString $t.settings.exitAfterJob) "false") -}}
-{{- fail "trainer.executor=kubernetes ends the pods with the job, so no ranks stay: leave trainer.settings.launch and exitAfterJob out" -}}
+{{- if or (has (default "" $t.settings.launch) (list "resident" "torchrun")) (eq (toString $t.settings.exitAfterJob) "false") -}}
+{{- fail "trainer.executor=kubernetes starts ranks by fork and ends their pods with the job: leave trainer.settings.launch and exitAfterJob out" -}}
 {{- end -}}
 {{- if eq (default "" $t.settings.topology) "auto" -}}
 {{- fail "trainer.settings.topology=auto needs the GPUs' memory, and with trainer.executor=kubernetes the runner has no GPU: set the sizes, which `tandem plan` proposes" -}}

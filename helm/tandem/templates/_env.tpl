@@ -16,7 +16,7 @@
 - name: TANDEM_BASE_MODEL
   value: {{ ternary "models/tiny" $v.baseModel $v.tinyModel | quote }}
 - name: TANDEM_DEVICE
-  value: {{ ternary "cpu" $v.device (default false .runner) }}
+  value: {{ $v.device }}
 - name: TANDEM_GPU_MODE
   value: {{ $v.gpuMode }}
 - name: TANDEM_API_KEY_FILE
@@ -36,6 +36,13 @@
   value: {{ include "tandem.ranks" .root | quote }}
 {{- end }}
 {{- if and (eq .role "trainer") (include "tandem.jobs" .root) }}
+{{- $own := false -}}
+{{- range $v.trainer.extraEnv -}}{{- if eq .name "OMP_NUM_THREADS" -}}{{- $own = true -}}{{- end -}}{{- end -}}
+{{- if not $own }}
+{{- /* The runner and all hosts have the same, whatever their cores: it decides the order of sums. */}}
+- name: OMP_NUM_THREADS
+  value: {{ include "tandem.threads" .root | quote }}
+{{- end }}
 - name: TANDEM_EXECUTOR
   value: kubernetes
 - name: TANDEM_TRAINER_HOSTS

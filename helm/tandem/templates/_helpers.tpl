@@ -56,6 +56,14 @@ app.kubernetes.io/component: {{ .component }}
 {{ mul (ternary .Values.trainer.gpus .Values.trainer.cpuRanks (eq .Values.device "cuda") | int) (int .Values.trainer.hosts) }}
 {{- end -}}
 
+{{/* Threads of each process of a Job's pod: the cores that the pod requests, divided. */}}
+{{- define "tandem.threads" -}}
+{{- $cpu := toString (dig "requests" "cpu" "" .Values.trainer.resources) -}}
+{{- $cores := ternary 0 (regexFind "^[0-9]+" $cpu | int) (hasSuffix "m" $cpu) -}}
+{{- if hasSuffix "m" $cpu -}}{{- $cores = div (trimSuffix "m" $cpu | int) 1000 -}}{{- end -}}
+{{ max 1 (div $cores (ternary .Values.trainer.gpus .Values.trainer.cpuRanks (eq .Values.device "cuda") | int)) }}
+{{- end -}}
+
 {{/* Whether several inference servers are behind one address. */}}
 {{- define "tandem.several" -}}
 {{- if gt (int .Values.inference.replicas) 1 }}true{{ end -}}

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import Conflict, SpoolUnusable, VolumeFull
+from tandem.errors import Conflict, InvalidInput, SpoolUnusable, VolumeFull
 from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
@@ -109,6 +109,8 @@ class Runner:
     def _make_executor(self) -> Executor:
         if self._settings.executor == "hosts":
             return hosts.HostsExecutor(self._settings, self._entry, self.stop)
+        if self._settings.executor == "kubernetes":
+            return _kubernetes(self._settings, self._entry, self.stop, self._spool)
         return local.LocalExecutor(
             self._settings,
             self._spool,
@@ -165,6 +167,17 @@ class Runner:
             if self.stop.requested
             else self._spool.queue.claim(self._name, waiting=self._waiting)
         )
+
+
+def _kubernetes(settings: Settings, entry: str, stop: Stop, spool: Spool) -> Executor:
+    """InvalidInput where its client is not installed."""
+    try:
+        from tandem.trainer.executor.kubernetes import KubernetesExecutor
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"kubernetes needs {error.name}; install tandem-rl[kubernetes]", field="TANDEM_EXECUTOR"
+        ) from error
+    return KubernetesExecutor(settings, entry, stop, spool)
 
 
 def with_topology(settings: Settings) -> Settings:
