@@ -9,7 +9,9 @@ from pathlib import Path
 
 from runner.runner_stack import Stack
 from spool import spool_tools
+from tandem.spool.attempt import Attempt
 from tandem.system import processes
+from tandem.trainer.agent.hosts import Meeting
 
 
 class AgentStack(Stack):
@@ -72,6 +74,16 @@ class AgentStack(Stack):
 
     def hosts_dir(self, job_id: str, attempt: int = 1) -> Path:
         return self.spool.paths.work_dir(job_id, attempt) / "hosts"
+
+    def meeting(self, job_id: str, attempt: int = 1) -> Meeting:
+        return Meeting(Attempt(self.spool, job_id, attempt))
+
+    def addresses(self, job_id: str, attempt: int = 1) -> tuple[str, ...]:
+        """Those in the hosts' records; none before all have arrived, and after the attempt."""
+        meeting = self.meeting(job_id, attempt)
+        records = [meeting.record(host) for host in range(self.hosts)]
+        there = [record for record in records if record is not None]
+        return tuple(record.address for record in there) if len(there) == self.hosts else ()
 
     def signal_host(self, host: int, number: signal.Signals) -> None:
         """To all processes of a host."""

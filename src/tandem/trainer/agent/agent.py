@@ -142,7 +142,11 @@ class HostAgent:
         return network.host_address(self.settings.host_address)
 
     def prepare(self) -> None:
-        """Start what can be started ahead of an attempt, as the settings alone tell it."""
+        """Start what can be started ahead of an attempt: for the first as the settings alone tell
+        it, then for one like the last."""
+        if self._launcher is not None:
+            self._launcher.prepare()
+            return
         order = AgentOrder.of(self.settings, DEFAULT_ENTRY)
         with suppress(TandemError):  # the attempt says what is wrong
             settings = self._settings_of(order)
