@@ -75,6 +75,10 @@ class Nodes:
     def pods(self) -> list[Object]:
         return self.api.objects("Pod")
 
+    def left(self) -> list[processes.Process]:
+        """Living processes of containers."""
+        return [p for uid in self._running for p in processes.marked(MARK, uid)]
+
     def evict(self, reason: str = "EvictionByEvictionAPI", message: str = "drained") -> None:
         """All pods get the condition, and are deleted."""
 
