@@ -1,7 +1,6 @@
 """A real runner with TANDEM_EXECUTOR=hosts, and real agents; each may be in a network namespace of
 its own."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -47,9 +46,7 @@ class AgentStack(Stack):
     def agent_log(self, host: int) -> Path:
         return self.spool.root / f"agent.{host}.log"
 
-    def start_agent(
-        self, host: int, *arguments: str, **variables: str
-    ) -> subprocess.Popen[bytes]:
+    def start_agent(self, host: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
         """An agent, by default one that follows."""
         command = [sys.executable, "-m", "tandem", "rank-agent", *(arguments or ["--follow"])]
         with self.agent_log(host).open("ab") as log:
