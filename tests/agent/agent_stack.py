@@ -1,7 +1,6 @@
 """A real runner with TANDEM_EXECUTOR=hosts, and real agents; each may be in a network namespace of
 its own."""
 
-import os
 import signal
 import subprocess
 import sys

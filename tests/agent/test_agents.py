@@ -1,19 +1,15 @@
 """Agents of two hosts under a real runner, with ranks that misbehave on demand: whoever is killed
 or frozen, the job has one end, and nothing of an attempt that was ended reaches it."""
 
-import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from agent.agent_stack import AgentStack
 from tandem.system import processes
-from tandem.trainer.agent.hosts import DONE, FENCED, STOPPED, UNUSABLE
+from tandem.trainer.agent.hosts import DONE, FENCED
 from waiting import alive
 
 ORPHAN_SECONDS = 12
@@ -59,7 +55,7 @@ def ranks_of(stack: AgentStack, host: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_runners_that_are_killed_one_after_another_are_not_noticed_by_the_ranks(
+def test_ranks_notice_neither_killed_runners_nor_a_second_agent(
     stack: AgentStack,
 ) -> None:
     job_id = stack.submit(stack.run("adopted"), do="wait_for_go", meet=True)
@@ -73,24 +69,15 @@ def test_runners_that_are_killed_one_after_another_are_not_noticed_by_the_ranks(
         stack.forget()
         lease = stack.spool.leases.get(job_id)
         stack.until(lambda old=lease: stack.spool.leases.get(job_id) != old, "a new lease")
+    second = stack.start_agent(1, "--job", job_id, "--attempt", "1")
+    late = stack.start_agent(1, "--job", job_id, "--attempt", "2")
+    assert (second.wait(60), late.wait(60)) == (FENCED, FENCED)
     assert [ranks_of(stack, host) for host in range(2)] == ranks
     (stack.spool.root / "go").touch()
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 1)
     kinds = stack.kinds(job_id)
     assert kinds.count("claimed") == kinds.count("succeeded") == kinds.count("released") == 1
-
-
-@pytest.mark.slow
-def test_a_second_agent_of_a_host_leaves_and_the_first_is_unharmed(stack: AgentStack) -> None:
-    job_id = stack.submit(stack.run("second"), do="wait_for_go")
-    stack.until_beating(job_id, ranks=2)
-    second = stack.start_agent(1, "--job", job_id, "--attempt", "1")
-    late = stack.start_agent(1, "--job", job_id, "--attempt", "2")
-    assert (second.wait(60), late.wait(60)) == (FENCED, FENCED)
-    (stack.spool.root / "go").touch()
-    assert stack.wait(job_id)[0] == "succeeded"
-    assert stack.event(job_id, "released")["processes"] == 0
 
 
 @pytest.mark.slow
@@ -101,6 +88,12 @@ def test_a_host_that_is_killed_is_named_and_the_next_attempt_succeeds(stack: Age
     killed = time.monotonic()
     stack.until(lambda: stack.spool.jobs.get(job_id)[1].last_error, "the attempt's end")
     assert time.monotonic() - killed < 30
+
+    def waits() -> bool:
+        lease = stack.spool.leases.get(job_id)
+        return lease is not None and lease.phase == "waiting: host 1 of 2 has not arrived"
+
+    stack.until(waits, "the missing host's name")
     stack.agents[1] = stack.start_agent(1)
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "host_lost")
@@ -136,21 +129,6 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_stopped_gives_the_attempt_back_and_it_does_not_count(
-    stack: AgentStack,
-) -> None:
-    job_id = stack.submit(stack.run("stopped"), do="wait", until=1, attempts=1)
-    stack.until_beating(job_id, ranks=2)
-    stack.agents[1].terminate()
-    assert stack.agents[1].wait(40) == DONE  # of a follower
-    stack.agents[1] = stack.start_agent(1)
-    state, job = stack.wait(job_id)
-    assert (state, job.attempt, job.stopped) == ("succeeded", 2, 1)
-    assert job.last_error.type == "preempted"
-    assert "host 1 (" in job.last_error.message
-
-
-@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_ends_the_ranks_of_the_other_host(
     stack: AgentStack,
 ) -> None:
@@ -172,50 +150,6 @@ def test_a_job_is_cancelled_on_all_hosts(stack: AgentStack) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_with_other_threads_are_refused_before_their_ranks_start(stack: AgentStack) -> None:
-    stack.agents[1].terminate()
-    stack.agents[1].wait(40)
-    stack.agents[1] = stack.start_agent(1, OMP_NUM_THREADS="2")
-    job_id = stack.submit(stack.run("threads"))
-    state, job = stack.wait(job_id)
-    stack.agents[1].terminate()
-    stack.agents[1].wait(40)
-    assert (state, job.attempt, job.result.error.type) == ("failed", 1, "hosts_differ")
-    message = job.result.error.message
-    assert "host 0 (" in message
-    assert "host 1 (" in message
-    assert "OMP_NUM_THREADS=1 and 2" in message
-    assert "says hello" not in stack.job_log(job_id)
-
-
-@pytest.mark.slow
-def test_a_host_is_waited_for_by_name_and_no_longer_than_start_seconds(stack: AgentStack) -> None:
-    stack.agents[1].terminate()
-    stack.agents[1].wait(40)
-    stack.stop()
-    stack.environment["TANDEM_START_SECONDS"] = "5"
-    stack.start()
-    stack.environment["TANDEM_START_SECONDS"] = "60"
-    job_id = stack.submit(stack.run("late"), do="wait_for_go")
-
-    def waits() -> bool:
-        lease = stack.spool.leases.get(job_id)
-        return lease is not None and lease.phase == "waiting: host 1 of 2 has not arrived"
-
-    stack.until(waits, "the missing host's name")
-    stack.until(lambda: stack.spool.jobs.get(job_id)[1].last_error, "the attempt's end")
-    error = stack.spool.jobs.get(job_id)[1].last_error
-    assert error.type == "launch_failed"
-    assert "after 5 s: host 1 of 2 has not arrived" in error.message
-    assert "host 0" not in error.message
-    stack.stop()
-    stack.start()
-    stack.agents[1] = stack.start_agent(1)
-    (stack.spool.root / "go").touch()
-    assert stack.wait(job_id)[0] == "succeeded"
-
-
-@pytest.mark.slow
 def test_ranks_without_a_runner_end_by_themselves(stack: AgentStack) -> None:
     """Agents of one attempt each, as in pods; a later runner puts the job back."""
     job_id = stack.submit(stack.run("orphans"), do="wait", until=1)
@@ -228,3 +162,23 @@ def test_ranks_without_a_runner_end_by_themselves(stack: AgentStack) -> None:
     stack.start()
     state, job = stack.wait(job_id)
     assert (state, job.attempt, job.last_error.type) == ("succeeded", 2, "runner_lost")
+
+
+@pytest.mark.slow
+def test_a_stopped_host_does_not_count_and_one_with_other_threads_is_refused(
+    stack: AgentStack,
+) -> None:
+    job_id = stack.submit(stack.run("stopped"), do="wait", attempts=1)
+    stack.until_beating(job_id, ranks=2)
+    stack.agents[1].terminate()
+    assert stack.agents[1].wait(40) == DONE  # of a follower
+    stack.agents[1] = stack.start_agent(1, OMP_NUM_THREADS="2")
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt, job.stopped) == ("failed", 2, 1)
+    stopped, refused = job.last_error, job.result.error
+    assert (stopped.type, refused.type) == ("preempted", "hosts_differ")
+    assert "host 1 (" in stopped.message
+    assert "host 0 (" in refused.message
+    assert "host 1 (" in refused.message
+    assert "OMP_NUM_THREADS=1 and 2" in refused.message
+    assert stack.job_log(job_id).count("says hello") == 2  # of the first attempt's ranks

@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import tiny_model
 
-from compose_stack import CPU, MAIN, NVLINK, ROOT, SERVICES, SHARED, Compose, docker, everything
+from compose_stack import (
+    CPU,
+    HOSTS,
+    MAIN,
+    NVLINK,
+    ROOT,
+    SERVICES,
+    SHARED,
+    Compose,
+    docker,
+    everything,
+)
 from tandem.config import Settings
 
 pytestmark = pytest.mark.docker
@@ -385,6 +396,13 @@ NOT_PASSED = {
         "ADMIN_TOKEN",
         "API_KEY_FILE",
         "ADMIN_TOKEN_FILE",
+        # In docker-compose.hosts.yml.
+        "EXECUTOR",
+        "TRAINER_HOSTS",
+        "HOST_INDEX",
+        "HOST_ADDRESS",
+        "START_SECONDS",
+        "ORPHAN_SECONDS",
         # Fixed, or without effect.
         "INFERENCE_URL",
         "DOCKER",
@@ -450,7 +468,7 @@ OF_COMPOSE = {"COMPOSE_FILE", "COMPOSE_PROFILES"}
 
 
 def test_the_example_lists_every_variable_and_no_other():
-    read = set().union(*map(variables_of, (MAIN, CPU, NVLINK, SHARED)))
+    read = set().union(*map(variables_of, (MAIN, CPU, NVLINK, SHARED, HOSTS)))
     assert read == set(example()) - OF_COMPOSE
 
 

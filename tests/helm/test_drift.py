@@ -91,6 +91,13 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         "ADMIN_TOKEN",
         # Has no effect.
         "DOCKER",
+        # Of hosts without Kubernetes.
+        "EXECUTOR",
+        "TRAINER_HOSTS",
+        "HOST_INDEX",
+        "HOST_ADDRESS",
+        "START_SECONDS",
+        "ORPHAN_SECONDS",
     )
 }
 """Settings that only extraEnv can set."""

@@ -50,9 +50,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Age
 
 
 @pytest.fixture(scope="module")
-def alone(
-    stack: AgentStack, model: Path, request: pytest.FixtureRequest
-) -> dict[str, Path]:
+def alone(stack: AgentStack, model: Path, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Topology -> the checkpoint that two ranks of one host make."""
     wanted = TOPOLOGIES if request.config.option.all_cases else sorted(DEFAULT)
     experts = jobs.make_model(model.with_name("experts"), "qwen3_moe") if "ep" in wanted else None

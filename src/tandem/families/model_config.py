@@ -34,7 +34,7 @@ def model_directory(
         raise _from_client(error, model, cached=cached) from error
 
 
-def model_files(directory: Path) -> list[Path]:
+def base_model_files(directory: Path) -> list[Path]:
     """Those of MODEL_FILES that the directory has, by their names."""
     return [
         path
@@ -43,11 +43,11 @@ def model_files(directory: Path) -> list[Path]:
     ]
 
 
-def base_files(model: str) -> tuple[str, str]:
+def base_model_digest(model: str) -> tuple[str, str]:
     """The model's directory, which is downloaded first if the hub has it, and a digest of its
     files: their names, their sizes, and the first MiB of each."""
     directory, digest = model_directory(model), hashlib.sha256()
-    for path in model_files(directory):
+    for path in base_model_files(directory):
         with path.open("rb") as file:
             begin = file.read(2**20)
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + begin)

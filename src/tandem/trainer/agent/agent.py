@@ -13,7 +13,7 @@ from functools import partial
 import tandem
 from tandem.config import Settings, resolve_model
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
-from tandem.families.model_config import base_files
+from tandem.families.model_config import base_model_digest
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
@@ -31,7 +31,7 @@ from tandem.trainer.agent.hosts import (
     HostEnd,
     HostRecord,
     Meeting,
-    refusal,
+    misfit,
 )
 from tandem.trainer.agent.watch import AttemptWatch, Leave
 from tandem.trainer.launch import DEFAULT_ENTRY, HostPart, Launch
@@ -183,7 +183,7 @@ class HostAgent:
         spec = self.spool.jobs.get(meeting.attempt.job)[1].spec
         run = self.spool.runs.get(spec.run)
         model, digest = liveness.in_thread(
-            lambda: base_files(resolve_model(self.spool.root, run.base_model)), turn, 0.2
+            lambda: base_model_digest(resolve_model(self.spool.root, run.base_model)), turn, 0.2
         )
         known |= {
             "gpus": devices.uuids,
@@ -204,7 +204,7 @@ class HostAgent:
         while True:
             found = [meeting.record(host) for host in range(order.hosts)]
             there = [one for one in found if one is not None]
-            if (error := refusal(there, order)) is not None:
+            if (error := misfit(there, order)) is not None:
                 raise LeavingError(Leave(FAILED, error.message, error))
             if len(there) == order.hosts and not any(one.waits for one in there):
                 return there

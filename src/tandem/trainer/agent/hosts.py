@@ -163,7 +163,7 @@ class Meeting:
         return self.directory / f"{host}.ticket"
 
 
-def refusal(records: Sequence[HostRecord], order: AgentOrder) -> JobError | None:
+def misfit(records: Sequence[HostRecord], order: AgentOrder) -> JobError | None:
     """Why the hosts that have arrived can't train together; the hosts that differ are named."""
     for record in records:
         if (error := record.refused) is not None:

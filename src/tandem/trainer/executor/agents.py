@@ -19,7 +19,7 @@ from tandem.trainer.agent.hosts import (
     HostEnd,
     HostRecord,
     Meeting,
-    refusal,
+    misfit,
 )
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.stop import Stop
@@ -129,7 +129,7 @@ class AgentsExecution:
 
     def _judge(self, now: float) -> Waiting | Running | Ended:
         """How the attempt is, by what its hosts have written and the engine says."""
-        if (error := refusal([*self._records_in_order()], self._plan)) is not None:
+        if (error := misfit([*self._records_in_order()], self._plan)) is not None:
             return Ended(1, error)
         if (ended := self._ended(now)) is not None:
             return ended

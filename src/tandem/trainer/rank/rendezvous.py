@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
 from tandem.errors import Conflict
-from tandem.families.model_config import model_directory, model_files
+from tandem.families.model_config import base_model_files, model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
@@ -136,6 +136,6 @@ def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
     directory = liveness.in_thread(
         lambda: model_directory(model), lambda: beat("download"), seconds=1.0
     )
-    stats = {path.name: path.stat() for path in model_files(directory)}
+    stats = {path.name: path.stat() for path in base_model_files(directory)}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return {"model": str(directory), "model_files": files}
