@@ -219,7 +219,7 @@ def test_memory_and_the_pods_own_deadline_are_told_apart(cluster):
     execution = cluster.runner.begin()
     until(execution, Waiting, "has not arrived (pod")
     cluster.nodes.kill_for_memory()
-    assert "OOMKilled" in str(until(execution, Ended))
+    assert "OOMKilled" in str(until(execution, Ended, "rank_crashed"))
     execution.kill()
     gone(cluster)
     late = cluster.runner.begin()

@@ -1,12 +1,16 @@
 """Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from executor.kubernetes_stack import KubernetesStack
+from rank.jobs import make_model, make_run, submit_sft
+from runner.runner_stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
+of_pods = pytest.mark.sample(2, of="jobs in pods")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,7 @@ def test_a_job_is_cancelled_while_its_pods_are_pending(stack):
     stack.nodes.full = ""
 
 
+@of_pods
 def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack):
     job_id = stack.submit(stack.run("evicted"), attempts=1, do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
@@ -70,6 +75,7 @@ def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack):
     stack.until_empty()
 
 
+@of_pods
 def test_a_pod_that_somebody_deletes_does_not_count_the_first_time(stack):
     job_id = stack.submit(stack.run("deleted"), attempts=1, do="wait")
     for attempt in (1, 2):
@@ -83,6 +89,7 @@ def test_a_pod_that_somebody_deletes_does_not_count_the_first_time(stack):
     stack.until_empty()
 
 
+@of_pods
 def test_ranks_that_fail_say_why(stack):
     _, state, job = stack.ended("fails", do="fail", rank=1, attempts=3)
     assert (state, job.attempt) == ("failed", 1)
@@ -91,6 +98,7 @@ def test_ranks_that_fail_say_why(stack):
     stack.until_empty()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_the_next_runner_goes_on_with_the_attempt(stack, how):
     """Also while the API server is away: nobody starts or ends anything then."""
@@ -117,6 +125,7 @@ def test_the_next_runner_goes_on_with_the_attempt(stack, how):
     stack.until_empty()
 
 
+@of_pods
 def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
     """Its pods stay, its ranks go on for a while; they change nothing any more."""
     job_id = stack.submit(stack.run("lost"), attempts=2, stall=5, do="hang", until=1)
@@ -129,3 +138,29 @@ def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2), job.result
     stack.until_empty()
+
+
+def trained(stack: Stack, model: Path) -> dict[str, str]:
+    """sha256 of the files of the checkpoint that an SFT job makes."""
+    try:
+        make_run(stack.spool, model)
+        job_id = submit_sft(stack.spool)
+        stack.start()
+        state, job = stack.wait(job_id, 240)
+        assert state == "succeeded", (job.result, stack.job_log(job_id))
+        if isinstance(stack, KubernetesStack):
+            stack.until_empty()
+        files = stack.spool.checkpoints.verify("r", 1).files
+        return {name: entry.sha256 for name, entry in files.items()}
+    finally:
+        stack.close()
+
+
+@of_pods
+def test_pods_make_the_bytes_of_one_host(tmp_path):
+    make_model(tmp_path / "model")
+    entry = "tandem.trainer.rank.entry"
+    local = trained(Stack(tmp_path / "local", "fork", 2, entry), tmp_path / "model")
+    assert "adapter_model.safetensors" in local
+    pods = KubernetesStack(tmp_path / "pods", entry=entry)
+    assert trained(pods, tmp_path / "model") == local

@@ -97,6 +97,11 @@ ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES"}
 OF_A_POD = {
     # Under compose `tandem up` gives each inference server its name.
     "TANDEM_REPLICA",
+    # Under compose docker-compose.hosts.yml sets them.
+    "TANDEM_EXECUTOR",
+    "TANDEM_TRAINER_HOSTS",
+    "TANDEM_START_SECONDS",
+    "TANDEM_ORPHAN_SECONDS",
     # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
     # thread per core that the container has.
     "TANDEM_JOB_TEMPLATE",

@@ -261,8 +261,10 @@ spec:
       message: a Job of the runner has no volume {{ $kind }}
     {{- end }}
     {{- end }}
-    - expression: "!has(variables.pod.hostNetwork) || !variables.pod.hostNetwork"
-      message: a Job of the runner has a network of its own
+    {{- range $field := list "hostNetwork" "hostPID" "hostIPC" }}
+    - expression: "!has(variables.pod.{{ $field }}) || !variables.pod.{{ $field }}"
+      message: a Job of the runner has no {{ $field }}
+    {{- end }}
 ---
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicyBinding
