@@ -4,6 +4,7 @@ ranks and watches them until they or the attempt end. Without torch."""
 import os
 import platform
 import secrets
+import shutil
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -320,6 +321,7 @@ class HostAgent:
     def close(self) -> None:
         if self._launcher is not None:
             self._launcher.close()
+            shutil.rmtree(self._launcher.scratch, ignore_errors=True)
             self._launcher = None
 
 
