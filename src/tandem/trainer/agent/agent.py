@@ -115,6 +115,8 @@ class HostAgent:
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
             leave = self._watch(handle, watch)
+            if leave.status == FAILED and not meeting.is_open():  # they lost their directory
+                leave = Leave(FENCED, "the attempt was ended")
         except LeavingError as leaving:
             leave = leaving.leave
         except (TandemError, OSError) as error:
