@@ -220,28 +220,18 @@ class Settings(BaseSettings):
             )
 
     def _check_executor(self) -> None:
-        ranks, hosts = self.trainer_ranks, self.trainer_hosts
-        executor, several = f"TANDEM_EXECUTOR={self.executor}", f"TANDEM_TRAINER_HOSTS={hosts}"
-        if self.executor == "local":
-            if hosts > 1:
-                raise ValueError(f"{several}: {executor} has one host; set TANDEM_EXECUTOR=hosts")
-            return
-        if ranks % hosts:
-            problem = "are fewer than the hosts" if ranks < hosts else "don't divide evenly"
-            raise ValueError(f"{several}: TANDEM_TRAINER_RANKS={ranks} {problem}")
-        if self.launch != "fork":
-            raise ValueError(f"{executor} starts ranks by fork; unset TANDEM_LAUNCH={self.launch}")
-        if self.gpu_mode == "shared":
-            raise ValueError(f"{executor}: TANDEM_GPU_MODE=shared needs TANDEM_EXECUTOR=local")
-        if self.topology == "auto":
-            raise ValueError(
-                f"{executor}: TANDEM_TOPOLOGY=auto measures the runner's own GPUs; give the sizes"
-            )
-        if self.orphan_seconds <= self.heartbeat_seconds:
-            raise ValueError(
-                f"TANDEM_ORPHAN_SECONDS={self.orphan_seconds:g} must be longer than"
-                f" TANDEM_HEARTBEAT_SECONDS={self.heartbeat_seconds:g}"
-            )
+        ranks, hosts = self.trainer_ranks, f"TANDEM_TRAINER_HOSTS={self.trainer_hosts}"
+        several, orphan = self.executor != "local", f"TANDEM_ORPHAN_SECONDS={self.orphan_seconds:g}"
+        for wrong, problem in (
+            (not several and self.trainer_hosts > 1, f"has one host; unset {hosts}"),
+            (ranks % self.trainer_hosts, f"{hosts} does not divide TANDEM_TRAINER_RANKS={ranks}"),
+            (several and self.launch != "fork", f"forks; unset TANDEM_LAUNCH={self.launch}"),
+            (several and self.gpu_mode == "shared", "can't share GPUs; unset TANDEM_GPU_MODE"),
+            (several and self.topology == "auto", "needs given sizes; unset TANDEM_TOPOLOGY=auto"),
+            (self.orphan_seconds <= self.heartbeat_seconds, f"{orphan} is below the heartbeat"),
+        ):
+            if wrong:
+                raise ValueError(f"TANDEM_EXECUTOR={self.executor}: {problem}")
 
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"

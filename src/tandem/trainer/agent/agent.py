@@ -4,6 +4,7 @@ ranks and watches them until they or the attempt end. Without torch."""
 import os
 import platform
 import secrets
+import shutil
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -114,6 +115,8 @@ class HostAgent:
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
             leave = self._watch(handle, watch)
+            if leave.status == FAILED and not meeting.is_open():  # they lost their directory
+                leave = Leave(FENCED, "the attempt was ended")
         except LeavingError as leaving:
             leave = leaving.leave
         except (TandemError, OSError) as error:
@@ -320,6 +323,7 @@ class HostAgent:
     def close(self) -> None:
         if self._launcher is not None:
             self._launcher.close()
+            shutil.rmtree(self._launcher.scratch, ignore_errors=True)
             self._launcher = None
 
 

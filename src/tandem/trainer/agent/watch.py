@@ -76,7 +76,7 @@ class AttemptWatch(threading.Thread):
         if now - self._answered > orphan:
             why = f"the volume has not answered for {orphan:g} s"
             return Leave(UNUSABLE, why, at_once=True)
-        if now - self._lease_changed > orphan:
+        if self._answered - self._lease_changed > orphan:  # by looks: no answer says nothing
             why = f"the runner has not renewed the job's lease for {orphan:g} s"
             error = JobError(type="runner_lost", message=why, retriable=True)
             return Leave(FENCED, why, error, at_once=True)

@@ -50,10 +50,10 @@ class Launcher:
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings, defaults) | dict([marker])
         # A killed process leaves its temporary files, and a rank is often killed.
-        self._scratch = scratch_directory(
+        self.scratch = scratch_directory(
             f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}"
         )
-        self._environment["TMPDIR"] = str(self._scratch)
+        self._environment["TMPDIR"] = str(self.scratch)
         self._standby: ForkServer | ResidentRanks | None = None
         self._code_version: set[tuple[Path, int, int]] = set()
 
@@ -81,8 +81,8 @@ class Launcher:
         started. `listener`: as for `ForkServer.launch`, which alone takes part of a launch."""
         if not self.holds_devices:
             # Systems clean /tmp while the runner is idle.
-            self._scratch.mkdir(mode=0o700, exist_ok=True)
-            empty_directory(self._scratch)  # of the attempt before
+            self.scratch.mkdir(mode=0o700, exist_ok=True)
+            empty_directory(self.scratch)  # of the attempt before
         compiler_caches(os.environ)  # the same as at the start, but others may have made them since
         self.prepare()
         if isinstance(self._standby, ForkServer):
