@@ -1,7 +1,8 @@
 """The executor's calls of an API server, on the stand-in: which answers it survives, and what it
 asks for. Pods are processes that only wait; test_kubernetes_stack.py has real agents.
 
-With TANDEM_TEST_KUBECONFIG, the tests that script no answers run on that control plane.
+With TANDEM_TEST_KUBECONFIG the tests of `plane` run on that control plane, in the namespace of its
+context, and the others are left out.
 """
 
 import json
@@ -22,6 +23,7 @@ from tandem.errors import InvalidInput
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.trainer.executor import Ended, Order, Running, Waiting, job_state, kubernetes
+from tandem.trainer.executor.job_state import index_of
 from tandem.trainer.executor.kubernetes import KubernetesExecution, KubernetesExecutor
 from tandem.trainer.stop import Stop
 
@@ -83,6 +85,54 @@ def cluster(tmp_path, monkeypatch, quick) -> Iterator[SimpleNamespace]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         yield SimpleNamespace(api=api, nodes=nodes, runner=Runner(tmp_path, variables))
+
+
+@pytest.fixture
+def plane(tmp_path, monkeypatch, quick) -> Iterator[Runner]:
+    """A runner on the control plane, real or not, whose Jobs have no owner and no queue."""
+    with ApiServer() as api, Nodes(api, tmp_path, dict(os.environ)) as nodes:
+        nodes.command = ["sleep", "300"]
+        variables = install(api, release(1), tmp_path)
+        template = json.loads((tmp_path / "job.json").read_text())
+        del template["metadata"]["ownerReferences"]
+        if REAL:
+            del template["metadata"]["namespace"]
+            variables["KUBECONFIG"] = REAL
+        (tmp_path / "job.json").write_text(json.dumps(template))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield Runner(tmp_path, variables)
+
+
+def test_a_job_is_made_once_found_and_deleted_with_its_pods(plane):
+    def there() -> list[str]:
+        found = plane.executor._cluster.jobs(plane.executor._template.labels)
+        return [job["metadata"]["name"] for job in found]
+
+    execution = plane.begin()
+    until(execution, Waiting, "pod")
+    name = execution.make["metadata"]["name"]
+    assert there() == [name]
+    (pod,) = plane.executor._cluster.pods(name)
+    assert index_of(pod) == 0
+    second = plane.make()
+    assert second.adopts(plane.files)
+    until(plane.begin(second), Waiting, "pod")
+    assert there() == [name]
+    execution.kill()
+    end = time.monotonic() + 150
+    while there() or plane.executor._cluster.pods(name):
+        assert time.monotonic() < end, "the Job and its pods stay"
+        time.sleep(0.2)
+    assert "job_deleted" in str(until(execution, Ended))
+
+
+def test_a_job_that_the_server_finds_invalid_is_not_tried_again(plane):
+    execution = plane.begin()
+    execution.make["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+    ended = until(execution, Ended)
+    assert "restartPolicy" in str(ended)
+    assert "retriable=False" in str(ended)
 
 
 def jobs(cluster: SimpleNamespace) -> list[str]:

@@ -432,6 +432,14 @@ class ApiServer:
             kubernetes_validate.validate(job, self.version, strict=True)
         except kubernetes_validate.ValidationError as error:
             raise Refused(422, "Invalid", f'Job.batch "{name}" is invalid: {error}') from error
+        policy = job["spec"]["template"]["spec"].get("restartPolicy")
+        if policy not in ("OnFailure", "Never"):
+            raise Refused(
+                422,
+                "Invalid",
+                f'Job.batch "{name}" is invalid: spec.template.spec.restartPolicy: Required value:'
+                ' valid values: "OnFailure", "Never"',
+            )
         if refusal := self.admission(job):
             raise Refused(422, "Invalid", f"jobs.batch {name!r} is forbidden: {refusal}")
         most = self.quota.get("count/jobs.batch")
