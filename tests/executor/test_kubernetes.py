@@ -22,6 +22,7 @@ from tandem.config import Settings
 from tandem.errors import InvalidInput
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
+from tandem.trainer.agent.hosts import Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting, job_state, kubernetes
 from tandem.trainer.executor.job_state import index_of
 from tandem.trainer.executor.kubernetes import KubernetesExecution, KubernetesExecutor
@@ -250,6 +251,24 @@ def test_kueue_admits_preempts_and_admits_again(cluster):
     assert "Kueue: Preempted to accommodate a workload" in str(ended)
     # The same Job could be admitted again: it is deleted before the next attempt.
     execution.kill()
+    gone(cluster)
+
+
+@scripted
+@pytest.mark.parametrize("began", [True, False])
+def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
+    """Kueue may have preempted it meanwhile; then its hosts are taken, and nothing can go on."""
+    cluster.nodes.kueue = True
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "Kueue has not said why")
+    if began:
+        assert Meeting(cluster.runner.files).take_ticket(1, "the pod's")
+    again = cluster.runner.begin(cluster.runner.make())
+    if began:
+        assert "preempted" in str(until(again, Ended))
+    else:
+        until(again, Waiting, "Kueue has not said why")
+    again.kill()
     gone(cluster)
 
 

@@ -16,7 +16,7 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.system import liveness
 from tandem.system.logs import Log
-from tandem.trainer.agent.hosts import FAILED, AgentOrder
+from tandem.trainer.agent.hosts import FAILED, AgentOrder, Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
 from tandem.trainer.executor.cluster import Cluster, ClusterAway, ClusterRefused
@@ -122,12 +122,21 @@ class KubernetesExecutor(AgentsExecutor):
         made = self.ask(lambda: self._cluster.job(self._template.name(job)))
         return made is not None and is_of(made, job) and "deletionTimestamp" not in made["metadata"]
 
+    def _served(self, attempt: Attempt) -> bool:
+        """Whether a pod has begun the attempt, under an earlier runner."""
+        meeting = Meeting(attempt)
+        hosts = range(self._settings.trainer_hosts)
+        return (
+            self._stop.retry("look for tickets", lambda: any(map(meeting.has_ticket, hosts)))
+            or False
+        )
+
     def start(self, order: Order) -> "KubernetesExecution":
         execution = KubernetesExecution(
             order, self._settings, self._plan, self._stop, self, self._cluster
         )
         execution.make = self._template.fill(order.job, self._owner)
-        execution.states = JobStates(self._template.grace_seconds)
+        execution.states = JobStates(self._template.grace_seconds, self._served(order.files))
         execution.start()
         return execution
 
