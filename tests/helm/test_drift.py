@@ -196,6 +196,7 @@ def test_compose_and_chart_set_the_same_variables(role):
 
 NEEDED = {
     "TANDEM_KEEP_EVERY": {"TANDEM_KEEP_CHECKPOINTS": "1"},
+    "TANDEM_ORPHAN_SECONDS": {"TANDEM_HEARTBEAT_SECONDS": "0.1"},
     "TANDEM_SEQUENCE_PARALLEL": {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"},
     "TANDEM_TRANSPORT": {"TANDEM_WEIGHTS": "merged"},
 }
