@@ -176,6 +176,7 @@ class Scripted:
         self.stays = adopting
         self.attempts: list[Processes] = []
         self.phases: list[str] = []  # of leases
+        self.found: list[int] = []  # attempts that other runners started
         self.runner_stop = Stop()
 
     def next(self) -> str:
@@ -212,6 +213,7 @@ class Scripted:
     def start(self, order: Order) -> Processes:
         if started := self._of(order.files):
             assert self._adopting, "an attempt starts twice"
+            self.found.append(order.files.number)
             return started[0]
         for earlier in self.attempts:
             assert not earlier.files.work.exists(), "two attempts are unfenced"
@@ -301,6 +303,7 @@ def run(
     racing: bool = False,
     adopting: bool = False,
     phases: list[str] | None = None,
+    found: list[int] | None = None,
 ) -> tuple[str, Job, list[Event]]:
     with memory_directory() as directory:
         root = Path(directory)
@@ -312,6 +315,8 @@ def run(
         )
         if phases is not None:
             phases += executor.phases
+        if found is not None:
+            found += executor.found
         return ends_once(executor, spool)
 
 
@@ -360,8 +365,10 @@ def test_an_adopted_attempt_has_one_end_and_its_bounds_go_on(clock: Clock) -> No
 
 def test_a_runner_that_stops_leaves_what_goes_on_to_the_next(clock: Clock) -> None:
     script = ["run", "beat", "stage", "stop the runner", "beat", "stop the runner", "commit"]
-    state, ended, events = run([*script, "exit 0"], clock, adopting=True)
+    found: list[int] = []
+    state, ended, events = run([*script, "exit 0"], clock, adopting=True, found=found)
     assert (state, ended.attempt, ended.stopped) == ("succeeded", 1, 0)
+    assert found == [1, 1], "two runners went on with it"
     assert "requeued" not in {event.type for event in events}
     state, ended, _ = run([*script, "exit 0", "run", "exit 1"], clock)
     assert ended.stopped == 2
