@@ -296,11 +296,13 @@ class HostAgent:
         status."""
         log.info("waits for attempts", spool=self.spool.root, host=self.host)
         problem = ""
+        self.prepare()
         while not self.stop.requested:
-            self.prepare()
             try:
-                if (found := self._next()) is not None and self.serve(*found) == UNUSABLE:
-                    return UNUSABLE
+                if (found := self._next()) is not None:
+                    if self.serve(*found) == UNUSABLE:
+                        return UNUSABLE
+                    self.prepare()
                 problem = ""
             except (TandemError, OSError) as error:
                 if str(error) != problem:
