@@ -57,7 +57,7 @@ FROM locked AS controller-packages
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
     --mount=type=bind,source=pyproject.toml,target=/project/pyproject.toml \
     --mount=type=bind,source=uv.lock,target=/project/uv.lock \
-    sync-locked controller
+    sync-locked controller --extra kubernetes
 
 FROM controller-packages AS controller
 RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/uv,target=/uv \
@@ -68,7 +68,7 @@ RUN --mount=type=cache,target=/root/.cache/uv --mount=type=bind,from=uv,source=/
 COPY examples /opt/tandem/examples
 COPY --chmod=755 entrypoints/controller /entrypoint
 ENV TANDEM_ROLE=controller TANDEM_CONTROLLER_HOST=0.0.0.0
-RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transformers; from importlib.util import find_spec; assert not find_spec('torch')"
+RUN python -c "import tandem.controller.app, tandem.cli, tandem.client, transformers, supervisor, tandem.trainer.executor.kubernetes; from importlib.util import find_spec; assert not find_spec('torch')"
 USER 2000:0
 WORKDIR /tmp
 EXPOSE 8080

@@ -26,8 +26,8 @@ from free_ports import free_ports
 from tandem.client import Tandem
 
 ROOT = Path(__file__).parent.parent
-MAIN, CPU, NVLINK, SHARED = (
-    str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared")
+MAIN, CPU, NVLINK, SHARED, HOSTS = (
+    str(ROOT / f"docker-compose{part}.yml") for part in ("", ".cpu", ".nvlink", ".shared", ".hosts")
 )
 SERVICES = ("controller", "trainer", "inference")
 TAG = os.environ.get("TANDEM_TAG", "0.1.0")

@@ -56,6 +56,11 @@ def test_devices_are_a_comma_separated_list(monkeypatch):
 
 
 SHARED = {"TANDEM_GPU_MODE": "shared"}
+HOSTS = {
+    "TANDEM_EXECUTOR": "hosts",
+    "TANDEM_TRAINER_HOSTS": "2",
+    "TANDEM_TRAINER_RANKS": "2",
+}
 MERGED = {"TANDEM_WEIGHTS": "merged"}
 
 
@@ -86,6 +91,13 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (MERGED | {"TANDEM_SWAP_REQUESTS": "recompute"}, "should be 'keep' or 'wait'"),
         (MERGED | {"TANDEM_TRANSPORT": "ipc"}, "should be 'auto', 'merge', 'nccl' or 'volume'"),
         (SHARED | {"TANDEM_INFERENCE_REPLICAS": "2"}, "GPUs of its own for each vLLM"),
+        ({"TANDEM_TRAINER_HOSTS": "2", "TANDEM_TRAINER_RANKS": "2"}, "=local: has one host"),
+        (HOSTS | {"TANDEM_TRAINER_RANKS": "3"}, "HOSTS=2 does not divide TANDEM_TRAINER_RANKS=3"),
+        (HOSTS | {"TANDEM_TRAINER_RANKS": "1"}, "HOSTS=2 does not divide TANDEM_TRAINER_RANKS=1"),
+        (HOSTS | {"TANDEM_LAUNCH": "torchrun"}, "forks; unset TANDEM_LAUNCH=torchrun"),
+        (HOSTS | SHARED, "can't share GPUs"),
+        (HOSTS | {"TANDEM_TOPOLOGY": "auto"}, "needs given sizes"),
+        (HOSTS | {"TANDEM_ORPHAN_SECONDS": "5"}, "ORPHAN_SECONDS=5 is below the heartbeat"),
         ({"TANDEM_REPLICA": "Pod_1"}, "TANDEM_REPLICA|pattern"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),
         (

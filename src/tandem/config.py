@@ -74,6 +74,14 @@ class Settings(BaseSettings):
     )
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
+    executor: Literal["local", "hosts", "kubernetes"] = "local"
+    job_template: Path | None = None
+    trainer_hosts: int = Field(default=1, ge=1)
+    host_index: int | None = Field(default=None, ge=0)
+    host_address: str | None = None
+    """None: of the interface that leads to other machines."""
+    start_seconds: float = Field(default=900.0, gt=0)
+    orphan_seconds: float = Field(default=900.0, gt=0)
     topology: Literal["given", "auto"] = "given"
     tensor_parallel: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
@@ -164,6 +172,7 @@ class Settings(BaseSettings):
                 "TANDEM_KEEP_EVERY does nothing without TANDEM_KEEP_CHECKPOINTS; set both or none"
             )
         self._check_ranks()
+        self._check_executor()
         self._check_transport()
         self._check_replicas()
         trainer, inference = set(self.trainer_devices), set(self.inference_devices)
@@ -210,6 +219,20 @@ class Settings(BaseSettings):
                 "TANDEM_SEQUENCE_PARALLEL=1 needs TANDEM_TENSOR_PARALLEL above 1; unset it"
             )
 
+    def _check_executor(self) -> None:
+        ranks, hosts = self.trainer_ranks, f"TANDEM_TRAINER_HOSTS={self.trainer_hosts}"
+        several, orphan = self.executor != "local", f"TANDEM_ORPHAN_SECONDS={self.orphan_seconds:g}"
+        for wrong, problem in (
+            (not several and self.trainer_hosts > 1, f"has one host; unset {hosts}"),
+            (ranks % self.trainer_hosts, f"{hosts} does not divide TANDEM_TRAINER_RANKS={ranks}"),
+            (several and self.launch != "fork", f"forks; unset TANDEM_LAUNCH={self.launch}"),
+            (several and self.gpu_mode == "shared", "can't share GPUs; unset TANDEM_GPU_MODE"),
+            (several and self.topology == "auto", "needs given sizes; unset TANDEM_TOPOLOGY=auto"),
+            (self.orphan_seconds <= self.heartbeat_seconds, f"{orphan} is below the heartbeat"),
+        ):
+            if wrong:
+                raise ValueError(f"TANDEM_EXECUTOR={self.executor}: {problem}")
+
     def _check_transport(self) -> None:
         way = f"TANDEM_TRANSPORT={self.transport}"
         if self.transport != "auto" and self.weights != "merged":
@@ -238,6 +261,10 @@ class Settings(BaseSettings):
                 f"{several} needs GPUs of its own for each vLLM; set TANDEM_GPU_MODE=dedicated, or"
                 " one replica"
             )
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.trainer_ranks // self.trainer_hosts
 
     @property
     def local_replicas(self) -> int:

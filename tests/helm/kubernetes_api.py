@@ -1,20 +1,29 @@
-"""The Kubernetes API server that the Helm library needs to render or to keep a release: objects in
-memory, no pods.
+"""A Kubernetes API server in memory: for the Helm library, which renders and keeps releases, and
+for the runner's executor, which makes Jobs.
 
-It serves discovery, single objects and lists by label, and refuses changes to immutable fields.
-`helm.schemas` checks schemas. Nothing checks quotas, limit ranges, admission or Kueue.
+It stores objects as the real one does: a known name is refused, versions are compared, a deleted
+object stays until its finalizers are gone. It checks Jobs against Kubernetes' own schemas and a
+quota, requests against the rules of a Role, and asks a test's `admission`. `fail` makes requests
+fail. There are no pods: `executor.nodes` has a Job controller and a kubelet.
 """
 
 import base64
 import copy
 import gzip
+import itertools
 import json
 import re
 import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
+import kubernetes_validate
 import yaml
 
 Object = dict[str, Any]
@@ -24,6 +33,7 @@ KUEUE = "kueue.x-k8s.io"
 KINDS = {
     "v1": (
         "ConfigMap",
+        "Event",
         "Namespace",
         "PersistentVolumeClaim",
         "Pod",
@@ -32,13 +42,21 @@ KINDS = {
         "ServiceAccount",
     ),
     "apps/v1": ("Deployment", "StatefulSet"),
+    "authorization.k8s.io/v1": ("SelfSubjectAccessReview",),
+    "batch/v1": ("Job",),
     "networking.k8s.io/v1": ("Ingress", "NetworkPolicy"),
     "policy/v1": ("PodDisruptionBudget",),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
+    "admissionregistration.k8s.io/v1": (
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    ),
     "resource.k8s.io/v1": ("ResourceClaim", "ResourceClaimTemplate"),
     "monitoring.coreos.com/v1": ("PodMonitor", "ServiceMonitor", "PrometheusRule"),
     "gateway.networking.k8s.io/v1": ("HTTPRoute",),
-    f"{KUEUE}/v1beta2": ("LocalQueue",),
+    f"{KUEUE}/v1beta2": ("LocalQueue", "Workload"),
 }
+NOT_NAMESPACED = {"Namespace", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
 MUTABLE = {
     "Deployment": {
         "replicas",
@@ -46,6 +64,13 @@ MUTABLE = {
         "strategy",
         "revisionHistoryLimit",
         "progressDeadlineSeconds",
+    },
+    "Job": {
+        "parallelism",
+        "activeDeadlineSeconds",
+        "backoffLimit",
+        "ttlSecondsAfterFinished",
+        "suspend",
     },
     "PersistentVolumeClaim": {"resources", "volumeName", "volumeAttributesClassName"},
     "ResourceClaimTemplate": set(),
@@ -60,11 +85,14 @@ MUTABLE = {
     },
 }
 """Kind → the fields of its spec that may change; of other kinds all may."""
+FOREGROUND = "foregroundDeletion"
+"""The finalizer of an object whose dependents go first."""
 
 _PATH = re.compile(
     r"^/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))/(?:namespaces/(?P<namespace>[^/]+)/)?"
-    r"(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?$"
+    r"(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status))?$"
 )
+_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
 class Refused(Exception):
@@ -83,6 +111,21 @@ class Refused(Exception):
         }
 
 
+class Cut(Exception):
+    """The connection ends without an answer."""
+
+
+@dataclass
+class Fault:
+    """What becomes of requests with this method and resource, `times` times."""
+
+    method: str
+    plural: str
+    how: int | str  # a status; "cut" and "lost" (done, and then cut): no answer; "slow"
+    times: int = 1
+    message: str = "injected"
+
+
 class ApiServer:
     """`with ApiServer("1.37.0") as server:`"""
 
@@ -92,8 +135,18 @@ class ApiServer:
         """Whether Helm may store a release. If not, `recorded` is the record that Helm sent, and
         Helm stops there."""
         self.recorded: Object = {}
+        self.faults: list[Fault] = []
+        self.requests: list[tuple[str, str]] = []
+        """Methods and paths, in their order."""
+        self.rules: list[Object] | None = None
+        """The rules of the client's Role; None: it may do everything."""
+        self.quota: dict[str, int] = {}
+        """Of the namespace: `count/jobs.batch`, and `pods`, which the Job controller asks for."""
+        self.admission: Callable[[Object], str | None] = lambda obj: None
+        """Of new Jobs: why a policy or a webhook refuses one."""
+        self.changed = threading.Condition(threading.RLock())
+        self._versions = itertools.count(1)
         self._objects: dict[tuple[str, str], Object] = {}
-        self._lock = threading.Lock()
         self._kinds = {
             (group, _plural(kind)): kind
             for group, kinds in KINDS.items()
@@ -130,7 +183,10 @@ class ApiServer:
                     {"name": "memory", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}
                 ],
                 "contexts": [
-                    {"name": "memory", "context": {"cluster": "memory", "user": "memory"}}
+                    {
+                        "name": "memory",
+                        "context": {"cluster": "memory", "user": "memory", "namespace": "ns"},
+                    }
                 ],
             }
         )
@@ -143,12 +199,96 @@ class ApiServer:
 
     def objects(self, kind: str | None = None) -> list[Object]:
         """The stored objects, without the records of releases."""
-        stored = (obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1")
-        return [obj for obj in stored if kind in (None, obj["kind"])]
+        with self.changed:
+            stored = [
+                obj for obj in self._objects.values() if obj.get("type") != "helm.sh/release.v1"
+            ]
+            return [obj for obj in stored if kind in (None, obj["kind"])]
+
+    def fail(self, method: str, plural: str, how: int | str, times: int = 1, **more: str) -> None:
+        """Makes the next such requests fail."""
+        self.faults.append(Fault(method, plural, how, times, **more))
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Meanwhile nobody gets an answer."""
+        self.fail("*", "*", "cut", times=10**9)
+        fault = self.faults[-1]
+        try:
+            yield
+        finally:
+            self.faults.remove(fault)
+
+    # ---- what controllers do
+
+    def add(self, obj: Object) -> Object:
+        """Creates an object, as a controller."""
+        with self.changed:
+            plural, metadata = _plural(obj["kind"]), obj["metadata"]
+            if "name" not in metadata:
+                metadata["name"] = metadata.pop("generateName") + uuid.uuid4().hex[:5]
+            name = metadata["name"]
+            if (plural, name) in self._objects:
+                raise Refused(409, "AlreadyExists", f'{plural} "{name}" already exists')
+            metadata |= {
+                "uid": str(uuid.uuid4()),
+                "namespace": metadata.get("namespace", "ns"),
+                "creationTimestamp": now(),
+                "generation": 1,
+            }
+            return self._store(obj)
+
+    def change(self, kind: str, name: str, action: Callable[[Object], None]) -> Object | None:
+        """Changes an object as a controller does; None where it is gone. A deleted object without
+        finalizers goes."""
+        with self.changed:
+            obj = self._objects.get((_plural(kind), name))
+            if obj is None:
+                return None
+            before = json.dumps(obj, sort_keys=True)
+            action(obj)
+            if obj["metadata"].get("deletionTimestamp") and not obj["metadata"].get("finalizers"):
+                del self._objects[_plural(kind), name]
+                self.changed.notify_all()
+            elif json.dumps(obj, sort_keys=True) != before:
+                self._store(obj)
+            return obj
+
+    def event(self, about: Object, reason: str, message: str) -> None:
+        """Records an Event, as `kubectl describe` shows it."""
+        fields = ("apiVersion", "kind", "metadata")
+        api_version, kind, metadata = (about[field] for field in fields)
+        self.add(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"generateName": f"{metadata['name']}."},
+                "involvedObject": {
+                    "apiVersion": api_version,
+                    "kind": kind,
+                    "name": metadata["name"],
+                    "namespace": metadata["namespace"],
+                    "uid": metadata["uid"],
+                },
+                "type": "Warning",
+                "reason": reason,
+                "message": message,
+                "lastTimestamp": now(),
+            }
+        )
+
+    def _store(self, obj: Object) -> Object:
+        obj["metadata"]["resourceVersion"] = str(next(self._versions))
+        self._objects[_plural(obj["kind"]), obj["metadata"]["name"]] = obj
+        self.changed.notify_all()
+        return obj
+
+    # ---- requests
 
     def answer(self, method: str, url: str, body: bytes) -> Object:
         """The body of the response to one request. Refused for an error response."""
         split = urlsplit(url)
+        self.requests.append((method, split.path))
         if split.path == "/version":
             major, minor, _ = self.version.split(".")
             return {"major": major, "minor": minor, "gitVersion": f"v{self.version}"}
@@ -166,18 +306,76 @@ class ApiServer:
             raise Refused(
                 404, "NotFound", f"the server could not find the requested resource {split.path}"
             )
-        with self._lock:
+        query = {key: values[0] for key, values in parse_qs(split.query).items()}
+        lost = self._inject(method, match["plural"])
+        with self.changed:
+            if kind == "SelfSubjectAccessReview":
+                return self._review(yaml.safe_load(body))
+            self._authorize(method, match)
             if match["name"] is None and method == "GET":
-                return self._list(
-                    kind, match["plural"], parse_qs(split.query).get("labelSelector", [""])[0]
-                )
-            return self._one(method, match["plural"], kind, match["name"], body)
+                answer = self._list(kind, match["plural"], query)
+            else:
+                answer = self._one(method, match, kind, query, body)
+            answer = copy.deepcopy(answer)
+        if lost:
+            raise Cut
+        return answer
 
-    def _list(self, kind: str, plural: str, selector: str) -> Object:
-        wanted = dict(term.split("=") for term in selector.split(",") if term)
+    def _inject(self, method: str, plural: str) -> bool:
+        """Whether the answer is to be lost after the request was carried out."""
+        for fault in self.faults:
+            if fault.method in ("*", method) and fault.plural in ("*", plural) and fault.times:
+                fault.times -= 1
+                if fault.how == "cut":
+                    raise Cut
+                if fault.how == "slow":
+                    time.sleep(6)
+                elif isinstance(fault.how, int):
+                    reasons = {
+                        403: "Forbidden",
+                        410: "Expired",
+                        422: "Invalid",
+                        429: "TooManyRequests",
+                    }
+                    raise Refused(fault.how, reasons.get(fault.how, "InternalError"), fault.message)
+                return fault.how == "lost"
+        return False
+
+    def _allowed(self, verb: str, group: str, plural: str, name: str | None) -> bool:
+        return self.rules is None or any(
+            group in rule["apiGroups"]
+            and plural in rule["resources"]
+            and verb in rule["verbs"]
+            and (not rule.get("resourceNames") or name in rule["resourceNames"])
+            for rule in self.rules
+        )
+
+    def _authorize(self, method: str, match: re.Match[str]) -> None:
+        group = (match["group"] or "").partition("/")[0]
+        verb = _VERBS.get(method) or ("get" if match["name"] else "list")
+        plural = match["plural"] + (f"/{match['part']}" if match["part"] else "")
+        if not self._allowed(verb, group, plural, match["name"]):
+            what = f'{plural}.{group} "{match["name"] or ""}"' if group else plural
+            raise Refused(
+                403,
+                "Forbidden",
+                f'{what} is forbidden: User "system:serviceaccount:ns:t" cannot {verb} resource'
+                f' "{plural}" in API group "{group}" in the namespace "ns"',
+            )
+
+    def _review(self, review: Object) -> Object:
+        asked = review["spec"]["resourceAttributes"]
+        group, plural = asked.get("group", ""), asked["resource"]
+        allowed = self._allowed(asked["verb"], group, plural, asked.get("name"))
+        return review | {"status": {"allowed": allowed}}
+
+    def _list(self, kind: str, plural: str, query: dict[str, str]) -> Object:
         stored = (obj for (resource, _), obj in self._objects.items() if resource == plural)
         items = [
-            obj for obj in stored if wanted.items() <= obj["metadata"].get("labels", {}).items()
+            obj
+            for obj in stored
+            if selected(query.get("labelSelector", ""), obj["metadata"].get("labels", {}))
+            and _has_fields(query.get("fieldSelector", ""), obj)
         ]
         return {
             "kind": f"{kind}List",
@@ -186,21 +384,111 @@ class ApiServer:
             "items": items,
         }
 
-    def _one(self, method: str, plural: str, kind: str, name: str | None, body: bytes) -> Object:
+    def _one(
+        self, method: str, match: re.Match[str], kind: str, query: dict[str, str], body: bytes
+    ) -> Object:
+        plural, name = match["plural"], match["name"]
         if method in ("POST", "PUT", "PATCH"):
             obj = _release_secret(body) if body.startswith(b"k8s\x00") else yaml.safe_load(body)
-            name = obj["metadata"]["name"]
             if obj.get("type") == "helm.sh/release.v1" and not self.records:
                 self.recorded = obj
                 raise Refused(403, "Forbidden", "this server records no releases")
-            if old := self._objects.get((plural, name)):
-                _check_immutable(kind, name, old.get("spec", {}), obj.get("spec", {}))
-            obj["metadata"] |= {"uid": f"{plural}-{name}", "resourceVersion": "1"}
-            self._objects[plural, name] = obj
-            return obj
+            if method == "POST":
+                return self._create(obj, dry="dryRun" in query)
+            return self._replace(obj, plural, str(name), status=bool(match["part"]))
         if (obj := self._objects.get((plural, str(name)))) is None:
             raise Refused(404, "NotFound", f'{plural} "{name}" not found')
-        return self._objects.pop((plural, str(name))) if method == "DELETE" else obj
+        if method == "DELETE":
+            # Helm sends its options as protobuf.
+            foreground = b"Foreground" in body or query.get("propagationPolicy") == "Foreground"
+            self._delete(obj, foreground=foreground)
+        return obj
+
+    def _create(self, obj: Object, *, dry: bool) -> Object:
+        name = obj["metadata"].get("name", "")
+        if obj["kind"] == "Job":
+            self._admit_job(obj)
+        if dry:
+            return obj
+        if (_plural(obj["kind"]), name) in self._objects:
+            plural = _plural(obj["kind"])
+            raise Refused(409, "AlreadyExists", f'{plural}.batch "{name}" already exists')
+        if obj["kind"] == "Job" and not obj["spec"].get("manualSelector"):
+            # A Job's pods and its selector have its uid.
+            obj = self.add(obj)
+            labels = {"batch.kubernetes.io/controller-uid": obj["metadata"]["uid"]}
+            obj["spec"]["selector"] = {"matchLabels": labels}
+            obj["spec"]["template"].setdefault("metadata", {}).setdefault("labels", {}).update(
+                labels | {"batch.kubernetes.io/job-name": name}
+            )
+            obj["spec"].setdefault("suspend", False)
+            obj.setdefault("status", {})
+            return self._store(obj)
+        return self.add(obj)
+
+    def _admit_job(self, job: Object) -> None:
+        name = job["metadata"].get("name")
+        try:
+            kubernetes_validate.validate(job, self.version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            raise Refused(422, "Invalid", f'Job.batch "{name}" is invalid: {error}') from error
+        policy = job["spec"]["template"]["spec"].get("restartPolicy")
+        if policy not in ("OnFailure", "Never"):
+            raise Refused(
+                422,
+                "Invalid",
+                f'Job.batch "{name}" is invalid: spec.template.spec.restartPolicy: Required value:'
+                ' valid values: "OnFailure", "Never"',
+            )
+        if refusal := self.admission(job):
+            raise Refused(422, "Invalid", f"jobs.batch {name!r} is forbidden: {refusal}")
+        most = self.quota.get("count/jobs.batch")
+        used = sum(plural == "jobs" for plural, _ in self._objects)
+        if most is not None and used >= most:
+            raise Refused(
+                403,
+                "Forbidden",
+                f'jobs.batch "{name}" is forbidden: exceeded quota: of-jobs, requested:'
+                f" count/jobs.batch=1, used: count/jobs.batch={used}, limited:"
+                f" count/jobs.batch={most}",
+            )
+
+    def _replace(self, obj: Object, plural: str, name: str, *, status: bool) -> Object:
+        """PUT, or Helm's PATCH, which creates what is not there and sends whole objects."""
+        obj["metadata"].setdefault("name", name)
+        old = self._objects.get((plural, name))
+        if old is None:
+            return self.add(obj)
+        version = obj["metadata"].get("resourceVersion")
+        if version and version != old["metadata"].get("resourceVersion"):
+            raise Refused(
+                409,
+                "Conflict",
+                f'Operation cannot be fulfilled on {plural} "{name}": the object has been modified;'
+                " please apply your changes to the latest version and try again",
+            )
+        if status:
+            return self._store(old | {"status": obj.get("status", {})})
+        if obj["kind"] in MUTABLE:
+            _check_immutable(obj["kind"], name, old.get("spec", {}), obj.get("spec", {}))
+        if "status" in old and "status" not in obj:
+            obj["status"] = old["status"]
+        obj["metadata"]["uid"] = old["metadata"].get("uid", f"{plural}-{name}")
+        return self._store(obj)
+
+    def _delete(self, obj: Object, *, foreground: bool) -> None:
+        """What has finalizers, or a container to stop, is only marked."""
+
+        def mark(obj: Object) -> None:
+            finalizers = obj["metadata"].setdefault("finalizers", [])
+            # Only Jobs have dependents here.
+            if obj["kind"] == "Job" and foreground and FOREGROUND not in finalizers:
+                finalizers.append(FOREGROUND)
+            obj["metadata"].setdefault("deletionTimestamp", now())
+            if obj["kind"] == "Pod" and "kubelet" not in finalizers:
+                finalizers.append("kubelet")
+
+        self.change(obj["kind"], obj["metadata"]["name"], mark)
 
     def _groups(self) -> list[Object]:
         versions = dict.fromkeys(
@@ -220,7 +508,7 @@ class ApiServer:
                 "name": plural,
                 "singularName": kind.lower(),
                 "kind": kind,
-                "namespaced": kind != "Namespace",
+                "namespaced": kind not in NOT_NAMESPACED,
                 "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
             }
             for (group, plural), kind in self._kinds.items()
@@ -231,6 +519,39 @@ class ApiServer:
             if kinds
             else None
         )
+
+
+def now() -> str:
+    """The time as Kubernetes writes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def selected(selector: str, labels: dict[str, str]) -> bool:
+    """Whether a label selector of `a=b`, `a!=b`, `a`, `!a` selects an object."""
+    for term in filter(None, selector.split(",")):
+        key, unequal, value = term.partition("!=")
+        if unequal and key:
+            if labels.get(key) == value:
+                return False
+            continue
+        key, equal, value = term.replace("==", "=").partition("=")
+        if equal:
+            if labels.get(key) != value:
+                return False
+        elif (key.lstrip("!") in labels) == key.startswith("!"):
+            return False
+    return True
+
+
+def _has_fields(selector: str, obj: Object) -> bool:
+    for term in filter(None, selector.split(",")):
+        path, _, value = term.replace("==", "=").partition("=")
+        node: Any = obj
+        for part in path.split("."):
+            node = node.get(part, {}) if isinstance(node, dict) else {}
+        if node != value:
+            return False
+    return True
 
 
 def _plural(kind: str) -> str:
@@ -283,9 +604,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            code, answer = 200, self.api.answer(self.command, self.path, body)
+            code = 201 if self.command == "POST" else 200
+            answer = self.api.answer(self.command, self.path, body)
         except Refused as refused:
             code, answer = refused.code, refused.status
+        except Cut:
+            self.close_connection = True
+            return
         data = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

@@ -65,6 +65,8 @@ EVERYTHING: dict[str, Any] = {
 }
 """Every switch on."""
 _SERVICES = {"monitoring": {"monitors": {"kind": "service"}}}
+JOBS: dict[str, Any] = {"trainer": {"executor": "kubernetes", "hosts": 2, "gpus": 4}}
+"""Each attempt is a Kubernetes Job of two pods."""
 _FILES = [CHART / "values-cpu.yaml", *sorted((CHART / "examples").glob("*.yaml"))]
 _SETS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -104,6 +106,17 @@ NEEDS: dict[str, dict[str, Any]] = {
             "proxy.resources.requests.cpu",
             "proxy.resources.requests.memory",
             "proxy.resources.limits.memory",
+        )
+    },
+    **{
+        f"trainer.{name}": {"trainer": {"executor": "kubernetes"}}
+        for name in (
+            "hosts",
+            "runner.serviceAccountName",
+            "runner.admissionPolicy",
+            "runner.resources.requests.cpu",
+            "runner.resources.requests.memory",
+            "runner.resources.limits.memory",
         )
     },
     "monitoring.rules.kubernetes": {"monitoring": {"rules": {"enabled": True}}},

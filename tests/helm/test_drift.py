@@ -51,6 +51,29 @@ OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
             "NVIDIA_VISIBLE_DEVICES": "void",
         },
     ),
+    "trainer.executor": (
+        at("trainer.executor", "kubernetes"),
+        {
+            "TANDEM_EXECUTOR": "kubernetes",
+            "TANDEM_TRAINER_HOSTS": "1",
+            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
+            "TANDEM_ROLE": "trainer",
+            "OMP_NUM_THREADS": "4",
+            "NVIDIA_VISIBLE_DEVICES": "void",
+        },
+    ),
+    "trainer.hosts": (
+        {"trainer": {"executor": "kubernetes", "hosts": 2}},
+        {
+            "TANDEM_EXECUTOR": "kubernetes",
+            "TANDEM_TRAINER_HOSTS": "2",
+            "TANDEM_TRAINER_RANKS": "2",
+            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
+            "TANDEM_ROLE": "trainer",
+            "OMP_NUM_THREADS": "4",
+            "NVIDIA_VISIBLE_DEVICES": "void",
+        },
+    ),
     "inference.gpus": (at("inference.gpus", 3), {"TANDEM_INFERENCE_TENSOR_PARALLEL": "3"}),
     "inference.replicas": (
         at("inference.replicas", 2),
@@ -71,8 +94,20 @@ ONLY_COMPOSE = {"TANDEM_TRAINER_DEVICES", "TANDEM_INFERENCE_DEVICES"}
 """Kubernetes chooses the devices."""
 ONLY_CHART = {"NVIDIA_VISIBLE_DEVICES"}
 """The controller's image sets it too, but clusters may override an image's variables."""
-OF_A_POD = {"TANDEM_REPLICA"}
-"""Under compose `tandem up` gives each inference server its name."""
+OF_A_POD = {
+    # Under compose `tandem up` gives each inference server its name.
+    "TANDEM_REPLICA",
+    # Under compose docker-compose.hosts.yml sets them.
+    "TANDEM_EXECUTOR",
+    "TANDEM_TRAINER_HOSTS",
+    "TANDEM_START_SECONDS",
+    "TANDEM_ORPHAN_SECONDS",
+    # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
+    # thread per core that the container has.
+    "TANDEM_JOB_TEMPLATE",
+    "TANDEM_ROLE",
+    "OMP_NUM_THREADS",
+}
 WITHOUT_VALUE = ONLY_COMPOSE | {
     f"TANDEM_{name}"
     for name in (
@@ -91,6 +126,9 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         "ADMIN_TOKEN",
         # Has no effect.
         "DOCKER",
+        # Of hosts without Kubernetes.
+        "HOST_INDEX",
+        "HOST_ADDRESS",
     )
 }
 """Settings that only extraEnv can set."""
@@ -158,6 +196,7 @@ def test_compose_and_chart_set_the_same_variables(role):
 
 NEEDED = {
     "TANDEM_KEEP_EVERY": {"TANDEM_KEEP_CHECKPOINTS": "1"},
+    "TANDEM_ORPHAN_SECONDS": {"TANDEM_HEARTBEAT_SECONDS": "0.1"},
     "TANDEM_SEQUENCE_PARALLEL": {"TANDEM_TRAINER_RANKS": "2", "TANDEM_TENSOR_PARALLEL": "2"},
     "TANDEM_TRANSPORT": {"TANDEM_WEIGHTS": "merged"},
 }
@@ -201,7 +240,7 @@ def test_a_value_exists_for_every_setting_of_the_programs():
         name for names in chart_variables().values() for name in names if name.startswith("TANDEM_")
     }
     assert set(FIELDS) - names == WITHOUT_VALUE
-    assert names <= set(FIELDS)
+    assert names - {"TANDEM_ROLE"} <= set(FIELDS)
 
 
 @BOTH_DEVICES

@@ -10,7 +10,7 @@ import yaml
 
 from helm import charts, matrix, schemas
 from helm.charts import NEWEST, OLDEST, Rendered, merged
-from helm.matrix import EVERYTHING, ONE_NODE, SHARED
+from helm.matrix import EVERYTHING, JOBS, ONE_NODE, SHARED
 from helm.renders import of
 
 CHOICES = matrix.choices()
@@ -32,6 +32,11 @@ MORE: dict[str, dict[str, Any]] = {
     "no trainer, one node": merged(ONE_NODE, NO_TRAINER),
     "paused": matrix.roles(replicas=0),
     "CPU ranks": {"device": "cpu", "trainer": {"cpuRanks": 2, "settings": {"tensorParallel": 2}}},
+    "jobs": JOBS,
+    "jobs, one node": merged(ONE_NODE, {"trainer": {"executor": "kubernetes"}}),
+    "everything, jobs": merged(
+        EVERYTHING, merged(JOBS, {"trainer": {"runner": {"admissionPolicy": True}}})
+    ),
     "an object from a template": {"extraObjects": [TEMPLATE]},
 }
 SETS: dict[str, dict[str, Any]] = {

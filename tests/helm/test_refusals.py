@@ -7,7 +7,8 @@ import pytest
 
 from helm import charts, matrix
 from helm.charts import merged
-from helm.matrix import HOSTS, ONE_NODE, SHARED, at
+from helm.kubernetes_api import KUEUE
+from helm.matrix import HOSTS, JOBS, ONE_NODE, SHARED, at
 
 FREE_KEYS = ("resources.requests", "resources.limits", "monitoring.dashboards.labels")
 """Mappings that accept any key."""
@@ -74,6 +75,45 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"gateway": {"enabled": True, "parentRefs": [{"name": "g"}], **ONE_HOST}},
         r"gateway\.controllerHost and gateway\.inferenceHost are the same",
+    ),
+    # Jobs.
+    (at("trainer.hosts", 2), r"trainer\.hosts=2 needs trainer\.executor=kubernetes"),
+    (
+        merged(SHARED, at("trainer.executor", "kubernetes")),
+        "executor=kubernetes and gpuMode=shared",
+    ),
+    (
+        merged(ONE_NODE, JOBS),
+        r"trainer\.hosts=2 and accessMode ReadWriteOnce: .* use ReadWriteMany",
+    ),
+    (
+        merged(JOBS, at("trainer.settings.launch", "resident")),
+        "starts ranks by fork and ends their pods with the job",
+    ),
+    (
+        merged(JOBS, at("trainer.settings.exitAfterJob", False)),
+        "starts ranks by fork and ends their pods with the job",
+    ),
+    (merged(JOBS, at("trainer.settings.topology", "auto")), "the runner has no GPU: set the sizes"),
+    (
+        merged(JOBS, at("trainer.extraContainers", [{"name": "x"}])),
+        r"trainer\.extraContainers: a Job's pod would not end",
+    ),
+    (
+        merged(JOBS, {"trainer": {"podAnnotations": {f"{KUEUE}/job-min-parallelism": "1"}}}),
+        "a job has all its ranks or none",
+    ),
+    (
+        merged(JOBS, at("trainer.settings.tensorParallel", 16)),
+        r"trainer\.gpus=4 times trainer\.hosts=2 is not a multiple of .*=16",
+    ),
+    (
+        merged(JOBS, at("trainer.extraEnv", [{"name": "TANDEM_DEVICE"}])),
+        "the variable TANDEM_DEVICE is there twice",
+    ),
+    (
+        merged(JOBS, at("trainer.extraVolumes", [{"name": "shm"}])),
+        r"trainer \(Job\): the volume shm is there twice",
     ),
     # Two items of one name in a pod, of which one is the chart's.
     (

@@ -151,3 +151,13 @@ def test_prometheus_is_told_where_each_vllm_is() -> None:
         assert found == [{"targets": [at], "labels": labels} for at, labels in answer]
         server.shutdown()
         server.server_close()
+
+
+def test_the_runner_of_jobs_has_no_gpus_to_look_for(monkeypatch, tmp_path) -> None:
+    """Else a machine without a driver would be an alert."""
+    monkeypatch.setenv("TANDEM_ROLE", "trainer")
+    for executor, device in (("kubernetes", "cpu"), ("local", "cuda")):
+        settings = Settings(root=tmp_path, device="cuda", executor=executor)
+        made = {one.name: one for one in make_collectors(settings, exported_sides())}
+        nvml: Any = made["nvml"]
+        assert nvml._device == device

@@ -1,57 +1,24 @@
-"""Ranks on several hosts, which share the spool alone: two network namespaces, and bare
-torchrun."""
+"""Real ranks on two hosts, which share the spool alone: a runner, and an agent in each of two
+network namespaces."""
 
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agent.agent_stack import AgentStack
+from agent.namespaces import ADDRESSES, inside, two_hosts
 from rank import jobs
-from tandem.spool import Spool
-from tandem.topology.sizes import Sizes
-from tandem.trainer.launch import Launch, RankSettings
+from tandem.spool.attempt import Attempt
+from tandem.trainer.launch import DEFAULT_ENTRY
 
 HUB_NAME = "tandem-tests/tiny"
-ADDRESSES = ("10.231.77.1", "10.231.77.2")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """The names of two network namespaces, joined by one cable; neither sees the other's
-    loopback."""
-    names = [f"tandem-{os.getpid()}-{end}" for end in "ab"]
-    cables = [f"td{os.getpid() % 10**7}{end}" for end in "ab"]
-    if shutil.which("ip") is None:
-        pytest.skip("there is no `ip`, which makes network namespaces")
-    made = subprocess.run(
-        ["ip", "netns", "add", names[0]], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"network namespaces are not permitted here: {made.stderr.strip()}")
-    try:
-        commands = [
-            f"ip netns add {names[1]}",
-            f"ip link add {cables[0]} type veth peer name {cables[1]}",
-        ]
-        for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
-            inside = f"ip -n {name} link set"
-            commands += [
-                f"ip link set {cable} netns {name}",
-                f"{inside} {cable} name eth0",
-                f"{inside} lo up",
-                f"ip -n {name} addr add {address}/24 dev eth0",
-                f"{inside} eth0 up",
-            ]
-        for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True, text=True)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+TOPOLOGIES = sorted(jobs.TOPOLOGIES)
+DEFAULT = {"dp", "tp"}
+ORDERS = {"epochs": 2, "grad_accumulation_sequences": 2}
+LONG = ORDERS | {"epochs": 100}
 
 
 def hub_cache(directory: Path, model: Path) -> Path:
@@ -63,70 +30,95 @@ def hub_cache(directory: Path, model: Path) -> Path:
     return directory
 
 
-def train(spool: Spool, job_id: str, hosts: list[str], caches: list[Path]) -> tuple[list[int], str]:
-    """Run the job with one rank on each host; the agents' exit statuses and output."""
-    job = jobs.claim(spool, job_id)
-    work = spool.paths.work_dir(job_id, job.attempt)
-    settings = RankSettings(sizes=Sizes(data=2), device="cpu")
-    launch = Launch(root=spool.root, job=job_id, attempt=job.attempt, settings=settings)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--master-port=29400",
-        f"--master-addr={ADDRESSES[0]}",
-    ]
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    agents = [
-        subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                host,
-                *torchrun,
-                f"--node-rank={number}",
-                "-m",
-                "tandem.trainer.launch.bootstrap",
-                launch.model_dump_json(),
-            ],
-            env=environment | {"HF_HOME": str(cache)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[AgentStack]:
+    """Two hosts with an agent each; both have the base model in a hub cache of their own."""
+    directory = tmp_path_factory.mktemp("hosts")
+    with two_hosts() as names:
+        stack = AgentStack(
+            directory / "spool",
+            entry=DEFAULT_ENTRY,
+            TANDEM_HOST_ADDRESS="",
+            HF_HUB_OFFLINE="1",
+            HF_HOME=str(hub_cache(directory / "runner", model)),
         )
-        for number, (host, cache) in enumerate(zip(hosts, caches, strict=True))
-    ]
-    try:
-        told = [agent.communicate(timeout=300)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    logs = [path.read_text() for path in sorted(work.glob("rank.*.log"))] if work.exists() else []
-    return [agent.returncode for agent in agents], "\n".join([*told, *logs])
+        try:
+            for host, name in enumerate(names):
+                stack.prefixes[host] = inside(name)
+                cache = hub_cache(directory / name, model)
+                stack.agents[host] = stack.start_agent(host, HF_HOME=str(cache))
+            yield stack
+        finally:
+            stack.close()
+
+
+@pytest.fixture(scope="module")
+def alone(stack: AgentStack, model: Path, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Topology -> the checkpoint that two ranks of one host make."""
+    wanted = TOPOLOGIES if request.config.option.all_cases else sorted(DEFAULT)
+    experts = jobs.make_model(model.with_name("experts"), "qwen3_moe") if "ep" in wanted else None
+    for name in wanted:
+        base = experts if name == "ep" else None
+        for run in ("one", "two"):
+            own = str(base or (model if run == "one" else HUB_NAME))
+            jobs.make_run(stack.spool, base or model, f"{name}-{run}", base_model=own)
+        jobs.submit_sft(stack.spool, f"{name}-one", f"{name}-one", **ORDERS)
+    topologies = {f"{name}-one": name for name in wanted}
+    if request.config.option.all_cases:
+        for run in ("cut-one", "cut-two"):
+            jobs.make_run(stack.spool, model, run)
+        topologies[jobs.submit_sft(stack.spool, "cut-one", "cut-one", **LONG)] = "dp"
+    made = jobs.run_two_ranks(stack.spool, topologies)
+    return {job_id.removesuffix("-one"): checkpoint for job_id, (checkpoint, _) in made.items()}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_two_hosts_train_what_one_host_trains(
-    tmp_path: Path, model: Path, hosts: list[str]
+    stack: AgentStack, alone: dict[str, Path], name: str
 ) -> None:
-    """Each host has the base model in a hub cache of its own."""
-    caches = [hub_cache(tmp_path / host, model) for host in hosts]
-    spool = Spool.create(tmp_path / "spool")
-    for run in ("one", "two"):
-        jobs.make_run(spool, model, run, base_model=str(model) if run == "one" else HUB_NAME)
-        jobs.submit_sft(spool, run, run, epochs=2, grad_accumulation_sequences=2)
-    alone = jobs.run_here(spool, "one")
-    statuses, output = train(spool, "two", hosts, caches)
-    assert statuses == [0, 0], output
-    job = spool.jobs.get("two")[1]
-    assert jobs.same_bytes(alone, jobs.finish(spool, job))
-    assert len(jobs.steps_of(spool, "two")) == 2
-    (started,) = (event.data for event in spool.events.read("two") if event.type == "started")
-    assert started["topology"]["world_size"] == 2
+    if name not in alone:
+        pytest.skip("runs with --all-cases")
+    sizes = jobs.TOPOLOGIES[name]
+    stack.environment |= sizes.variables()
+    stack.start()
+    job_id = jobs.submit_sft(stack.spool, f"{name}-two", f"{name}-two", **ORDERS)
+    addresses = stack.until(lambda: stack.addresses(job_id), "both hosts' records")
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 1), stack.job_log(job_id)
+    assert stack.stop() == 0
+    assert addresses == ADDRESSES
+    assert jobs.same_bytes(alone[name], stack.spool.checkpoints.path(f"{name}-two", 1))
+    assert stack.event(job_id, "started")["topology"]["world_size"] == 2
+    assert stack.event(job_id, "released")["hosts"].keys() == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_host_whose_cable_is_cut_is_noticed_and_the_next_attempt_makes_the_same_bytes(
+    stack: AgentStack, alone: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells the other end; both hosts' agents still reach the volume."""
+    if "cut" not in alone:
+        pytest.skip("runs with --all-cases")
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 20.0)
+    stack.environment |= jobs.TOPOLOGIES["dp"].variables()
+    stack.start()
+    job_id = jobs.submit_sft(stack.spool, "cut-two", "cut-two", **LONG)
+    attempt = Attempt(stack.spool, job_id, 1)
+
+    def trains() -> bool:
+        beats = attempt.beats()
+        return len(beats) == 2 and all(beat.step > 2 for beat in beats.values())
+
+    stack.until(trains, "the first steps")
+    cable = ["ip", "-n", stack.prefixes[1][3], "link", "set", "eth0"]
+    subprocess.run([*cable, "down"], check=True)
+    try:
+        error = stack.until(lambda: stack.spool.jobs.get(job_id)[1].last_error, "its end")
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    assert error.type in ("rank_hung", "rank_error"), error.message
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 2), stack.job_log(job_id)
+    assert stack.stop() == 0
+    assert jobs.same_bytes(alone["cut"], stack.spool.checkpoints.path("cut-two", 1))

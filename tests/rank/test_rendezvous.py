@@ -10,7 +10,6 @@ import pytest
 from torch.distributed import HashStore
 
 from rank import jobs
-from tandem.errors import InvalidInput
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.trainer.rank import rendezvous
@@ -50,7 +49,7 @@ def test_a_download_may_outlast_the_wait_for_peers_and_all_ranks_beat(
     assert set(beats[1]) == {"rendezvous"}
 
 
-def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
+def test_each_host_finds_the_base_model_itself(
     spool: Spool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = jobs.claim(spool, jobs.submit_sft(spool)).spec.id
@@ -66,8 +65,3 @@ def test_each_host_finds_the_base_model_itself_and_another_model_is_refused(
     second, _ = meet(Attempt(spool, job_id, 1), lambda _: None)
     assert (first.model, second.model) == (str(model), str(own))
     assert (second.run, second.job) == (first.run, first.job)
-    (own / "config.json").write_text("{}")
-    with pytest.raises(
-        InvalidInput, match=r"is not the base model that rank 0's host has .*: config\.json differ"
-    ):
-        meet(Attempt(spool, job_id, 1), lambda _: None)

@@ -60,7 +60,10 @@ def main(attempt: Attempt, settings: RankSettings) -> int:
     if rank == 0 and order != "no_checkpoint":
         staged = work / "staged"
         staged.mkdir()
-        (staged / "weights").write_text(job_id)
+        (staged / "weights").write_text(f"{job_id} {attempt.number}")
+        if order == "freeze_before_commit":
+            (spool.root / "frozen").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
         spool.checkpoints.commit(staged, job.spec.run, job.spec.base_step + 1, job_id)
     if order == "crash_after":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -102,6 +105,12 @@ def obey(order, work, rank, beat):
         case "wait":  # and make progress until somebody ends the rank
             for step in range(1, 1 << 30):
                 beat("wait", step)
+                time.sleep(0.1)
+        case "wait_for_go":  # of the test
+            for step in range(1, 1 << 30):
+                beat("wait", step)
+                if (work.parents[6] / "go").exists():
+                    return
                 time.sleep(0.1)
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -4,6 +4,7 @@ a clock of its own: any order of events leads to one end, and never are two atte
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from spool.spool_tools import memory_directory, spool_with_run, submit
 from tandem.config import Settings
 from tandem.errors import TandemError
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.recovery import recover
 from tandem.spool.schema import TERMINAL, Event, EventType, Job, JobError
@@ -101,12 +103,13 @@ class Processes:
                 self._executor.clock.now += HANG
             case "exit 0" | "exit 1":
                 return Ended(int(action[-1]))
-            case "preempted" | "refused":
-                retriable = action == "preempted"
+            case "preempted" | "refused" | "job_deleted":
+                retriable = action != "refused"
                 return Ended(error=JobError(type=action, message="by it", retriable=retriable))
             case _:
                 self._executor.happens(action)
-        return Running()
+        since = self.running_since
+        return Running(0.0 if since is None else self._executor.clock.now - since)
 
     def stage(self) -> None:
         """What ranks do: none of it makes the attempt's own directory again."""
@@ -165,11 +168,15 @@ class Scripted:
 
     devices = "cpu"
 
-    def __init__(self, spool: Spool, script: Iterator[str], clock: Clock, ranks_end: bool) -> None:
+    def __init__(
+        self, spool: Spool, script: Iterator[str], clock: Clock, ranks_end: bool, adopting: bool
+    ) -> None:
         self._spool, self._script = spool, script
-        self.clock, self.ranks_end = clock, ranks_end
+        self.clock, self.ranks_end, self._adopting = clock, ranks_end, adopting
+        self.stays = adopting
         self.attempts: list[Processes] = []
         self.phases: list[str] = []  # of leases
+        self.found: list[int] = []  # attempts that other runners started
         self.runner_stop = Stop()
 
     def next(self) -> str:
@@ -197,7 +204,17 @@ class Scripted:
 
     def wait_until_free(self) -> None: ...
 
+    def adopts(self, attempt: Attempt, /) -> bool:
+        return self._adopting and bool(self._of(attempt))
+
+    def _of(self, attempt: Attempt) -> list[Processes]:
+        return [one for one in self.attempts if one.files.number == attempt.number]
+
     def start(self, order: Order) -> Processes:
+        if started := self._of(order.files):
+            assert self._adopting, "an attempt starts twice"
+            self.found.append(order.files.number)
+            return started[0]
         for earlier in self.attempts:
             assert not earlier.files.work.exists(), "two attempts are unfenced"
             assert not earlier.committed, "an attempt starts after a commit"
@@ -220,11 +237,17 @@ class Racing(Checkpoints):
 
 
 def runners(
-    root: Path, script: list[str], clock: Clock, *, ranks_end: bool, racing: bool
+    root: Path,
+    script: list[str],
+    clock: Clock,
+    *,
+    ranks_end: bool,
+    racing: bool,
+    adopting: bool = False,
 ) -> Scripted:
     """Runners, one after another, until the job `j` has its end."""
     spool = Spool(root)
-    executor = Scripted(spool, iter(script), clock, ranks_end)
+    executor = Scripted(spool, iter(script), clock, ranks_end, adopting)
     if racing:
         spool.checkpoints.__class__ = Racing
         spool.checkpoints.executor = executor  # type: ignore[attr-defined]
@@ -232,9 +255,12 @@ def runners(
     for _ in range(len(script) + 2):
         executor.runner_stop = Stop()
         try:
-            recover(spool, "runner")
+            recover(spool, "runner", lambda job: executor.adopts(Attempt(spool, "j", job.attempt)))
+            run_job = partial(JobRun, known, spool, executor, executor.runner_stop, "runner")
+            for key in spool.jobs.index.running():
+                run_job(spool.jobs.get(key.id)[1], adopted=True).run()
             while not executor.runner_stop.requested and (claimed := spool.queue.claim("runner")):
-                JobRun(known, spool, executor, executor.runner_stop, "runner", claimed).run()
+                run_job(claimed).run()
         except RunnerKilledError:
             continue
         if spool.jobs.get("j")[0] in TERMINAL:
@@ -275,40 +301,83 @@ def run(
     *,
     ranks_end: bool = True,
     racing: bool = False,
+    adopting: bool = False,
     phases: list[str] | None = None,
+    found: list[int] | None = None,
 ) -> tuple[str, Job, list[Event]]:
     with memory_directory() as directory:
         root = Path(directory)
         spool = spool_with_run(root)
         limits = {"deadline_seconds": DEADLINE, "stall_seconds": STALL, "max_attempts": ATTEMPTS}
         submit(spool, "j", **limits)
-        executor = runners(root, script, clock, ranks_end=ranks_end, racing=racing)
+        executor = runners(
+            root, script, clock, ranks_end=ranks_end, racing=racing, adopting=adopting
+        )
         if phases is not None:
             phases += executor.phases
+        if found is not None:
+            found += executor.found
         return ends_once(executor, spool)
 
 
 ACTIONS = [
     *("wait", "run", "beat", "stage", "stage", "commit", "hang", "late"),
-    *("exit 0", "exit 1", "preempted", "refused"),
+    *("exit 0", "exit 1", "preempted", "refused", "job_deleted"),
     *("cancel", "stop the runner", "kill the runner"),
 ]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans())
+@given(st.lists(st.sampled_from(ACTIONS), max_size=25), st.booleans(), st.booleans(), st.booleans())
 # The commit of an attempt that hung comes between its end and its fence.
-@example(["stage", *["hang"] * 4, "commit"], False, False)
-@example(["stage", "exit 1", "late", "stage", "late", "commit", "exit 0", "run"], True, False)
-@example(["stage", "kill the runner", "late", "stage", "commit", "kill the runner"], True, False)
-@example(["stage", "cancel", "commit", "run"], True, False)
+@example(["stage", *["hang"] * 4, "commit"], False, False, False)
+@example(
+    ["stage", "exit 1", "late", "stage", "late", "commit", "exit 0", "run"], True, False, False
+)
+@example(
+    ["stage", "kill the runner", "late", "stage", "commit", "kill the runner"], True, False, False
+)
+@example(["stage", "cancel", "commit", "run"], True, False, False)
+@example(["run", "stage", "kill the runner", "late", "commit", "exit 0"], True, False, True)
+@example(["run", "kill the runner", "cancel", "kill the runner", "commit"], False, True, True)
 # The commit comes after the last look before the fence, and is tried after the fence.
-@example(["stage", "exit 1", "run", "run"], True, True)
-@example(["stage", "kill the runner", "run", "run"], True, True)
+@example(["stage", "exit 1", "run", "run"], True, True, False)
+@example(["stage", "kill the runner", "run", "run"], True, True, False)
 def test_any_order_of_events_leads_to_one_end(
-    clock: Clock, script: list[str], ranks_end: bool, racing: bool
+    clock: Clock, script: list[str], ranks_end: bool, racing: bool, adopting: bool
 ) -> None:
-    run(script, clock, ranks_end=ranks_end, racing=racing)
+    run(script, clock, ranks_end=ranks_end, racing=racing, adopting=adopting)
+
+
+def test_an_adopted_attempt_has_one_end_and_its_bounds_go_on(clock: Clock) -> None:
+    """A new runner goes on with the attempt, from the time at which its ranks started."""
+    killed = ["run", "beat", "stage", "kill the runner", "run", "beat", "kill the runner"]
+    state, ended, events = run([*killed, "commit", "exit 0"], clock, adopting=True)
+    assert (state, ended.attempt) == ("succeeded", 1)
+    assert [event.type for event in events].count("released") == 1
+    steps = ["beat", "hang"]
+    script = ["run", *[*steps, "kill the runner"] * 4, *steps * 4, *["run", *steps * 8] * 2]
+    state, ended, _ = run(script, clock, adopting=True)
+    assert (state, ended.attempt) == ("failed", 3)
+    assert ended.last_error is not None
+    assert ended.last_error.type == "deadline"
+
+
+def test_a_runner_that_stops_leaves_what_goes_on_to_the_next(clock: Clock) -> None:
+    script = ["run", "beat", "stage", "stop the runner", "beat", "stop the runner", "commit"]
+    found: list[int] = []
+    state, ended, events = run([*script, "exit 0"], clock, adopting=True, found=found)
+    assert (state, ended.attempt, ended.stopped) == ("succeeded", 1, 0)
+    assert found == [1, 1], "two runners went on with it"
+    assert "requeued" not in {event.type for event in events}
+    state, ended, _ = run([*script, "exit 0", "run", "exit 1"], clock)
+    assert ended.stopped == 2
+
+
+def test_a_job_that_is_deleted_again_and_again_has_an_end(clock: Clock) -> None:
+    deleted = ["run", "job_deleted", "run"]  # the last while the devices are given back
+    state, ended, _ = run([*deleted * 2, "preempted", "run", *deleted * 9], clock)
+    assert (state, ended.attempt, ended.stopped) == ("failed", ATTEMPTS + 3, 3)
 
 
 def test_ranks_that_nothing_ends_keep_no_job_from_its_end(clock: Clock) -> None:
@@ -342,7 +411,7 @@ HUNG = ["run", *["hang"] * 3]
     ("script", "error", "attempts"),
     [
         (["refused"], "refused", 1),
-        (["preempted", "run"] * 3, "preempted", 3),
+        (["preempted", "run"] * 3 + ["exit 1", "run"] * 3, "rank_crashed", 6),  # it doesn't count
         ([*HUNG, "wait", *HUNG, "wait", *HUNG], "rank_hung", 3),
         (["run", *["beat", "hang"] * 30], "deadline", 3),
         (["exit 0", "run"] * 3, "no_checkpoint", 3),

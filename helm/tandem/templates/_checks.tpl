@@ -46,9 +46,10 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- $ranks := ternary "gpus" "cpuRanks" (eq $v.device "cuda") -}}
 {{- $parallel := int (default 1 $v.trainer.settings.tensorParallel) -}}
-{{- if ne (mod (int (get $v.trainer $ranks)) $parallel) 0 -}}
-{{- fail (printf "trainer.%s=%d is not a multiple of trainer.settings.tensorParallel=%d" $ranks (int (get $v.trainer $ranks)) $parallel) -}}
+{{- if ne (mod (include "tandem.ranks" . | int) $parallel) 0 -}}
+{{- fail (printf "trainer.%s=%d%s is not a multiple of trainer.settings.tensorParallel=%d" $ranks (int (get $v.trainer $ranks)) (ternary (printf " times trainer.hosts=%d" (int $v.trainer.hosts)) "" (gt (int $v.trainer.hosts) 1)) $parallel) -}}
 {{- end -}}
+{{- include "tandem.checkExecutor" . -}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- if ne $v.device "cuda" -}}
 {{- fail "gpuMode=shared needs device=cuda: without a GPU there is nothing to share" -}}
@@ -116,6 +117,37 @@ this one added; then refuses what can't be. */}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.enabled, but gateway.parentRefs names no Gateway" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.checkExecutor" -}}
+{{- $v := .Values -}}
+{{- $t := $v.trainer -}}
+{{- if ne $t.executor "kubernetes" -}}
+{{- if gt (int $t.hosts) 1 -}}
+{{- fail (printf "trainer.hosts=%d needs trainer.executor=kubernetes: with executor=local all processes are in the trainer's one pod" (int $t.hosts)) -}}
+{{- end -}}
+{{- else -}}
+{{- if eq $v.gpuMode "shared" -}}
+{{- fail "trainer.executor=kubernetes and gpuMode=shared: a Job's pods have GPUs of their own, on any node; set gpuMode=dedicated" -}}
+{{- end -}}
+{{- if and (gt (int $t.hosts) 1) (include "tandem.oneNode" .) -}}
+{{- fail (printf "trainer.hosts=%d and accessMode ReadWriteOnce: that volume holds all pods on one node; use ReadWriteMany for data and cache, or trainer.hosts=1 with more trainer.gpus" (int $t.hosts)) -}}
+{{- end -}}
+{{- if or (has (default "" $t.settings.launch) (list "resident" "torchrun")) (eq (toString $t.settings.exitAfterJob) "false") -}}
+{{- fail "trainer.executor=kubernetes starts ranks by fork and ends their pods with the job: leave trainer.settings.launch and exitAfterJob out" -}}
+{{- end -}}
+{{- if eq (default "" $t.settings.topology) "auto" -}}
+{{- fail "trainer.settings.topology=auto needs the GPUs' memory, and with trainer.executor=kubernetes the runner has no GPU: set the sizes, which `tandem plan` proposes" -}}
+{{- end -}}
+{{- if $t.extraContainers -}}
+{{- fail "trainer.extraContainers: a Job's pod would not end before they do; use trainer.extraInitContainers with restartPolicy: Always" -}}
+{{- end -}}
+{{- range $annotations := list $t.podAnnotations $t.podLabels -}}
+{{- if hasKey $annotations "kueue.x-k8s.io/job-min-parallelism" -}}
+{{- fail "kueue.x-k8s.io/job-min-parallelism: a job has all its ranks or none, so Kueue can't admit a part of its pods; leave it out" -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer") */}}
+{{/* (dict "root" $ "role" "trainer"); "runner" true: of the runner's own pod, which has no GPU. */}}
 {{- define "tandem.env" -}}
 {{- $v := .root.Values -}}
 - name: TANDEM_BASE_MODEL
@@ -33,7 +33,26 @@
 {{- end }}
 {{- if ne .role "inference" }}
 - name: TANDEM_TRAINER_RANKS
-  value: {{ ternary $v.trainer.gpus $v.trainer.cpuRanks (eq $v.device "cuda") | int | quote }}
+  value: {{ include "tandem.ranks" .root | quote }}
+{{- end }}
+{{- if and (eq .role "trainer") (include "tandem.jobs" .root) }}
+{{- $own := false -}}
+{{- range $v.trainer.extraEnv -}}{{- if eq .name "OMP_NUM_THREADS" -}}{{- $own = true -}}{{- end -}}{{- end -}}
+{{- if not $own }}
+{{- /* The runner and all hosts have the same, whatever their cores: it decides the order of sums. */}}
+- name: OMP_NUM_THREADS
+  value: {{ include "tandem.threads" .root | quote }}
+{{- end }}
+- name: TANDEM_EXECUTOR
+  value: kubernetes
+- name: TANDEM_TRAINER_HOSTS
+  value: {{ int $v.trainer.hosts | quote }}
+{{- if .runner }}
+- name: TANDEM_JOB_TEMPLATE
+  value: /etc/tandem/job/job.json
+- name: TANDEM_ROLE
+  value: trainer
+{{- end }}
 {{- end }}
 {{- if eq .role "controller" }}
 {{- /* It refuses runs and jobs that the trainer's topology can't compute. */}}
@@ -56,7 +75,7 @@
 {{- end }}
 {{- include "tandem.settings" $v.settings }}
 {{- include "tandem.settings" (index $v .role).settings }}
-{{- if or (eq .role "controller") (eq $v.device "cpu") }}
+{{- if or (eq .role "controller") (eq $v.device "cpu") .runner }}
 - name: NVIDIA_VISIBLE_DEVICES
   value: void
 {{- end }}

@@ -46,6 +46,24 @@ app.kubernetes.io/component: {{ .component }}
 {{- if eq .Values.gpuMode "shared" }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether each attempt at a job is a Kubernetes Job. */}}
+{{- define "tandem.jobs" -}}
+{{- if and .Values.trainer.enabled (eq .Values.trainer.executor "kubernetes") }}true{{ end -}}
+{{- end -}}
+
+{{/* Processes of a job. */}}
+{{- define "tandem.ranks" -}}
+{{ mul (ternary .Values.trainer.gpus .Values.trainer.cpuRanks (eq .Values.device "cuda") | int) (int .Values.trainer.hosts) }}
+{{- end -}}
+
+{{/* Threads of each process of a Job's pod: the cores that the pod requests, divided. */}}
+{{- define "tandem.threads" -}}
+{{- $cpu := toString (dig "requests" "cpu" "" .Values.trainer.resources) -}}
+{{- $cores := ternary 0 (regexFind "^[0-9]+" $cpu | int) (hasSuffix "m" $cpu) -}}
+{{- if hasSuffix "m" $cpu -}}{{- $cores = div (trimSuffix "m" $cpu | int) 1000 -}}{{- end -}}
+{{ max 1 (div $cores (ternary .Values.trainer.gpus .Values.trainer.cpuRanks (eq .Values.device "cuda") | int)) }}
+{{- end -}}
+
 {{/* Whether several inference servers are behind one address. */}}
 {{- define "tandem.several" -}}
 {{- if gt (int .Values.inference.replicas) 1 }}true{{ end -}}
@@ -66,7 +84,8 @@ app.kubernetes.io/component: {{ .component }}
 {{- if include "tandem.shared" . -}}
 {{- list "engine" | toJson -}}
 {{- else -}}
-{{- ternary (list "trainer" "inference") (list "inference") .Values.trainer.enabled | toJson -}}
+{{- $trainer := ternary "job" "trainer" (eq (include "tandem.jobs" .) "true") -}}
+{{- ternary (list $trainer "inference") (list "inference") .Values.trainer.enabled | toJson -}}
 {{- end -}}
 {{- end -}}
 

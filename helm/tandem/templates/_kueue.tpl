@@ -19,9 +19,9 @@
 {{- toJson $shape | sha256sum | trunc 16 -}}
 {{- end -}}
 
-{{/* (dict "root" $ "name" "x-trainer" "shape" digest): compares with the StatefulSet that is there. */}}
+{{/* (dict "root" $ "name" "x-trainer" "shape" digest "kueue" values): compares with the StatefulSet that is there. */}}
 {{- define "tandem.checkKueue" -}}
-{{- $new := .root.Values.kueue -}}
+{{- $new := .kueue -}}
 {{- if include "tandem.kueueIsThere" .root -}}
 {{- with lookup "apps/v1" "StatefulSet" .root.Release.Namespace .name -}}
 {{- $queue := get (default dict .metadata.labels) "kueue.x-k8s.io/queue-name" -}}

@@ -23,6 +23,10 @@ variable ..._CONTROLLER_PORT, which is a setting's name. */}}
 {{- define "tandem.podCommon" -}}
 serviceAccountName: {{ include "tandem.serviceAccountName" . | quote }}
 automountServiceAccountToken: false
+{{ include "tandem.podRest" . }}
+{{- end -}}
+
+{{- define "tandem.podRest" -}}
 enableServiceLinks: false
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -76,16 +80,17 @@ schedulerName: {{ . | quote }}
 
 {{/* A ReadWriteOnce volume: the others go where the trainer is, which has the choice since it is the hardest to place;
 and the trainer, when it comes back, to where the volume is in use. Its own label matches its term, so that the first
-pod of all can be placed. Without a trainer's pod the choice is inference's, and then the controller's. */}}
+pod of all can be placed. Without a trainer's pod, and where jobs have pods of their own, the choice is inference's, and
+then the controller's. */}}
 {{- define "tandem.affinity" -}}
 {{- $affinity := deepCopy (index .root.Values .role).affinity -}}
 {{- if include "tandem.oneNode" .root -}}
 {{- $first := "controller" -}}
-{{- range $role := list "inference" "trainer" -}}
+{{- range $role := ternary (list "inference") (list "inference" "trainer") (eq (include "tandem.jobs" $.root) "true") -}}
 {{- if include "tandem.runs" (dict "root" $.root "role" $role) -}}{{- $first = $role -}}{{- end -}}
 {{- end -}}
 {{- $leader := include "tandem.componentOf" (dict "root" .root "role" $first) -}}
-{{- $components := ternary (list "controller" "inference" "trainer" "engine") (list $leader) (eq .role $first) -}}
+{{- $components := ternary (list "controller" "inference" "trainer" "engine" "job") (list $leader) (eq .role $first) -}}
 {{- $match := dict "matchLabels" (include "tandem.releaseLabels" .root | fromYaml)
       "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
 {{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}
@@ -255,7 +260,7 @@ projected:
   args: [tandem, preflight, --role, {{ .role }}, --devices-granted]
   env:
     {{- include "tandem.env" . | nindent 4 }}
-    {{- if and (ne .role "controller") (eq .root.Values.device "cuda") }}
+    {{- if and (ne .role "controller") (eq .root.Values.device "cuda") (not .runner) }}
     - name: NVIDIA_VISIBLE_DEVICES
       value: void
     {{- end }}
@@ -281,13 +286,16 @@ volumeMounts:
   {{- include "tandem.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* (dict "root" $ "role" "trainer"): the container of a role's programs. */}}
+{{/* (dict "root" $ "role" "trainer"): the container of a role's programs; "runner" true: of the runner alone. */}}
 {{- define "tandem.container" -}}
 {{- $role := index .root.Values .role -}}
 {{- $health := list "python" "-m" "tandem.supervise.health" -}}
 - name: {{ .role }}
-  image: {{ include "tandem.image" . }}
+  image: {{ include "tandem.image" (ternary (dict "root" .root "role" "controller") . (default false .runner)) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- if .runner }}
+  args: [python, -m, tandem, up, --role, trainer]
+  {{- end }}
   env:
     {{- include "tandem.env" . | nindent 4 }}
     {{- with $role.extraEnv }}
@@ -344,11 +352,18 @@ volumeMounts:
     preStop: {exec: {command: [sleep, {{ int $role.preStopSeconds | quote }}]}}
   {{- end }}
   resources:
+    {{- if .runner }}
+    {{- include "tandem.amounts" $role.runner.resources | nindent 4 }}
+    {{- else }}
     {{- include "tandem.resources" . | nindent 4 }}
+    {{- end }}
   securityContext:
     {{- include "tandem.securityContext" . | nindent 4 }}
   volumeMounts:
-    {{- include "tandem.mounts" (merge (dict "shm" (ne .role "controller")) .) | nindent 4 }}
+    {{- include "tandem.mounts" (merge (dict "shm" (and (ne .role "controller") (not .runner))) .) | nindent 4 }}
+    {{- if .runner }}
+    - {name: job, mountPath: /etc/tandem/job, readOnly: true}
+    {{- end }}
     {{- with $role.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -17,7 +17,7 @@ each of several inference servers, of which an upgrade stops one after the other
 {{- $name := printf "%s-%s" (include "tandem.fullname" $root) .component -}}
 {{- $spec := include "tandem.podSpec" . -}}
 {{- $shape := include "tandem.kueueShape" (fromYaml $spec) -}}
-{{- include "tandem.checkKueue" (dict "root" $root "name" $name "shape" $shape) -}}
+{{- include "tandem.checkKueue" (dict "root" $root "name" $name "shape" $shape "kueue" $root.Values.kueue) -}}
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:

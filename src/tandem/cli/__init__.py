@@ -125,6 +125,34 @@ for _name, (_module, _help) in _PROGRAMS.items():
     app.command(_name, help=_help, rich_help_panel="Programs")(_become(_module))
 
 
+@app.command("rank-agent", rich_help_panel="Programs")
+def rank_agent(
+    job: Annotated[str | None, typer.Option(help="the job's id")] = None,
+    attempt: Annotated[int | None, typer.Option(help="the attempt's number")] = None,
+    host: Annotated[
+        int | None,
+        typer.Option(
+            help="this host's number, from 0; default: JOB_COMPLETION_INDEX, SLURM_PROCID or"
+            " TANDEM_HOST_INDEX"
+        ),
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="how many hosts there are")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="serve all attempts, one after the other")
+    ] = False,
+) -> None:
+    """Run one host's part of an attempt: start its ranks, watch them, measure what they leave.
+
+    TANDEM_ROOT is the spool's directory. Exit status: 0 the ranks are done; 1 ranks failed, or the
+    host was refused; 75 stopped; 76 another agent has this host, or the attempt was ended; 77 the
+    volume is unusable.
+    """
+    given = {"--job": job, "--attempt": attempt, "--host": host, "--hosts": hosts}
+    arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+    module = [sys.executable, "-m", "tandem.trainer.agent"]
+    os.execv(sys.executable, [*module, *arguments, *(["--follow"] if follow else [])])
+
+
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version."""

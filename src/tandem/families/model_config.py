@@ -1,5 +1,6 @@
 """A Hugging Face model's directory and its `config.json`. Errors name the file and the key."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,26 @@ def model_directory(
     # The client raises a dozen types: bad names, no access, no network, no such file.
     except Exception as error:
         raise _from_client(error, model, cached=cached) from error
+
+
+def base_model_files(directory: Path) -> list[Path]:
+    """Those of MODEL_FILES that the directory has, by their names."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file() and any(map(path.match, MODEL_FILES))
+    ]
+
+
+def base_model_digest(model: str) -> tuple[str, str]:
+    """The model's directory, which is downloaded first if the hub has it, and a digest of its
+    files: their names, their sizes, and the first MiB of each."""
+    directory, digest = model_directory(model), hashlib.sha256()
+    for path in base_model_files(directory):
+        with path.open("rb") as file:
+            begin = file.read(2**20)
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + begin)
+    return str(directory), digest.hexdigest()
 
 
 def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:

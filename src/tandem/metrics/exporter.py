@@ -57,9 +57,13 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
     open_spool = cache(partial(Spool, settings.root))
     # The container of one side may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
+    # The runner of Jobs has no GPU; those of the ranks are the Jobs' pods'.
+    device = (
+        "cpu" if sides == ("trainer",) and settings.executor == "kubernetes" else settings.device
+    )
     collectors: list[Collector] = [
         BuildCollector(),
-        NvmlCollector(settings.device, selected),
+        NvmlCollector(device, selected),
         PolicyCollector(open_spool, sides),
         SupervisorCollector(settings),
         VolumesCollector(open_spool, local_directories()),

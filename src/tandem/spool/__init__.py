@@ -63,7 +63,7 @@ calls. `tunings.py` has the files and jobs of OpenAI's API. `locks.py` has lease
           lease.json                      the runner's heartbeat while the job runs
           cancel                          a request to cancel the job
           attempts/<n>/                   logs, heartbeats, errors and the staged checkpoint of one
-                                          attempt
+                                          attempt; hosts/ has the records of its hosts' agents
       jobs/active/<key>                   names the live jobs that do more than wait
       jobs/ended/<digit>/<key>,<state>/   a job that has ended: job.json, events.jsonl, log; <digit>
                                           is the first of the SHA-256 of its id

@@ -1,5 +1,6 @@
 """What a new runner does about the jobs and files that a dead runner left."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,21 +12,25 @@ from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 STALE_SECONDS = 3600.0
 
 
-def recover(spool: Spool, runner: str) -> JobList:
+def recover(
+    spool: Spool, runner: str, adopts: Callable[[Job], bool] = lambda _job: False
+) -> JobList:
     """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the
     runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new states. A
     running job with a result is finished; one that made its checkpoint succeeded; the others are
-    requeued."""
+    requeued. A running job that `adopts` is true of stays: the caller goes on with its attempt."""
     index = spool.jobs.index
     keys = dict.fromkeys([*index.active(), *index.heads()])  # a loss of power may take active names
-    moved = [_recover_job(spool, key.id, runner) for key in keys]
+    moved = [_recover_job(spool, key.id, runner, adopts) for key in keys]
     for key in index.active():
         spool.queue.settle(key)
     sweep(spool)
     return [job for job in moved if job is not None]
 
 
-def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job] | None:
+def _recover_job(
+    spool: Spool, job_id: str, runner: str, adopts: Callable[[Job], bool]
+) -> tuple[JobState, Job] | None:
     with spool.job_lock(job_id):
         located = spool.jobs.locate(job_id)
         if located is None or located[0] == "queued" or located[0] in TERMINAL:
@@ -33,6 +38,8 @@ def _recover_job(spool: Spool, job_id: str, runner: str) -> tuple[JobState, Job]
         job = located[1]
         if job.result is not None:
             spool.queue.finish(job, job.result)
+        elif adopts(job):
+            return None
         else:
             lost = "its runner"
             if (lease := spool.leases.get(job_id)) is not None:

@@ -73,7 +73,8 @@ def configure(level: int = logging.INFO) -> None:
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
     # One line per request of a poll twice a second would bury everything else.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 class Log:

@@ -1,8 +1,15 @@
 """This machine's addresses, and whether two processes reach one another over loopback."""
 
+import array
+import fcntl
+import ipaddress
+import os
 import socket
+import struct
 from contextlib import suppress
 from pathlib import Path
+
+from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
@@ -40,3 +47,69 @@ def reachable_address() -> str:
     with suppress(OSError):
         return own_address(socket.gethostname())
     return LOOPBACK
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of this network namespace, without link-local IPv6 addresses."""
+    buffer = array.array("B", bytes(40 * 256))  # struct ifreq of Linux on 64 bits
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])  # struct ifconf
+        length = struct.unpack("iP", fcntl.ioctl(any_socket.fileno(), 0x8912, request))[0]
+    entries = [bytes(buffer[at : at + 40]) for at in range(0, length, 40)]
+    found = [
+        (entry[:16].rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(entry[20:24]))
+        for entry in entries
+    ]
+    with suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope != "20":
+                found.append((name, str(ipaddress.ip_address(bytes.fromhex(digits)))))
+    return found
+
+
+def host_address(chosen: str | None) -> tuple[str, str]:
+    """The address by which the other hosts reach this one, and its interface: `chosen`, else that
+    of the interface which leads elsewhere, else the first that is not loopback. No name is looked
+    up. InvalidInput where `chosen` is not this host's, or the host has no such address."""
+    known = interface_addresses()
+    names = ", ".join(f"{address} ({interface})" for interface, address in known)
+    if chosen is None:
+        outside = [one for one in known if not ipaddress.ip_address(one[1]).is_loopback]
+        for elsewhere in _ELSEWHERE:
+            with suppress(OSError):
+                way = own_address(elsewhere)
+                outside.sort(key=lambda one: one[1] != way)
+                break
+        if outside:
+            return outside[0][1], outside[0][0]
+        problem = f"this host has no address that others reach, only {names}; name one"
+        raise InvalidInput(problem, field="TANDEM_HOST_ADDRESS")
+    for interface, address in known:
+        with suppress(ValueError):
+            if ipaddress.ip_address(address) == ipaddress.ip_address(chosen):
+                return address, interface
+    raise InvalidInput(
+        f"{chosen} is no address of this host, which has {names}; name one of these",
+        field="TANDEM_HOST_ADDRESS",
+    )
+
+
+def check_interface_names() -> None:
+    """InvalidInput where a variable by which Gloo or NCCL choose their interface names none that
+    this host has."""
+    known = sorted({name for name, _ in interface_addresses()})
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = os.environ.get(variable, "")
+        wanted = value.removeprefix("=").split(",")
+        exact = value.startswith("=") or variable.startswith("GLOO")
+        if not value or value.startswith("^"):
+            continue
+        if not any(
+            name == one or (name.startswith(one) and not exact) for name in known for one in wanted
+        ):
+            raise InvalidInput(
+                f"{value} names no interface with an address; this host has {', '.join(known)}."
+                " Unset it, or name one of these",
+                field=variable,
+            )

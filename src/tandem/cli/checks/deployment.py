@@ -138,8 +138,11 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
     serving = f"INFERENCE_TENSOR_PARALLEL={each}"
     if replicas > 1:
         serving += f" times TANDEM_INFERENCE_REPLICAS={replicas}"
+    training = f"TRAINER_RANKS={settings.trainer_ranks}"
+    if settings.trainer_hosts > 1:
+        training += f" over TANDEM_TRAINER_HOSTS={settings.trainer_hosts}"
     for role, count, processes, devices in (
-        ("TRAINER", f"TRAINER_RANKS={settings.trainer_ranks}", settings.trainer_ranks, trainer),
+        ("TRAINER", training, settings.ranks_per_host, trainer),
         ("INFERENCE", serving, each * replicas, inference),
     ):
         setting = f"TANDEM_{role}_DEVICES={','.join(devices)}"

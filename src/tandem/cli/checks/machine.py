@@ -150,7 +150,7 @@ def device_answers(asked: Asked) -> Iterator[Answer]:
         if settings.dtype == "auto"
         else settings.dtype
     )
-    ranks = settings.trainer_ranks
+    ranks = settings.ranks_per_host
     if wanted == "cuda" and not gpus:
         remedy = "install the driver, give the container its GPUs, or set TANDEM_DEVICE=cpu"
         yield Answer("fail", "device", "TANDEM_DEVICE=cuda, but there is no GPU", remedy)
@@ -164,7 +164,7 @@ def device_answers(asked: Asked) -> Iterator[Answer]:
         yield Answer(
             "fail",
             "device",
-            f"{ranks} trainer ranks, {len(gpus)} GPUs",
+            f"{ranks} trainer ranks of this host, {len(gpus)} GPUs",
             "lower TANDEM_TRAINER_RANKS",
         )
     else:

@@ -125,7 +125,8 @@ class Job(Record):
     spec: JobSpec
     state: JobState = "queued"  # terminal once the job has its result
     attempt: int = 0  # attempts started so far
-    # Attempts that ended because the runner stopped; they don't count against max_attempts.
+    # Attempts that ended because the runner or a host stopped; they don't count against
+    # max_attempts.
     stopped: int = 0
     last_error: JobError | None = None  # of the attempt before
     result: JobResult | None = None

@@ -6,6 +6,12 @@ executor writes nothing about the job's state.
 
 `local.py` runs an attempt on the runner's host. `gpus.py` waits for its GPUs and measures what a
 job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them back. No torch.
+
+`agents.py` is what executors of several hosts share. On each host an agent (`trainer/agent`) starts
+that host's ranks. Runner and agents meet by records in the attempt's `hosts/`. The ranks outlive
+their runner, and the next runner adopts the attempt. `hosts.py` has no engine. `kubernetes.py`
+makes a Kubernetes Job per attempt: `manifest.py` fills the chart's template, `cluster.py` calls the
+API server, `job_state.py` reads its answers.
 """
 
 from collections.abc import Callable
@@ -26,6 +32,9 @@ class Waiting:
 @dataclass(frozen=True)
 class Running:
     """The attempt's ranks are started."""
+
+    seconds: float = 0.0
+    """How long they have run when the runner first hears of them, which may be a new runner."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ class Execution(Protocol):
 class Executor(Protocol):
     devices: str
     """The devices that attempts run on, for the log."""
+    stays: bool
+    """Whether a runner that stops leaves its attempts to the next one."""
 
     def prepare(self) -> None:
         """Starts what can be started ahead of a job. Doesn't block."""
@@ -78,9 +89,14 @@ class Executor(Protocol):
     def wait_until_free(self) -> None:
         """Waits until an attempt can start, or the runner has to stop."""
 
+    def adopts(self, attempt: Attempt, /) -> bool:
+        """Whether the attempt, which an earlier runner started, may go on: `start` then finds
+        it."""
+
     def start(self, order: Order) -> Execution:
-        """Starts the attempt. What keeps it from its start is how it ended. Raises what is wrong
-        with the volume or the job and no other attempt would change."""
+        """Starts the attempt, or finds the one that an earlier runner started. What keeps it from
+        its start is how it ended. Raises what is wrong with the volume or the job and no other
+        attempt would change."""
 
     def close(self) -> None:
         """Ends what stays between jobs."""

@@ -7,6 +7,7 @@ processes that outlived it by their mark and ends them before it settles its job
 from tandem.config import Settings
 from tandem.errors import SpoolUnusable
 from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
 from tandem.spool.schema import EventType, JobError
 from tandem.system import processes
 from tandem.system.logs import Log
@@ -14,6 +15,7 @@ from tandem.system.processes import Process
 from tandem.trainer.executor import Ended, Order, Running, gpus, shared_gpus
 from tandem.trainer.executor.gpus import JobGpus
 from tandem.trainer.executor.shared_gpus import Asleep
+from tandem.trainer.launch import Launch, RankSettings
 from tandem.trainer.launch.launcher import Handle, Launcher
 from tandem.trainer.stop import Stop
 
@@ -28,6 +30,8 @@ STOP_SECONDS = KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS
 
 class LocalExecutor:
     """An `Executor`."""
+
+    stays = False
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class LocalExecutor:
             )
         survivors = processes.kill_all(lambda: processes.marked(*marker), timeout=KILL_SECONDS)
         self._stop = stop
+        self._entry, self._rank_settings = entry, RankSettings.of(settings)
         self._launcher = Launcher(settings, entry, marker)
         self._gpus = JobGpus(settings, spool, self._launcher, runner, stop)
         self._gpus.survivors = survivors
@@ -62,8 +67,20 @@ class LocalExecutor:
     def wait_until_free(self) -> None:
         self._gpus.wait_until_free()
 
+    def adopts(self, _attempt: Attempt) -> bool:
+        """Its ranks ended with their runner."""
+        return False
+
     def start(self, order: Order) -> "LocalExecution":
-        execution = LocalExecution(order, self._launcher, self._gpus, self._stop)
+        files = order.files
+        launch = Launch(
+            root=files.spool.root,
+            job=files.job,
+            attempt=files.number,
+            settings=self._rank_settings,
+            entry=self._entry,
+        )
+        execution = LocalExecution(order, launch, self._launcher, self._gpus, self._stop)
         execution.start()
         return execution
 
@@ -75,8 +92,11 @@ class LocalExecution:
     """An `Execution`. Its terminal event comes after the events `slept`, `released` and `woken`, so
     that vLLM never wakes beside the job's memory."""
 
-    def __init__(self, order: Order, launcher: Launcher, gpus: JobGpus, stop: Stop) -> None:
-        self._order, self._launcher, self._gpus, self._stop = order, launcher, gpus, stop
+    def __init__(
+        self, order: Order, launch: Launch, launcher: Launcher, gpus: JobGpus, stop: Stop
+    ) -> None:
+        self._order, self._launch = order, launch
+        self._launcher, self._gpus, self._stop = launcher, gpus, stop
         self._handle: Handle | None = None
         self._error: JobError | None = None  # why there are no ranks
         self._has_gpus = False
@@ -88,7 +108,7 @@ class LocalExecution:
             return
         self._has_gpus = True
         try:
-            self._handle = self._launcher.launch(self._order.files)
+            self._handle = self._launcher.launch(self._launch)
         except (OSError, SpoolUnusable) as error:
             self._error = JobError(
                 type="launch_failed", message=f"can't start the ranks: {error}", retriable=True

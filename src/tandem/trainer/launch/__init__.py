@@ -16,15 +16,15 @@ state in pinned buffers, and uses them if the next job starts from that checkpoi
 checkpoint's hashes even then. What a living process can't give back is measured and reported in the
 job's `released` event. Any end except success ends resident ranks too.
 
-`launcher.py` chooses the way. With each of them the ranks' stores listen on loopback, and every
-process of the chain dies with its parent: `bootstrap.py`, the first thing that runs in a rank, and
+`launcher.py` chooses the way. On one host the ranks' stores listen on loopback, and every process
+of the chain dies with its parent: `bootstrap.py`, the first thing that runs in a rank, and
 the fork server see to it. What ranks need comes in a `Launch`: the attempt, and those settings of
 the deployment that ranks use (`RankSettings`), with the sizes that the runner has chosen. Ranks
 read no settings from the environment. A `Launch` has no secret, because it is on the ranks' command
 lines.
 
 Beside the files that `spool.attempt.Attempt` names, the attempt's work directory holds two files of
-the ranks' parent, whichever launcher it is:
+the ranks' parent, whichever launcher it is, or two of each host's in `hosts/`:
 
     launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
@@ -33,6 +33,7 @@ the ranks' parent, whichever launcher it is:
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -50,6 +51,8 @@ DEFAULT_ENTRY = "tandem.trainer.rank.entry"
 `preload(device: str)` imports what a rank needs; `device` is the setting."""
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
+HOSTS = "hosts"
+"""The directory of the hosts' agents in an attempt's work directory."""
 
 SHARED_IDLE_SECONDS = 1.0
 """On shared GPUs vLLM sleeps as long as a session's ranks stay."""
@@ -90,23 +93,44 @@ class RankSettings(Record):
         )
 
 
+class HostPart(Record):
+    """One host's part of an attempt."""
+
+    number: int = 0
+    hosts: int = 1
+    # Address and port of the ranks' store, which host 0 has; None: on this host's loopback.
+    store: tuple[str, int] | None = None
+
+
 class Launch(Record):
-    """An order to start the ranks of one attempt."""
+    """An order to start the ranks of one attempt, those of one host."""
 
     root: Path
     job: str
     attempt: int
     settings: RankSettings = RankSettings()
     entry: str = DEFAULT_ENTRY
+    host: HostPart = HostPart()
 
     @property
     def ranks(self) -> int:
+        """Those of all hosts."""
         return self.settings.sizes.world
+
+    @property
+    def own_ranks(self) -> range:
+        """This host's."""
+        each = self.ranks // self.host.hosts
+        return range(self.host.number * each, (self.host.number + 1) * each)
 
     @property
     def work(self) -> Path:
         """The attempt's work directory, also where the spool can't be opened."""
         return Paths(self.root).work_dir(self.job, self.attempt)
+
+    def of_parent(self, name: str) -> Path:
+        """LAUNCHER_LOG or EXITS of the parent of this host's ranks."""
+        return of_parent(self.work, name, None if self.host.store is None else self.host.number)
 
     def open(self) -> Attempt:
         """The attempt. Raises SpoolUnusable."""
@@ -129,8 +153,13 @@ def start_child(
     )
 
 
-def write_exits(work: Path, exits: dict[int, int]) -> None:
-    (work / EXITS).write_text(json.dumps(exits))
+def of_parent(work: Path, name: str, host: int | None) -> Path:
+    """A file of the parent of the ranks. `host`: of several, whose agents started them."""
+    return work / name if host is None else work / HOSTS / f"{host}.{name}"
+
+
+def write_exits(path: Path, exits: dict[int, int]) -> None:
+    path.write_text(json.dumps(exits))
 
 
 def read_exits(work: Path) -> dict[int, int]:
@@ -140,8 +169,9 @@ def read_exits(work: Path) -> dict[int, int]:
     Ranks that their parent ended after the first failure are left out. Empty when no rank failed or
     the parent was killed.
     """
-    try:
-        exits = json.loads(read_plain(work / EXITS, most=fs.RECORD_BYTES))
-        return {int(rank): status for rank, status in exits.items()}
-    except (OSError, ValueError):
-        return {}
+    exits: dict[int, int] = {}
+    for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):
+        with suppress(OSError, ValueError):
+            found = json.loads(read_plain(path, most=fs.RECORD_BYTES))
+            exits |= {int(rank): status for rank, status in found.items()}
+    return exits

@@ -16,7 +16,8 @@ Forking is safe because of three rules:
   the first failure and restarts none. The ranks' connections wait in the listening socket's backlog
   until the store runs.
 
-Protocol over the socket, one JSON object per packet. Runner: a `Launch`. Server: {"ready": {...}}
+Protocol over the socket, one JSON object per packet. Runner: a `Launch`, with the store's listening
+socket where the launch names the store's address and this host has it. Server: {"ready": {...}}
 after the imports, and {"exited": status, "work": <the launch's work directory>}, which may come
 late about a launch that was killed.
 """
@@ -41,6 +42,7 @@ from tandem.system import processes
 from tandem.system.logs import Log
 from tandem.system.processes import Process, adopt_orphans, describe_exit, die_with_parent
 from tandem.trainer.launch import (
+    EXITS,
     LAUNCHER_LOG,
     SHUTDOWN_SECONDS,
     Launch,
@@ -85,10 +87,12 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None and self._socket.fileno() >= 0
 
-    def launch(self, launch: Launch) -> Self:
+    def launch(self, launch: Launch, listener: socket.socket | None = None) -> Self:
+        """`listener`: the store's, where others than this host's ranks reach it."""
         self._work, self._exit = str(launch.work), None
         with suppress(OSError):  # the server has just died, which `poll` notices
-            self._socket.send(launch.model_dump_json().encode())
+            sockets = [] if listener is None else [listener.fileno()]
+            socket.send_fds(self._socket, [launch.model_dump_json().encode()], sockets)
         return self
 
     def poll(self) -> int | None:
@@ -145,9 +149,12 @@ def main() -> None:
     threads = [name for name in names if not name.startswith("cuda")]  # NVML's
     ready = {"seconds": time.monotonic() - begin, "threads": ",".join(threads) or None}
     runner.send(json.dumps({"ready": ready}).encode())
-    while request := runner.recv(1 << 16):
-        launch = Launch.model_validate_json(request)
-        leader = _fork(partial(lead, launch, runner))
+    while (received := socket.recv_fds(runner, 1 << 16, 1))[0]:
+        launch = Launch.model_validate_json(received[0])
+        listener = socket.socket(fileno=received[1][0]) if received[1] else None
+        leader = _fork(partial(lead, launch, runner, listener))
+        if listener is not None:
+            listener.close()
         pid = status = 0
         while pid != leader:
             pid, status = os.wait()  # also returns orphans that this process adopted
@@ -155,30 +162,23 @@ def main() -> None:
         runner.send(json.dumps(report).encode())
 
 
-def lead(launch: Launch, runner: socket.socket) -> int:
-    """Be the parent of the ranks: fork them, run their store, wait. Returns 0 when all of them
-    exited with 0."""
+def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) -> int:
+    """Be the parent of this host's ranks: fork them, run their store if this host has it, wait.
+    Returns 0 when all of them exited with 0. `listener`: the store's, if others reach it."""
     runner.close()
-    redirect(launch.work / LAUNCHER_LOG)
+    redirect(launch.of_parent(LAUNCHER_LOG))
     stop_requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requests.append(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = socket.create_server(("localhost", 0), backlog=max(128, launch.ranks))
+    if launch.host.store is None:
+        listener = socket.create_server(("localhost", 0), backlog=max(128, launch.ranks))
+    address, port = launch.host.store or ("localhost", _port(listener))
+    environment = _torchrun_environment(launch, address, port)
     ranks = {
-        _fork(partial(_run_rank, launch, rank, listener)): rank for rank in range(launch.ranks)
+        _fork(partial(_run_rank, launch, rank, environment, listener)): rank
+        for rank in launch.own_ranks
     }
-    from torch._C._distributed_c10d import TCPStore
-
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        "localhost",
-        port,
-        None,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    store = None if listener is None else _store(address, port, listener)
     # Of the ranks that failed before the others were ended, in that order.
     failures: dict[int, int] = {}
     kill_time: float | None = None
@@ -199,17 +199,41 @@ def lead(launch: Launch, runner: socket.socket) -> int:
             for rank_pid in ranks:
                 os.kill(rank_pid, signal.SIGKILL)
         time.sleep(0.02)
-    write_exits(launch.work, failures)
+    write_exits(launch.of_parent(EXITS), failures)
     del store
     return 1 if stop_requests or failures else 0
 
 
-def _run_rank(launch: Launch, rank: int, listener: socket.socket) -> int:
+def _port(listener: socket.socket | None) -> int:
+    assert listener is not None
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def _store(address: str, port: int, listener: socket.socket) -> object:
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(
+        address,
+        port,
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _run_rank(
+    launch: Launch, rank: int, environment: dict[str, str], listener: socket.socket | None
+) -> int:
     """Be a rank, which handles signals like a new Python process, as under torchrun."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(_torchrun_environment(launch, rank, listener.getsockname()[1]))
-    listener.close()
+    local = str(rank - launch.own_ranks.start)
+    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": local})
+    if listener is not None:
+        listener.close()
     return run(launch)
 
 
@@ -234,17 +258,15 @@ def _fork(child: Callable[[], int]) -> int:
         os._exit(code)
 
 
-def _torchrun_environment(launch: Launch, rank: int, port: int) -> dict[str, str]:
-    """The variables of torchrun's agent that something reads in a rank on a single node."""
-    world = str(launch.ranks)
+def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
+    """The variables of torchrun's agent that something reads in a rank, and that all ranks of this
+    host share."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
+        "GROUP_RANK": str(launch.host.number),
+        "WORLD_SIZE": str(launch.ranks),
+        "LOCAL_WORLD_SIZE": str(len(launch.own_ranks)),
+        "GROUP_WORLD_SIZE": str(launch.host.hosts),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"{launch.job}-{launch.attempt}",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import tandem
 from tandem.config import Settings
-from tandem.spool.attempt import Attempt
 from tandem.system.environment import (
     compiler_caches,
     empty_directory,
@@ -15,7 +18,7 @@ from tandem.system.environment import (
     scratch_directory,
 )
 from tandem.system.logs import Log
-from tandem.trainer.launch import Launch, RankSettings
+from tandem.trainer.launch import Launch
 from tandem.trainer.launch.forkserver import ForkServer
 from tandem.trainer.launch.torchrun import ResidentRanks, Torchrun
 
@@ -34,16 +37,23 @@ class Launcher:
     """Starts the ranks of jobs. The fork server and resident ranks start ahead of the first job and
     stay between jobs, until they end or their code changes."""
 
-    def __init__(self, settings: Settings, entry: str, marker: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        entry: str,
+        marker: tuple[str, str],
+        defaults: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`marker`: an environment variable and its value for every process that this launcher
-        starts, by which a later runner finds processes that outlived this one."""
+        starts, by which a later runner finds processes that outlived this one. `defaults`: as for
+        `rank_environment`."""
         self._settings, self._entry = settings, entry
-        self._environment = rank_environment(settings) | dict([marker])
+        self._environment = rank_environment(settings, defaults) | dict([marker])
         # A killed process leaves its temporary files, and a rank is often killed.
-        self._scratch = scratch_directory(
+        self.scratch = scratch_directory(
             f"ranks-{hashlib.sha256(marker[1].encode()).hexdigest()[:12]}"
         )
-        self._environment["TMPDIR"] = str(self._scratch)
+        self._environment["TMPDIR"] = str(self.scratch)
         self._standby: ForkServer | ResidentRanks | None = None
         self._code_version: set[tuple[Path, int, int]] = set()
 
@@ -66,25 +76,20 @@ class Launcher:
             self._standby = ResidentRanks(ranks, entry, device, self._environment)
         self._code_version = current
 
-    def launch(self, attempt: Attempt) -> Handle:
+    def launch(self, launch: Launch, listener: socket.socket | None = None) -> Handle:
         """Start the ranks without waiting for them. Raises OSError when a process can't be
-        started."""
+        started. `listener`: as for `ForkServer.launch`, which alone takes part of a launch."""
         if not self.holds_devices:
             # Systems clean /tmp while the runner is idle.
-            self._scratch.mkdir(mode=0o700, exist_ok=True)
-            empty_directory(self._scratch)  # of the attempt before
-        launch = Launch(
-            root=attempt.spool.root,
-            job=attempt.job,
-            attempt=attempt.number,
-            settings=RankSettings.of(self._settings),
-            entry=self._entry,
-        )
+            self.scratch.mkdir(mode=0o700, exist_ok=True)
+            empty_directory(self.scratch)  # of the attempt before
         compiler_caches(os.environ)  # the same as at the start, but others may have made them since
         self.prepare()
+        if isinstance(self._standby, ForkServer):
+            return self._standby.launch(launch, listener)
         if self._standby is not None:
             return self._standby.launch(launch)
-        return Torchrun(attempt.work, launch.ranks, [launch.model_dump_json()], self._environment)
+        return Torchrun(launch.work, launch.ranks, [launch.model_dump_json()], self._environment)
 
     @property
     def holds_devices(self) -> bool:
@@ -98,16 +103,13 @@ class Launcher:
             self._standby = None
 
 
-def rank_environment(settings: Settings) -> dict[str, str]:
-    """The variables that every launcher starts ranks with.
-
-    The number of threads decides the order of floating-point sums, so it is fixed here instead of
-    by each library: OMP_NUM_THREADS if it is set, else the machine's cores divided by the number of
-    ranks.
-    """
-    cores = len(os.sched_getaffinity(0))
+def rank_environment(
+    settings: Settings, own_defaults: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The variables that every launcher starts ranks with. `own_defaults`: in place of those of
+    ranks that are all on this host."""
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // settings.trainer_ranks)),
+        "OMP_NUM_THREADS": str(threads_per_rank(settings)),
         # Otherwise importing numpy starts OpenBLAS's threads, and the fork server must have none.
         "OPENBLAS_NUM_THREADS": "1",
         # A rank compiles few kernels, once: starting a pool of compiler processes takes longer than
@@ -128,7 +130,13 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         # connect 0.3 s sooner without it (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    environment = defaults | inherited | omp_waiting(os.environ) | {"PYTHONUNBUFFERED": "1"}
+    environment = (
+        defaults
+        | dict(own_defaults)
+        | inherited
+        | omp_waiting(os.environ)
+        | {"PYTHONUNBUFFERED": "1"}
+    )
     # torch's default is below TMPDIR, and that of ranks does not last.
     environment |= compiler_caches(os.environ)
     # NVML's order, by which the runner finds and measures the devices.
@@ -136,6 +144,17 @@ def rank_environment(settings: Settings) -> dict[str, str]:
     if settings.trainer_devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.trainer_devices)
     return environment
+
+
+def threads_per_rank(settings: Settings) -> int:
+    """OMP_NUM_THREADS if it is set, else this machine's cores divided by the number of its ranks.
+
+    The number of threads decides the order of floating-point sums, so it is fixed here instead of
+    by each library.
+    """
+    with suppress(ValueError):
+        return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))
+    return max(1, len(os.sched_getaffinity(0)) // settings.ranks_per_host)
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:

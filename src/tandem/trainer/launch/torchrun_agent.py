@@ -22,7 +22,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-from tandem.trainer.launch import SHUTDOWN_SECONDS, write_exits
+from tandem.trainer.launch import EXITS, SHUTDOWN_SECONDS, write_exits
 
 
 class LoopbackStore(TCPStore):
@@ -62,7 +62,7 @@ def main(work: str, *arguments: str) -> None:
     try:
         run.main([*arguments])
     except ChildFailedError as error:
-        write_exits(Path(work), own_failures(error.failures))
+        write_exits(Path(work) / EXITS, own_failures(error.failures))
         raise
 
 

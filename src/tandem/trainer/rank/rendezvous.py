@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tandem.config import resolve_model
-from tandem.errors import Conflict, InvalidInput
-from tandem.families.model_config import MODEL_FILES, model_directory
+from tandem.errors import Conflict
+from tandem.families.model_config import base_model_files, model_directory
 from tandem.model import parallel
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
@@ -53,7 +53,7 @@ def meet(
     *,
     prepare: Callable[[Assignment], None] = lambda _: None,
 ) -> tuple[Assignment, Callable[[], None]]:
-    """Meet the other ranks in torchrun's store, and get the job. Without torchrun's environment
+    """Meet the other ranks in their parent's store, and get the job. Without torchrun's environment
     this process is alone.
 
     Rank 0, and that of each other host, downloads the base model if the hub has it. That may take
@@ -62,8 +62,8 @@ def meet(
     beats itself.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
-    own limit on every wait. Raises Conflict (see `_read`) on rank 0, RuntimeError with its message
-    on the others, and InvalidInput on another host that finds another base model.
+    own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its
+    message on the others.
     """
 
     def read() -> Assignment:
@@ -95,7 +95,8 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            else _on_this_host(message, attempt.spool, beat)
+            # Its agent has compared the files.
+            else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 
     def connect() -> None:
@@ -135,25 +136,6 @@ def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
     directory = liveness.in_thread(
         lambda: model_directory(model), lambda: beat("download"), seconds=1.0
     )
-    paths = (
-        path
-        for path in sorted(directory.iterdir())
-        if path.is_file() and any(map(path.match, MODEL_FILES))
-    )
-    stats = {path.name: path.stat() for path in paths}
+    stats = {path.name: path.stat() for path in base_model_files(directory)}
     files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
     return {"model": str(directory), "model_files": files}
-
-
-def _on_this_host(assignment: Assignment, spool: Spool, beat: Beat) -> Assignment:
-    """What rank 0 of another host sent, with this host's own directory of the base model."""
-    own = assignment.model_copy(update=_base_model(assignment.run, spool, beat))
-    theirs, ours = ({name: size for name, size, _ in one.model_files} for one in (assignment, own))
-    if theirs != ours:
-        names = ", ".join(sorted({name for name, _ in theirs.items() ^ ours.items()}))
-        problem = (
-            f"{own.model} is not the base model that rank 0's host has in {assignment.model}:"
-            f" {names} differ"
-        )
-        raise InvalidInput(f"{problem}; give all hosts the same files", field="base_model")
-    return own

@@ -28,7 +28,18 @@ START_SECONDS = 300.0
 """How long a rank may at least take to its first heartbeat, whatever `stall_seconds` is. A shorter
 bound would end a new fork server in its imports, which the next attempt would begin again."""
 
+UNCOUNTED = {"runner_stopped", "preempted"}
+"""Types of errors that don't count against `max_attempts`: the attempt's hosts or its runner were
+needed elsewhere."""
+
+UNCOUNTED_ONCE = {"job_deleted"}
+"""The same where the attempt before did not end so, too: whoever does it again keeps doing it."""
+
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
+
+
+class LeftError(Exception):
+    """The runner stops, and its attempt goes on."""
 
 
 @dataclass
@@ -41,10 +52,13 @@ class JobRun:
     stop: Stop
     runner: str  # its name, in leases
     job: Job
+    adopted: bool = False
+    """An earlier runner started the attempt, which went on without it."""
 
     def __post_init__(self) -> None:
         self._files = Attempt(self.spool, self.job.spec.id, self.job.attempt)
-        self._log = JobLog(self._files, self.settings.trainer_ranks)
+        hosts = None if self.settings.executor == "local" else self.settings.trainer_hosts
+        self._log = JobLog(self._files, self.settings.trainer_ranks, hosts)
         self._next_beat = 0.0
 
     def run(self) -> float:
@@ -53,7 +67,7 @@ class JobRun:
         job, spec = self.job, self.job.spec
         begin = time.monotonic()
         log.info(
-            "claimed",
+            "adopted" if self.adopted else "claimed",
             job=spec.id,
             run=spec.run,
             kind=spec.kind,
@@ -61,7 +75,11 @@ class JobRun:
             attempt=job.attempt,
             counted=f"{self._counted}/{spec.max_attempts}",
         )
-        result = self._result()
+        try:
+            result = self._result()
+        except LeftError:
+            log.info("leaves the attempt to the next runner", job=spec.id, attempt=job.attempt)
+            return 0.0
         state = self.stop.retry("record the job's end", lambda: self._record(result))
         if state is None:
             log.warning(
@@ -88,7 +106,9 @@ class JobRun:
     def _result(self) -> JobResult | JobError:
         """The job's end, or the error of this attempt."""
         try:
-            known = self.stop.retry("check the job's base", self._known_result)
+            known = None
+            if not self.adopted:
+                known = self.stop.retry("check the job's base", self._known_result)
             if known is not None or self.stop.requested:
                 return known or STOPPED
             error = self._attempt()
@@ -145,20 +165,26 @@ class JobRun:
     def _record(self, result: JobResult | JobError) -> str:
         """Write the job's end, or put it back into the queue; returns its new state."""
         if isinstance(result, JobError):
-            return self.spool.queue.requeue(
-                self.job, result, counts=result.type != "runner_stopped"
-            )
+            return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
             # With the checkpoint committed nobody needs the packed data. It is gone before the job
             # shows its end.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
 
+    def _counts(self, error: JobError) -> bool:
+        """Whether the attempt counts against `max_attempts`."""
+        if error.type in UNCOUNTED_ONCE:
+            before = self.job.last_error
+            return before is not None and before.type == error.type
+        return error.type not in UNCOUNTED
+
     def _attempt(self) -> JobError:
         """Returns why the attempt failed, if it made no checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
-        self._log.say(f"attempt {self.job.attempt} ({counted}), {now}")
+        begins = "goes on under another runner" if self.adopted else f"({counted})"
+        self._log.say(f"attempt {self.job.attempt} {begins}, {now}")
         order = Order(self.job, self._files, self._interrupted, self._log.say, self._append_event)
         execution = self.executor.start(order)
         error = self._watch(execution)
@@ -179,9 +205,12 @@ class JobRun:
         reason: JobError | None = None
         while not isinstance(state := execution.poll(), Ended):
             self._log.collect()
+            if self.stop.requested and self.executor.stays:
+                raise LeftError
             now = time.monotonic()
             if heartbeats is None and not isinstance(state, Waiting):
                 begin, heartbeats = now, Heartbeats(self._files, self.settings.trainer_ranks)
+                begin -= state.seconds
             ranks = heartbeats.read() if heartbeats is not None else []
             if now > kill_time:
                 self._log.say(
@@ -211,7 +240,7 @@ class JobRun:
     def _interrupted(self) -> JobError | None:
         """Why the attempt has to end early: the runner is asked to stop, or the job was
         cancelled."""
-        if self.stop.requested:
+        if self.stop.requested and not self.executor.stays:
             return STOPPED
         if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
             return JobError(type="cancelled", message="cancelled while it ran")

@@ -10,7 +10,7 @@ from tandem.spool.attempt import Attempt
 from tandem.system.logs import as_json, json_line
 from tandem.system.plain_files import descriptor
 from tandem.system.tail import Tail, last_lines
-from tandem.trainer.launch import LAUNCHER_LOG
+from tandem.trainer.launch import LAUNCHER_LOG, of_parent
 
 _LINE_CHARACTERS = 3000
 """Longer lines are cut on stdout."""
@@ -62,10 +62,16 @@ class JobLog:
     """Collects the lines of all logs in an attempt's work directory, with the printing process in
     front: `[rank 0] ...`."""
 
-    def __init__(self, attempt: Attempt, ranks: int) -> None:
+    def __init__(self, attempt: Attempt, ranks: int, hosts: int | None = None) -> None:
+        """`hosts`: those whose agents start the ranks."""
         self._path = attempt.spool.paths.log_file(attempt.job)
         self._stdout = JobStdout(attempt.job)
-        self._tails = {"launcher": Tail(attempt.work / LAUNCHER_LOG)}
+        work = attempt.work
+        self._tails = {"launcher": Tail(work / LAUNCHER_LOG)}
+        if hosts is not None:
+            self._tails = {
+                f"host {host}": Tail(of_parent(work, LAUNCHER_LOG, host)) for host in range(hosts)
+            }
         self._tails |= {f"rank {rank}": Tail(attempt.log(rank)) for rank in range(ranks)}
 
     def collect(self, *, final: bool = False) -> None:

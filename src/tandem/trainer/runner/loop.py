@@ -11,20 +11,23 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from tandem.config import Settings
-from tandem.errors import Conflict, SpoolUnusable, VolumeFull
+from tandem.errors import Conflict, InvalidInput, SpoolUnusable, VolumeFull
 from tandem.planning.plan import automatic, describe
 from tandem.spool import Spool, fs
+from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import recover
 from tandem.spool.schema import Job
 from tandem.spool.session_jobs import queue_waiting
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.trainer.executor import Executor, local
+from tandem.trainer.executor import Executor, hosts, local
 from tandem.trainer.runner import job
 from tandem.trainer.stop import Stop
 
@@ -69,14 +72,7 @@ class Runner:
         settings = self._settings = with_topology(self._settings)
         # Not the path: the same volume may be mounted elsewhere after this container's restart.
         self._volume = self._mounted_volume()
-        self._executor: Executor = local.LocalExecutor(
-            settings,
-            self._spool,
-            self._entry,
-            volume=self._volume,
-            runner=self._name,
-            stop=self.stop,
-        )
+        self._executor = self._make_executor()
         log.info(
             "runner is up",
             spool=self._spool.root,
@@ -86,7 +82,8 @@ class Runner:
             devices=self._executor.devices,
         )
         settled = self.stop.retry(
-            "settle the jobs of an earlier runner", lambda: recover(self._spool, self._name)
+            "settle the jobs of an earlier runner",
+            lambda: recover(self._spool, self._name, self._adopts),
         )
         for state, ended in settled or []:
             log.info(
@@ -98,16 +95,47 @@ class Runner:
         job_run = partial(job.JobRun, settings, self._spool, self._executor, self.stop, self._name)
         try:
             self._executor.prepare()
+            self._go_on(job_run)
             while not self.stop.requested:
                 liveness.beat("runner")
                 if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                    pause = job_run(claimed).run()
-                    self._waiting[claimed.spec.id] = time.monotonic() + pause
+                    self._run_job(job_run(claimed))
                 elif not self.stop.requested:
                     time.sleep(0.2)
         finally:
             self._executor.close()
         log.info("runner is down")
+
+    def _make_executor(self) -> Executor:
+        if self._settings.executor == "hosts":
+            return hosts.HostsExecutor(self._settings, self._entry, self.stop)
+        if self._settings.executor == "kubernetes":
+            return _kubernetes(self._settings, self._entry, self.stop, self._spool)
+        return local.LocalExecutor(
+            self._settings,
+            self._spool,
+            self._entry,
+            volume=self._volume,
+            runner=self._name,
+            stop=self.stop,
+        )
+
+    def _adopts(self, running: Job) -> bool:
+        """Whether the attempt goes on although its runner is gone."""
+        files = Attempt(self._spool, running.spec.id, running.attempt)
+        return self._executor.adopts(files)
+
+    def _go_on(self, job_run: Callable[[Job], job.JobRun]) -> None:
+        """Watch the attempts that went on without a runner, one after the other."""
+        for key in self._spool.jobs.index.running():
+            if self.stop.requested:
+                return
+            adopted = job_run(self._spool.jobs.get(key.id)[1])
+            self._run_job(replace(adopted, adopted=True))
+
+    def _run_job(self, run: job.JobRun) -> None:
+        pause = run.run()
+        self._waiting[run.job.spec.id] = time.monotonic() + pause
 
     def _mounted_volume(self) -> str:
         with fs.volume_errors(self._spool.root):
@@ -139,6 +167,17 @@ class Runner:
             if self.stop.requested
             else self._spool.queue.claim(self._name, waiting=self._waiting)
         )
+
+
+def _kubernetes(settings: Settings, entry: str, stop: Stop, spool: Spool) -> Executor:
+    """InvalidInput where its client is not installed."""
+    try:
+        from tandem.trainer.executor.kubernetes import KubernetesExecutor
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"kubernetes needs {error.name}; install tandem-rl[kubernetes]", field="TANDEM_EXECUTOR"
+        ) from error
+    return KubernetesExecutor(settings, entry, stop, spool)
 
 
 def with_topology(settings: Settings) -> Settings:

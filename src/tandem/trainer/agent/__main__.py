@@ -1,0 +1,71 @@
+"""`python -m tandem.trainer.agent`: the agent as a program (`tandem rank-agent`)."""
+
+import argparse
+import os
+import signal
+import sys
+
+from tandem.config import load_settings
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.spool import Spool
+from tandem.system import logs
+from tandem.trainer.agent.agent import HostAgent, log
+from tandem.trainer.agent.hosts import FAILED, STOPPED, UNUSABLE
+from tandem.trainer.stop import Stop
+
+INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "TANDEM_HOST_INDEX")
+
+
+def host_index(given: int | None) -> int:
+    """This host's number: `given`, else that of the first variable that Kubernetes, Slurm or the
+    deployment sets. InvalidInput without any."""
+    if given is not None:
+        return given
+    for name in INDEX_VARIABLES:
+        if value := os.environ.get(name):
+            try:
+                return int(value)
+            except ValueError as error:
+                raise InvalidInput(f"{value!r} is no number", field=name) from error
+    raise InvalidInput(f"not known; give it, or set {' or '.join(INDEX_VARIABLES)}", field="--host")
+
+
+def main() -> int:
+    """Run until the attempt's end, or with --follow until SIGTERM; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tandem rank-agent")
+    parser.add_argument("--job")
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--host", type=int)
+    parser.add_argument("--hosts", type=int)
+    parser.add_argument("--follow", action="store_true")
+    given = parser.parse_args()
+    logs.configure()
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop.request)
+    agent = None
+    try:
+        if given.follow == (given.job is not None and given.attempt is not None):
+            raise InvalidInput("give --job and --attempt, or --follow alone", field="--follow")
+        settings = load_settings()
+        agent = HostAgent(settings, Spool(settings.root), host_index(given.host), stop)
+        if given.follow:
+            return agent.follow()
+        return agent.serve(given.job, given.attempt, given.hosts)
+    except SpoolUnusable as error:
+        log.error("the volume is unusable", error=error)
+        return UNUSABLE
+    except TandemError as error:
+        log.error("the agent can't run", type=error.code, error=error)
+        return STOPPED if stop.requested else FAILED
+    finally:
+        if agent is not None:
+            agent.close()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread may wait for a volume that is gone.
+    os._exit(status)

@@ -1,0 +1,355 @@
+"""The agent of one host: takes the host's ticket of an attempt, meets the other hosts, starts its
+ranks and watches them until they or the attempt end. Without torch."""
+
+import os
+import platform
+import secrets
+import shutil
+import socket
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import tandem
+from tandem.config import Settings, resolve_model
+from tandem.errors import InvalidInput, SpoolUnusable, TandemError
+from tandem.families.model_config import base_model_digest
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import JobError
+from tandem.system import liveness, network
+from tandem.system.environment import installed_version
+from tandem.system.gpus import Devices
+from tandem.system.logs import Log
+from tandem.trainer.agent.hosts import (
+    DONE,
+    FAILED,
+    FENCED,
+    STOPPED,
+    UNUSABLE,
+    AgentOrder,
+    HostEnd,
+    HostRecord,
+    Meeting,
+    misfit,
+)
+from tandem.trainer.agent.watch import AttemptWatch, Leave
+from tandem.trainer.launch import DEFAULT_ENTRY, HostPart, Launch
+from tandem.trainer.launch.launcher import Handle, Launcher
+from tandem.trainer.stop import Stop
+
+log = Log("agent")
+
+POLL_SECONDS, FOLLOW_SECONDS = 0.05, 0.3
+TERMINATE_SECONDS = 12.0
+"""Between SIGTERM and SIGKILL. The ranks' parent kills ranks that stay after 10 s."""
+KILL_SECONDS = 10.0
+RELEASE_SECONDS = 10.0
+"""How long devices may take to be free after their last process is gone."""
+CONNECT_SECONDS = 10.0
+
+
+class LeavingError(Exception):
+    """The agent has to leave before its ranks have started."""
+
+    def __init__(self, leave: Leave) -> None:
+        super().__init__(leave.why)
+        self.leave = leave
+
+
+@dataclass
+class HostAgent:
+    settings: Settings
+    spool: Spool
+    host: int
+    stop: Stop
+
+    def __post_init__(self) -> None:
+        name, pid = socket.gethostname(), os.getpid()
+        self._identity = f"{name}:{pid}:{secrets.token_hex(8)}"
+        self._record = HostRecord(host=self.host, name=name, pid=pid)
+        self._marker = ("TANDEM_AGENT", f"{name}:{pid}")
+        self._launcher: Launcher | None = None
+        self._made_for: tuple[object, ...] = ()
+
+    def serve(self, job: str, number: int, hosts: int | None = None) -> int:
+        """Run this host's part of an attempt; returns the agent's exit status. `hosts`: how many
+        the caller knows of. Raises SpoolUnusable, and InvalidInput for a host that the attempt
+        doesn't have."""
+        meeting = Meeting(Attempt(self.spool, job, number))
+        order = meeting.order()
+        if order is None:
+            log.error("the attempt was ended, or waits for no agents", job=job, attempt=number)
+            return FENCED
+        if self.host >= order.hosts or order.hosts != (hosts or order.hosts):
+            problem = f"the attempt has {order.hosts} hosts, this agent is host {self.host}"
+            raise InvalidInput(f"{problem} of {hosts or 'any number'}", field="--hosts")
+        if not meeting.take_ticket(self.host, self._identity):
+            log.error("another agent serves this host", job=job, attempt=number, host=self.host)
+            return FENCED
+        log.info("serves an attempt", job=job, attempt=number, host=self.host, of=order.hosts)
+        watch = AttemptWatch(meeting, self.host, order)
+        watch.start()
+        try:
+            leave = self._attend(meeting, order, watch)
+        finally:
+            watch.close()
+        log.info("leaves the attempt", job=job, attempt=number, status=leave.status, why=leave.why)
+        return leave.status
+
+    def _attend(self, meeting: Meeting, order: AgentOrder, watch: AttemptWatch) -> Leave:
+        settings = self._settings_of(order)
+        handle: Handle | None = None
+        try:
+            address, interface = self._address(order)
+            self._launcher_for(settings, order, interface).prepare()
+            with ExitStack() as opened:
+                listener = None
+                known: dict[str, object] = {"address": address}
+                if self.host == 0:
+                    listener = opened.enter_context(_listener(address))
+                    known["port"] = listener.getsockname()[1]
+                records = self._meet(meeting, order, watch, settings, known)
+                _check_reach(records[0])
+                handle = self._start(meeting, order, records[0], listener)
+            watch.running_since = time.monotonic()
+            leave = self._watch(handle, watch)
+            if leave.status == FAILED and not meeting.is_open():  # they lost their directory
+                leave = Leave(FENCED, "the attempt was ended")
+        except LeavingError as leaving:
+            leave = leaving.leave
+        except (TandemError, OSError) as error:
+            leave = watch.leave() or self._refuse(meeting, error)
+        end = self._clear(settings, handle, leave)
+        if leave.status != UNUSABLE:  # a write would wait for the volume
+            with suppress(TandemError, OSError):  # the attempt was ended
+                meeting.write(self.host, end)
+        return leave
+
+    def _settings_of(self, order: AgentOrder) -> Settings:
+        """This host's settings, with what the runner decides for all hosts."""
+        decided = {
+            "device": order.settings.device,
+            "trainer_ranks": order.settings.sizes.world,
+            "trainer_hosts": order.hosts,
+            "launch": "fork",
+        }
+        return self.settings.model_copy(update=decided)
+
+    def _address(self, order: AgentOrder) -> tuple[str, str]:
+        """This host's address for the others, and its interface."""
+        if order.hosts == 1:
+            return network.LOOPBACK, "lo"
+        network.check_interface_names()
+        return network.host_address(self.settings.host_address)
+
+    def prepare(self) -> None:
+        """Start what can be started ahead of an attempt: for the first as the settings alone tell
+        it, then for one like the last."""
+        if self._launcher is not None:
+            self._launcher.prepare()
+            return
+        order = AgentOrder.of(self.settings, DEFAULT_ENTRY)
+        with suppress(TandemError):  # the attempt says what is wrong
+            settings = self._settings_of(order)
+            self._launcher_for(settings, order, self._address(order)[1]).prepare()
+
+    def _launcher_for(self, settings: Settings, order: AgentOrder, interface: str) -> Launcher:
+        made_for = (order.entry, order.threads, interface, settings)
+        if self._launcher is None or self._made_for != made_for:
+            self.close()
+            defaults = {
+                "OMP_NUM_THREADS": str(order.threads),
+                "GLOO_SOCKET_IFNAME": interface,
+                "NCCL_SOCKET_IFNAME": f"={interface}",
+            }
+            self._launcher = Launcher(settings, order.entry, self._marker, defaults)
+            self._made_for = made_for
+        return self._launcher
+
+    def _meet(
+        self,
+        meeting: Meeting,
+        order: AgentOrder,
+        watch: AttemptWatch,
+        settings: Settings,
+        known: dict[str, object],
+    ) -> list[HostRecord]:
+        """Write what this host has, once it can start ranks, and wait for the other hosts; their
+        records. The base model may be downloaded first. Raises LeavingError."""
+        turn = partial(self._turn, watch)
+        devices = Devices(settings, "trainer")
+        if devices.uuids and len(devices.uuids) < settings.ranks_per_host:
+            problem = f"{len(devices.uuids)} GPUs for {settings.ranks_per_host} ranks"
+            raise InvalidInput(problem, field="TANDEM_TRAINER_DEVICES")
+        spec = self.spool.jobs.get(meeting.attempt.job)[1].spec
+        run = self.spool.runs.get(spec.run)
+        model, digest = liveness.in_thread(
+            lambda: base_model_digest(resolve_model(self.spool.root, run.base_model)), turn, 0.2
+        )
+        known |= {
+            "gpus": devices.uuids,
+            "versions": _versions(),
+            "base_model": model,
+            "base_files": digest,
+            "threads": int(os.environ.get("OMP_NUM_THREADS") or order.threads),
+        }
+        record = self._record.model_copy(update=known)
+        waits = ""
+        while devices.busy({}):
+            if not waits:
+                waits = "its devices are not free"
+                meeting.write(self.host, record.model_copy(update={"waits": waits}))
+            turn()
+            time.sleep(1.0)
+        meeting.write(self.host, record)
+        while True:
+            found = [meeting.record(host) for host in range(order.hosts)]
+            there = [one for one in found if one is not None]
+            if (error := misfit(there, order)) is not None:
+                raise LeavingError(Leave(FAILED, error.message, error))
+            if len(there) == order.hosts and not any(one.waits for one in there):
+                return there
+            turn()
+            time.sleep(POLL_SECONDS)
+
+    def _turn(self, watch: AttemptWatch) -> None:
+        if (leave := self._must_leave(watch)) is not None:
+            raise LeavingError(leave)
+
+    def _must_leave(self, watch: AttemptWatch) -> Leave | None:
+        if (leave := watch.leave()) is not None:
+            return leave
+        if self.stop.requested:
+            why = f"host {self.host} ({self._record.name}) was asked to stop (SIGTERM)"
+            return Leave(STOPPED, why, JobError(type="preempted", message=why, retriable=True))
+        return None
+
+    def _start(
+        self,
+        meeting: Meeting,
+        order: AgentOrder,
+        first: HostRecord,
+        listener: socket.socket | None,
+    ) -> Handle:
+        attempt = meeting.attempt
+        store = (first.address, first.port)
+        launch = Launch(
+            root=self.spool.root,
+            job=attempt.job,
+            attempt=attempt.number,
+            settings=order.settings,
+            entry=order.entry,
+            host=HostPart(number=self.host, hosts=order.hosts, store=store),
+        )
+        assert self._launcher is not None
+        return self._launcher.launch(launch, listener)
+
+    def _watch(self, handle: Handle, watch: AttemptWatch) -> Leave:
+        """Wait for the end of the ranks, or end them."""
+        leaving: Leave | None = None
+        kill_time = 0.0
+        while (status := handle.poll()) is None:
+            leave = self._must_leave(watch)
+            if leave is not None and leaving is None:
+                log.info("ends its ranks", why=leave.why)
+                leaving, kill_time = leave, time.monotonic() + TERMINATE_SECONDS
+                handle.terminate()
+            if leave is not None and (leave.at_once or time.monotonic() > kill_time):
+                return leave if leave.at_once else (leaving or leave)
+            time.sleep(POLL_SECONDS)
+        if status == 0:
+            return Leave(DONE, "the ranks are done")
+        return leaving or Leave(FAILED, "ranks failed")
+
+    def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
+        """This host can't train: its record says so to all."""
+        if isinstance(error, FileNotFoundError) and not meeting.is_open():
+            return Leave(FENCED, "the attempt was ended")
+        if isinstance(error, SpoolUnusable):
+            return Leave(UNUSABLE, str(error))
+        refused = JobError(type="launch_failed", message=str(error), retriable=True)
+        if isinstance(error, TandemError):
+            update = {"type": error.code, "retriable": error.retriable}
+            refused = refused.model_copy(update=update)
+        with suppress(TandemError, OSError):
+            meeting.write(self.host, self._record.model_copy(update={"refused": refused}))
+        return Leave(FAILED, str(error), refused)
+
+    def _clear(self, settings: Settings, handle: Handle | None, leave: Leave) -> HostEnd:
+        """End what is left of the ranks; how they ended, and what is left on the devices."""
+        left = [] if handle is None else handle.kill_all(KILL_SECONDS)
+        begin, used = time.monotonic(), dict[str, int | None]()
+        with suppress(TandemError):
+            used = Devices(settings, "trainer").wait_free(RELEASE_SECONDS, {})
+        return HostEnd(
+            status=leave.status,
+            error=leave.error,
+            processes=len(left),
+            devices=used,
+            seconds=time.monotonic() - begin,
+        )
+
+    def follow(self) -> int:
+        """Serve the attempts of the spool, one after the other, until SIGTERM; returns the exit
+        status."""
+        log.info("waits for attempts", spool=self.spool.root, host=self.host)
+        problem = ""
+        self.prepare()
+        while not self.stop.requested:
+            try:
+                if (found := self._next()) is not None:
+                    if self.serve(*found) == UNUSABLE:
+                        return UNUSABLE
+                    self.prepare()
+                problem = ""
+            except (TandemError, OSError) as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    log.error("can't look for attempts; trying again", error=error)
+            time.sleep(FOLLOW_SECONDS)
+        return DONE
+
+    def _next(self) -> tuple[str, int] | None:
+        """An attempt that has no agent for this host yet."""
+        for key in self.spool.jobs.index.running():
+            _, job = self.spool.jobs.get(key.id)
+            meeting = Meeting(Attempt(self.spool, key.id, job.attempt))
+            order = meeting.order()
+            if order is None or self.host >= order.hosts or meeting.has_ticket(self.host):
+                continue
+            return key.id, job.attempt
+        return None
+
+    def close(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
+            shutil.rmtree(self._launcher.scratch, ignore_errors=True)
+            self._launcher = None
+
+
+def _listener(address: str) -> socket.socket:
+    """The store's: bound to the one address that the other hosts use."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=1024)
+
+
+def _check_reach(first: HostRecord) -> None:
+    """LeavingError where this host can't reach the ranks' store, for which torch would wait long
+    and without its address."""
+    try:
+        socket.create_connection((first.address, first.port), CONNECT_SECONDS).close()
+    except OSError as error:
+        why = f"can't reach {first} at port {first.port}: {error}"
+        refused = JobError(type="launch_failed", message=why, retriable=True)
+        raise LeavingError(Leave(FAILED, why, refused)) from error
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "megatron-core", "numpy", "safetensors")
+    return {
+        "Tandem": tandem.__version__,
+        "Python": platform.python_version(),
+        **{name: installed_version(name) for name in packages},
+    }

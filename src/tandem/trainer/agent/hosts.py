@@ -1,0 +1,206 @@
+"""What the runner and the hosts' agents write to `hosts/` in an attempt's work directory:
+
+order.json          the runner's order to the agents, written before any agent starts
+<i>.ticket          the one agent that serves host i; made by `link`
+<i>.json            what host i has (`HostRecord`); when all are there, the hosts have met
+<i>.beat            host i's agent goes on (`HostBeat`)
+<i>.end.json        how host i's ranks ended, and what they left (`HostEnd`)
+stop, kill          the runner asks the agents to end the ranks
+<i>.launcher.log  <i>.exits.json        of the parent of host i's ranks
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tandem.config import Settings
+from tandem.spool import fence, fs
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import JobError, Record
+from tandem.trainer.launch import DEFAULT_ENTRY, HOSTS, RankSettings
+from tandem.trainer.launch.launcher import threads_per_rank
+
+DONE, FAILED, STOPPED, FENCED, UNUSABLE = 0, 1, 75, 76, 77
+"""Exit statuses of an agent: its ranks are done; they failed, or the host was refused; SIGTERM, or
+the runner asked; its ticket is taken, or the attempt was ended, or its runner is gone; the volume
+is unusable."""
+
+
+class AgentOrder(Record):
+    """The runner's order to the agents of one attempt."""
+
+    hosts: int
+    threads: int  # OMP_NUM_THREADS of each rank: it decides the order of sums
+    settings: RankSettings
+    entry: str = DEFAULT_ENTRY
+    orphan_seconds: float = 900.0
+
+    @classmethod
+    def of(cls, settings: Settings, entry: str) -> Self:
+        return cls(
+            hosts=settings.trainer_hosts,
+            threads=threads_per_rank(settings),
+            settings=RankSettings.of(settings),
+            entry=entry,
+            orphan_seconds=settings.orphan_seconds,
+        )
+
+
+class HostRecord(BaseModel):
+    """One host of an attempt. Its agent writes it again when `waits` changes. Keys of another
+    version's record are ignored, so that the versions can be compared."""
+
+    model_config = ConfigDict(frozen=True)
+
+    host: int
+    name: str  # of the machine
+    pid: int  # of the agent
+    address: str = ""
+    port: int = 0  # of the ranks' store, on host 0
+    gpus: tuple[str, ...] = ()  # UUIDs
+    versions: dict[str, str] = Field(default_factory=dict)
+    base_model: str = ""  # the directory
+    base_files: str = ""  # their digest
+    threads: int = 0
+    waits: str = ""  # for what the host waits before it can start ranks
+    refused: JobError | None = None
+
+    def __str__(self) -> str:
+        return f"host {self.host} ({self.name}{f', {self.address}' if self.address else ''})"
+
+
+class HostBeat(Record):
+    count: int  # of beats: it changes
+    seconds: float | None = None  # that the ranks have run
+
+
+class HostEnd(Record):
+    """How the ranks of a host ended, and what is left of them."""
+
+    status: int  # as the agent's exit status
+    error: JobError | None = None  # None: the ranks' files tell why they failed
+    processes: int = 0  # that survive SIGKILL
+    devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID
+    seconds: float = 0.0  # until the devices were free
+
+
+class Meeting:
+    """The files of an attempt's hosts. Methods raise OSError and SpoolUnusable where the volume is
+    unusable; nothing is written after the attempt was ended, because its directory is gone."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self._work = attempt.work
+        self.directory = self._work / HOSTS
+        self.lease = self._work.parent.parent / "lease.json"
+
+    # ---- the runner's side
+
+    def give_order(self, order: AgentOrder) -> None:
+        with fs.volume_errors(self.directory):
+            self.directory.mkdir(exist_ok=True)
+            fs.write_json_atomic(self.directory / "order.json", order)
+            fs.fsync_dir(self._work)
+
+    def ask(self, what: str) -> None:
+        """`what`: "stop" or "kill"."""
+        with suppress(FileNotFoundError):  # the attempt was ended
+            fs.write_atomic(self.directory / what, b"", durable=False)
+
+    # ---- both
+
+    def order(self) -> AgentOrder | None:
+        """The runner's order; None without one, and where the attempt was ended."""
+        if not self.is_open():
+            return None
+        return fs.read_undamaged(self.directory / "order.json", AgentOrder)
+
+    def is_open(self) -> bool:
+        """Whether the attempt was not ended."""
+        return fs.exists(self._work) and not fs.exists(fence.mark(self._work))
+
+    def asked(self) -> str:
+        """What the runner asks: "stop", "kill" or nothing."""
+        return next((name for name in ("kill", "stop") if fs.exists(self.directory / name)), "")
+
+    def record(self, host: int) -> HostRecord | None:
+        return fs.read_undamaged(self.directory / f"{host}.json", HostRecord)
+
+    def beat(self, host: int) -> HostBeat | None:
+        return fs.read_undamaged(self.directory / f"{host}.beat", HostBeat)
+
+    def end(self, host: int) -> HostEnd | None:
+        return fs.read_undamaged(self.directory / f"{host}.end.json", HostEnd)
+
+    def has_ticket(self, host: int) -> bool:
+        return fs.exists(self._ticket(host))
+
+    # ---- an agent's side
+
+    def take_ticket(self, host: int, identity: str) -> bool:
+        """Whether this agent is the first for its host. The server of the volume decides."""
+        own = fs.temporary_beside(self._ticket(host))
+        try:
+            with fs.volume_errors(own):
+                own.write_text(identity)
+                with suppress(FileExistsError):
+                    os.link(own, self._ticket(host))
+                # The answer of `link` may get lost on NFS, and the client's second try fails.
+                return self._ticket(host).read_text() == identity
+        except FileNotFoundError:  # the attempt was ended
+            return False
+        finally:
+            with suppress(OSError):
+                own.unlink()
+
+    def write(self, host: int, record: HostRecord | HostBeat | HostEnd) -> None:
+        """Raises FileNotFoundError where the attempt was ended."""
+        names = {HostRecord: f"{host}.json", HostBeat: f"{host}.beat", HostEnd: f"{host}.end.json"}
+        fs.write_json_atomic(self.directory / names[type(record)], record, durable=False)
+
+    def _ticket(self, host: int) -> Path:
+        return self.directory / f"{host}.ticket"
+
+
+def misfit(records: Sequence[HostRecord], order: AgentOrder) -> JobError | None:
+    """Why the hosts that have arrived can't train together; the hosts that differ are named."""
+    for record in records:
+        if (error := record.refused) is not None:
+            return error.model_copy(update={"message": f"{record}: {error.message}"})
+    for record in records[1:]:
+        if difference := _difference(records[0], record):
+            return JobError(
+                type="hosts_differ", message=f"{records[0]} and {record} differ: {difference}"
+            )
+    owners: dict[str, HostRecord] = {}
+    for record in records:
+        for gpu in record.gpus:
+            if (other := owners.setdefault(gpu, record)) is not record:
+                message = f"{other} and {record} both have {gpu}; give each host GPUs of its own"
+                return JobError(type="hosts_differ", message=message)
+    if len(records) == order.hosts and records[0].threads != order.threads:
+        problem = f"{records[0]} has OMP_NUM_THREADS={records[0].threads}"
+        message = f"{problem}, the runner {order.threads}; set it to one number, or unset it"
+        return JobError(type="hosts_differ", message=message)
+    return None
+
+
+def _difference(a: HostRecord, b: HostRecord) -> str:
+    for name in sorted(a.versions.keys() | b.versions.keys()):
+        if a.versions.get(name) != b.versions.get(name):
+            found = f"{a.versions.get(name) or 'none'} and {b.versions.get(name) or 'none'}"
+            return f"{name} {found}; use the same image on all hosts"
+    if a.base_files != b.base_files:
+        return (
+            f"the base model's files in {a.base_model} and {b.base_model} are not the same; give"
+            " all hosts the same files"
+        )
+    if len(a.gpus) != len(b.gpus):
+        return f"{len(a.gpus)} and {len(b.gpus)} GPUs; give all hosts as many"
+    if a.threads != b.threads:
+        return f"OMP_NUM_THREADS={a.threads} and {b.threads}; set it on all hosts, or on none"
+    return ""

@@ -1,0 +1,87 @@
+"""What an agent sees of its attempt on the volume. A thread looks, because a volume that is gone
+may keep a look waiting for ever, and the agent must end its ranks all the same."""
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tandem.errors import TandemError
+from tandem.spool import fs
+from tandem.spool.schema import JobError
+from tandem.trainer.agent.hosts import (
+    FAILED,
+    FENCED,
+    STOPPED,
+    UNUSABLE,
+    AgentOrder,
+    HostBeat,
+    Meeting,
+)
+
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Why an agent has to end its ranks."""
+
+    status: int
+    why: str
+    error: JobError | None = None
+    at_once: bool = False
+    """By SIGKILL: nobody waits for what the ranks still do."""
+
+
+class AttemptWatch(threading.Thread):
+    def __init__(self, meeting: Meeting, host: int, order: AgentOrder) -> None:
+        super().__init__(daemon=True)
+        self._meeting, self._host, self._order = meeting, host, order
+        self._done = threading.Event()
+        self._open, self._asked, self._failed = True, "", -1
+        self._answered = self._lease_changed = time.monotonic()
+        self._lease: bytes | None = None
+        self._beats = 0
+        self.running_since: float | None = None
+
+    def run(self) -> None:
+        while not self._done.is_set():
+            with suppress(OSError, TandemError):
+                self._look()
+            self._done.wait(LOOK_SECONDS)
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _look(self) -> None:
+        self._open = self._open and self._meeting.is_open()
+        lease = fs.read_bytes(self._meeting.lease)
+        self._asked = self._meeting.asked()
+        for host in set(range(self._order.hosts)) - {self._host}:
+            if (end := self._meeting.end(host)) is not None and end.status and self._failed < 0:
+                self._failed = host
+        now = self._answered = time.monotonic()
+        if lease != self._lease:
+            self._lease, self._lease_changed = lease, now
+        self._beats += 1
+        since = self.running_since
+        beat = HostBeat(count=self._beats, seconds=None if since is None else now - since)
+        self._meeting.write(self._host, beat)
+
+    def leave(self) -> Leave | None:
+        """Why the ranks have to end, if they have to. Doesn't block."""
+        now, orphan = time.monotonic(), self._order.orphan_seconds
+        if not self._open:
+            return Leave(FENCED, "the attempt was ended", at_once=True)
+        if now - self._answered > orphan:
+            why = f"the volume has not answered for {orphan:g} s"
+            return Leave(UNUSABLE, why, at_once=True)
+        if self._answered - self._lease_changed > orphan:  # by looks: no answer says nothing
+            why = f"the runner has not renewed the job's lease for {orphan:g} s"
+            error = JobError(type="runner_lost", message=why, retriable=True)
+            return Leave(FENCED, why, error, at_once=True)
+        if self._asked:
+            return Leave(STOPPED, "the runner asks to stop", at_once=self._asked == "kill")
+        if self._failed >= 0:
+            return Leave(FAILED, f"the ranks of host {self._failed} failed")
+        return None

@@ -1,0 +1,247 @@
+"""Attempts whose ranks an agent on each host starts (`trainer/agent`): what the executors of
+several hosts share. Runner and agents meet by files in the attempt's directory; the runner reaches
+no host.
+
+A subclass says how agents get onto hosts: it starts, stops and asks its engine.
+"""
+
+import time
+from contextlib import suppress
+
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import EventType, JobError
+from tandem.trainer.agent.hosts import (
+    DONE,
+    AgentOrder,
+    HostBeat,
+    HostEnd,
+    HostRecord,
+    Meeting,
+    misfit,
+)
+from tandem.trainer.executor import Ended, Order, Running, Waiting
+from tandem.trainer.stop import Stop
+
+LOOK_SECONDS = 0.2
+SILENT_SECONDS = 10.0
+"""An agent beats twice a second. One that has not for so long is not waited for."""
+END_SECONDS = 40.0
+"""How long the other hosts may take to end their ranks and measure their devices after one host's
+failed."""
+KILL_SECONDS = 25.0
+"""The same after the runner asked the agents to kill them."""
+
+
+class AgentsExecution:
+    """An `Execution`. The methods with an underscore at the end of the class are the engine's."""
+
+    def __init__(self, order: Order, settings: Settings, plan: AgentOrder, stop: Stop) -> None:
+        self._order, self._settings, self._plan, self._stop = order, settings, plan, stop
+        self._meeting = Meeting(order.files)
+        self._state: Waiting | Running | Ended = Waiting("the hosts' agents")
+        self._next_look = 0.0
+        self._start_begin: float | None = None  # of the hosts' time to arrive
+        self._failed_since: float | None = None
+        self._met = False
+        self._records: dict[int, HostRecord] = {}
+        self._ends: dict[int, HostEnd] = {}
+        self._beats: dict[int, tuple[HostBeat, float]] = {}  # and when it changed, by our clock
+
+    def start(self) -> None:
+        """Gives the order to the agents, unless an earlier runner has."""
+
+        def give() -> bool:
+            if (known := self._meeting.order()) is None:
+                self._meeting.give_order(self._plan)
+            self._plan = known or self._plan
+            return True
+
+        if self._stop.retry("give the order to the agents", give) is None:
+            self._state = Ended(error=self._order.interrupted())
+            return
+        self._start_engine()
+
+    def poll(self) -> Waiting | Running | Ended:
+        now = time.monotonic()
+        if not isinstance(self._state, Ended) and now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            try:
+                self._look(now)
+            except (TandemError, OSError):
+                # Without the volume nobody's silence says anything.
+                self._beats = {host: (beat, now) for host, (beat, _) in self._beats.items()}
+            else:
+                self._state = self._judge(now)
+        return self._state
+
+    def stop(self) -> None:
+        self._ask_agents("stop")
+        self._stop_engine()
+
+    def kill(self) -> None:
+        if self._unfinished(time.monotonic()):
+            self._ask_agents("kill")
+        self._kill_engine()
+        end = time.monotonic() + KILL_SECONDS
+        while self._unfinished(now := time.monotonic()) and now < end:
+            time.sleep(LOOK_SECONDS)
+            with suppress(TandemError, OSError):
+                self._look(time.monotonic())
+
+    def give_back(self) -> list[tuple[EventType, dict[str, object]]]:
+        ends = self._ends
+        if not ends:
+            return []
+        devices = {uuid: size for end in ends.values() for uuid, size in end.devices.items()}
+        unmeasured = sorted(set(range(self._plan.hosts)) - ends.keys())
+        data: dict[str, object] = {
+            "processes": sum(end.processes for end in ends.values()),
+            "bytes": None if None in devices.values() else sum(filter(None, devices.values())),
+            "devices": devices,
+            "seconds": max(end.seconds for end in ends.values()),
+            "hosts": {
+                str(host): {"devices": end.devices, "seconds": end.seconds}
+                for host, end in sorted(ends.items())
+            },
+            **({"unmeasured": unmeasured} if unmeasured else {}),
+        }
+        return [("released", data)]
+
+    # ---- the hosts' files
+
+    def _ask_agents(self, what: str) -> None:
+        with suppress(TandemError, OSError):
+            self._meeting.ask(what)
+
+    def _look(self, now: float) -> None:
+        for host in range(self._plan.hosts):
+            if host in self._ends:
+                continue
+            if not self._met and (record := self._meeting.record(host)) is not None:
+                self._records[host] = record
+            beat = self._meeting.beat(host)
+            if beat is not None and (host not in self._beats or beat != self._beats[host][0]):
+                self._beats[host] = beat, now
+            if (end := self._meeting.end(host)) is not None:
+                self._ends[host] = end
+
+    def _judge(self, now: float) -> Waiting | Running | Ended:
+        """How the attempt is, by what its hosts have written and the engine says."""
+        if (error := misfit([*self._records_in_order()], self._plan)) is not None:
+            return Ended(1, error)
+        if (ended := self._ended(now)) is not None:
+            return ended
+        engine = self._ask_engine()
+        if isinstance(engine, Ended):
+            return engine
+        arrived = [record for record in self._records.values() if not record.waits]
+        self._met = self._met or len(arrived) == self._plan.hosts
+        if self._met:
+            ran = [beat.seconds for beat, _ in self._beats.values() if beat.seconds is not None]
+            return Running(max(ran, default=0.0))
+        if isinstance(engine, Waiting):
+            self._start_begin = None
+            return engine
+        self._start_begin = self._start_begin or now
+        missing = "; ".join(self._missing())
+        if now - self._start_begin > self._settings.start_seconds:
+            message = (
+                f"not all hosts were there after {self._settings.start_seconds:g} s: {missing}"
+            )
+            return Ended(error=JobError(type="launch_failed", message=message, retriable=True))
+        return Waiting(missing)
+
+    def _records_in_order(self) -> list[HostRecord]:
+        return [self._records[host] for host in sorted(self._records)]
+
+    def _missing(self) -> list[str]:
+        """What each host lacks that is not ready."""
+        of, lines = self._plan.hosts, []
+        for host in range(of):
+            record, engine = self._records.get(host), self._lacks(host)
+            if record is not None and record.waits:
+                lines.append(f"{record} waits: {record.waits}")
+            elif record is None:
+                arrived = "has begun" if host in self._beats else "has not arrived"
+                lines.append(f"host {host} of {of} {arrived}{f' ({engine})' if engine else ''}")
+        return lines
+
+    def _ended(self, now: float) -> Ended | None:
+        """How the attempt ended, once all hosts have said so or can't any more."""
+        failed = any(end.status != DONE for end in self._ends.values())
+        if failed and self._failed_since is None:
+            self._failed_since = now
+        lost = self._silent(now, SILENT_SECONDS if failed else self._settings.lease_seconds)
+        if lost and not failed:
+            return Ended(1, self._lost(lost))
+        late = self._failed_since is not None and now - self._failed_since > END_SECONDS
+        others_end = failed and not self._beats.keys() - self._ends.keys() - set(lost)
+        if not (late or others_end or len(self._ends) == self._plan.hosts):
+            return None
+        errors = [end.error for _, end in sorted(self._ends.items()) if end.error is not None]
+        if errors:
+            return Ended(1, errors[0])
+        return Ended(1 if failed else 0, self._lost(lost) if lost else None)
+
+    def _lost(self, hosts: list[int]) -> JobError:
+        names = [str(self._records.get(host, f"host {host}")) for host in hosts]
+        message = f"no sign of {' and '.join(names)}: killed, stopped, or cut off"
+        return JobError(type="host_lost", message=message, retriable=True)
+
+    def _silent(self, now: float, seconds: float) -> list[int]:
+        """Hosts whose agents have begun and neither beat nor end."""
+        return [
+            host
+            for host, (_, changed) in self._beats.items()
+            if host not in self._ends and now - changed > seconds
+        ]
+
+    def _unfinished(self, now: float) -> set[int]:
+        """Hosts whose agents still have to end their ranks."""
+        return self._beats.keys() - self._ends.keys() - set(self._silent(now, SILENT_SECONDS))
+
+    # ---- the engine's
+
+    def _start_engine(self) -> None:
+        """Has an agent started on each host; finds those that an earlier runner has started."""
+
+    def _ask_engine(self) -> Waiting | Running | Ended:
+        """Waiting: the agents wait for places, and `start_seconds` doesn't count. Running: they
+        may have started. Ended: they can't go on."""
+        return Running()
+
+    def _lacks(self, _host: int) -> str:
+        """What the engine knows of a host that has not arrived."""
+        return ""
+
+    def _stop_engine(self) -> None:
+        """Asks the engine to end the agents. They are asked on the volume, too."""
+
+    def _kill_engine(self) -> None:
+        """Has the engine kill the agents."""
+
+
+class AgentsExecutor:
+    """An `Executor`, but for `start`."""
+
+    stays = False
+
+    def __init__(self, settings: Settings, entry: str, stop: Stop) -> None:
+        self._settings, self._stop = settings, stop
+        self._plan = AgentOrder.of(settings, entry)
+        self.devices = f"{settings.trainer_hosts} hosts of {settings.ranks_per_host} ranks"
+
+    def prepare(self) -> None:
+        """The agents do."""
+
+    def wait_until_free(self) -> None:
+        """Each agent waits for its own devices."""
+
+    def adopts(self, attempt: Attempt, /) -> bool:
+        order = Meeting(attempt).order()
+        return order is not None and order.settings == self._plan.settings
+
+    def close(self) -> None:
+        """The agents stay."""

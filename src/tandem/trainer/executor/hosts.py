@@ -1,0 +1,14 @@
+"""Attempts on hosts that each have an agent already, `tandem rank-agent --follow`: nothing is
+placed or queued, and the GPUs stay with the agents' containers."""
+
+from tandem.trainer.executor import Order
+from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
+
+
+class HostsExecutor(AgentsExecutor):
+    """An `Executor`. The agents find the attempt's order on the volume."""
+
+    def start(self, order: Order) -> AgentsExecution:
+        execution = AgentsExecution(order, self._settings, self._plan, self._stop)
+        execution.start()
+        return execution

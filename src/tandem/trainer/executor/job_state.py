@@ -1,0 +1,225 @@
+"""What a Job of Kubernetes, its pods and Kueue say about an attempt, in words."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.spool.schema import JobError
+from tandem.trainer.agent.hosts import DONE, FAILED, STOPPED, UNUSABLE
+from tandem.trainer.executor import Ended, Running, Waiting
+
+Object = dict[str, Any]
+
+IMAGE_SECONDS = 120.0
+"""How long a container may wait for its image, or for what it mounts as variables."""
+SETTLE_SECONDS = 3.0
+"""What the agents wrote last may be seen later than the Job's end."""
+LOST_SECONDS = 30.0
+"""A pod that is to go and is not gone so long after its grace period is on a lost node."""
+
+_CANT_START = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+    }
+)
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+@dataclass
+class Seen:
+    """What the API server answered in one poll."""
+
+    job: Object | None  # None: it is gone
+    pods: list[Object] = field(default_factory=list)
+    events: list[Object] = field(default_factory=list)  # about the Job; asked for without pods
+    workload: Object | None = None  # of a suspended Job
+
+
+@dataclass
+class JobStates:
+    """Reads one attempt's polls in their order. Times are of the runner's own clock."""
+
+    grace_seconds: float
+    ran: bool = False
+    """Whether a pod of the Job has run. It may have under an earlier runner."""
+
+    def __post_init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def read(self, seen: Seen, now: float) -> Waiting | Running | Ended:
+        job = seen.job
+        if job is None or job["metadata"].get("deletionTimestamp"):
+            return Ended(1, _error("job_deleted", "somebody deleted its Kubernetes Job"))
+        self.ran = self.ran or any(_has_run(pod) for pod in seen.pods)
+        self._forget([str(pod["metadata"].get("uid")) for pod in seen.pods])
+        if job["spec"].get("suspend"):
+            why = _of_kueue(seen.workload)
+            if self.ran:
+                return Ended(1, _error("preempted", f"its Job was suspended again: {why}"))
+            return Waiting(why)
+        if (ended := self._ended(job, seen.pods, now)) is not None:
+            return ended
+        for pod in seen.pods:
+            if (error := self._cant_go_on(pod, now)) is not None:
+                return Ended(1, error)
+        if not seen.pods:
+            return Waiting(_newest(seen.events) or "its Job has no pod yet")
+        if any(_has_run(pod) for pod in seen.pods):
+            return Running()
+        return Waiting("; ".join(f"{_name(pod)} {lacks(pod)}" for pod in seen.pods))
+
+    def _ended(self, job: Object, pods: Sequence[Object], now: float) -> Ended | None:
+        """Whether the Job's own conditions say that it ended."""
+        conditions = _true_conditions(job)
+        end = conditions.get("Complete") or conditions.get("Failed")
+        if end is None or now - self._since.setdefault("end", now) < SETTLE_SECONDS:
+            return None
+        if "Complete" in conditions:
+            return Ended(DONE)
+        return why_failed(pods) or Ended(
+            1, _error("job_failed", f"its Job failed: {_words(end) or 'for no known reason'}")
+        )
+
+    def _cant_go_on(self, pod: Object, now: float) -> JobError | None:
+        """Why a pod will never run, or run no more, although its Job doesn't say so."""
+        uid, waiting = str(pod["metadata"].get("uid")), _waiting(pod)
+        if waiting.get("reason") in _CANT_START:
+            if now - self._since.setdefault(f"image {uid}", now) > IMAGE_SECONDS:
+                return _error("launch_failed", f"{_name(pod)} can't start: {_words(waiting)}")
+        else:
+            self._since.pop(f"image {uid}", None)
+        disruption = _disruption(pod)
+        if disruption is None or _terminated(pod) is not None:
+            return None
+        bound = self.grace_seconds + LOST_SECONDS
+        if now - self._since.setdefault(f"lost {uid}", now) > bound:
+            node = pod["spec"].get("nodeName", "its node")
+            message = f"{_name(pod)} does not end, {node} is lost: {_words(disruption)}"
+            return _error("preempted", message)
+        return None
+
+    def _forget(self, uids: Sequence[str]) -> None:
+        kept = ("end", *uids)
+        self._since = {key: at for key, at in self._since.items() if key.endswith(kept)}
+
+
+def why_failed(pods: Iterable[Object]) -> Ended | None:
+    """Why the pods of a failed Job failed; None where they don't say. The cause of the others'
+    ends comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
+    pods = list(pods)
+    for pod in pods:
+        if (disruption := _disruption(pod)) is not None:
+            return Ended(1, _error("preempted", f"{_name(pod)}: {_words(disruption)}"))
+    ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]
+    ends.sort(key=lambda found: found[1].get("finishedAt") or "")
+    stopped: Ended | None = None
+    for pod, end in ends:
+        code, name = int(end.get("exitCode", 0)), _name(pod)
+        if pod["status"].get("reason") == "DeadlineExceeded":
+            message = f"{name} reached its activeDeadlineSeconds"
+            return Ended(1, _error("deadline", message))
+        if end.get("reason") == "OOMKilled":
+            message = f"{name} was killed for its memory (OOMKilled); raise its limit"
+            return Ended(1, _error("rank_crashed", message))
+        if code == UNUSABLE:
+            return Ended(1, _error("spool_unusable", f"{name}: the volume was unusable there"))
+        if code == FAILED:
+            return Ended(1)
+        if code == STOPPED:
+            message = f"{name} was stopped, and nobody says why: somebody deleted it"
+            stopped = stopped or Ended(1, _error("job_deleted", message))
+        elif code != DONE:
+            message = f"{name} ended with status {code}: {_words(end) or 'see its log'}"
+            kind = "preempted" if code == 76 else "host_lost"
+            stopped = stopped or Ended(1, _error(kind, message))
+    for pod in pods:
+        if pod["status"].get("phase") == "Failed" and _terminated(pod) is None:
+            return Ended(1, _error("launch_failed", f"{_name(pod)}: {_words(pod['status'])}"))
+    return stopped
+
+
+def lacks(pod: Object) -> str:
+    """What a pod still needs to run."""
+    status = pod.get("status", {})
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return f"is Pending: {_words(scheduled)}"
+    if waiting := _waiting(pod):
+        return f"waits: {_words(waiting)}"
+    return f"is {status.get('phase', 'Pending')}"
+
+
+def index_of(pod: Object) -> int | None:
+    """The number of the pod's host."""
+    text = (pod["metadata"].get("annotations") or {}).get(INDEX, "")
+    return int(text) if text.isdigit() else None
+
+
+def _error(kind: str, message: str) -> JobError:
+    return JobError(type=kind, message=message, retriable=True)
+
+
+def _of_kueue(workload: Object | None) -> str:
+    """Why Kueue does not admit the Job."""
+    conditions = (workload or {}).get("status", {}).get("conditions") or []
+    said = [
+        condition["message"]
+        for kind in ("Evicted", "QuotaReserved", "Admitted")
+        for condition in conditions
+        if condition["type"] == kind
+        and (condition["status"] == "True") == (kind == "Evicted")
+        and condition.get("message")
+    ]
+    return f"Kueue: {said[0]}" if said else "its Job is suspended; Kueue has not said why"
+
+
+def _true_conditions(job: Object) -> dict[str, Object]:
+    conditions = job.get("status", {}).get("conditions") or ()
+    return {c["type"]: c for c in conditions if c["status"] == "True"}
+
+
+def _disruption(pod: Object) -> Object | None:
+    return _true_conditions(pod).get("DisruptionTarget")
+
+
+def _states(pod: Object) -> list[Object]:
+    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    return [status.get("state") or {} for status in statuses]
+
+
+def _waiting(pod: Object) -> Object:
+    """Why a container waits, those before the main one too."""
+    status = pod.get("status", {})
+    before = status.get("initContainerStatuses") or ()
+    states = [one.get("state") or {} for one in before] + _states(pod)
+    return next((state["waiting"] for state in states if state.get("waiting")), {})
+
+
+def _terminated(pod: Object) -> Object | None:
+    ended = [state["terminated"] for state in _states(pod) if state.get("terminated")]
+    return max(ended, key=lambda end: int(end.get("exitCode", 0)), default=None)
+
+
+def _has_run(pod: Object) -> bool:
+    return any("running" in state or "terminated" in state for state in _states(pod))
+
+
+def _newest(events: Sequence[Object]) -> str:
+    """The newest warning about the Job."""
+    warnings = [event for event in events if event.get("type") == "Warning"]
+    return _words(warnings[-1]) if warnings else ""
+
+
+def _words(said: Object) -> str:
+    return ": ".join(filter(None, (said.get("reason"), said.get("message"))))
+
+
+def _name(pod: Object) -> str:
+    return f"pod {pod['metadata']['name']}"

@@ -1,0 +1,279 @@
+"""Attempts on a Kubernetes cluster: each is a Job, whose pods run the hosts' agents. The runner has
+no GPU, and none is requested while no job runs.
+
+Whoever places the pods is the cluster, with Kueue or without. A Job's name says which attempt it
+is, so that a runner that comes back finds it, and never makes a second one.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tandem.config import Settings
+from tandem.errors import TandemError
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import JobError
+from tandem.system import liveness
+from tandem.system.logs import Log
+from tandem.trainer.agent.hosts import FAILED, AgentOrder, Meeting
+from tandem.trainer.executor import Ended, Order, Running, Waiting
+from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
+from tandem.trainer.executor.cluster import Cluster, ClusterAway, ClusterRefused
+from tandem.trainer.executor.job_state import JobStates, Seen, index_of, lacks, why_failed
+from tandem.trainer.executor.manifest import JobTemplate, Object, is_of
+from tandem.trainer.stop import Stop
+
+log = Log("runner")
+
+POLL_SECONDS = 1.0
+AWAY_POLL_SECONDS = 5.0
+"""A call of an API server that is away may take `cluster.TIMEOUT_SECONDS`."""
+QUOTA_POLL_SECONDS = 10.0
+REPORT_SECONDS = 60.0
+"""How long the API server may be away before the runner is not ready."""
+_RIGHTS = (
+    ("create", "batch", "jobs"),
+    ("get", "batch", "jobs"),
+    ("list", "batch", "jobs"),
+    ("delete", "batch", "jobs"),
+    ("list", "", "pods"),
+    ("list", "", "events"),
+)
+
+
+class KubernetesExecutor(AgentsExecutor):
+    """An `Executor`. The attempts go on without the runner."""
+
+    stays = True
+
+    def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
+        """Asks the API server for the rights that the runner needs. Raises InvalidInput where it
+        lacks one, or the template is not the chart's."""
+        super().__init__(settings, entry, stop)
+        self._spool = spool
+        self._template = JobTemplate(settings.job_template, settings.trainer_hosts)
+        self._cluster = Cluster(self._template.namespace)
+        self._away_since: float | None = None
+        self._owner: str | None = None
+        self.devices = f"Jobs of {self.devices} in namespace {self._cluster.namespace}"
+        stop.retry("ask the API server for the runner's rights", self._check, until="it answers")
+
+    def _check(self) -> None:
+        cluster, template = self._cluster, self._template
+
+        def check() -> None:
+            for right in _RIGHTS:
+                cluster.check_right(*right)
+            if (owner := template.owner) is not None:
+                cluster.check_right("get", "apps", "statefulsets", owner)
+                self._owner = cluster.uid_of_set(owner)
+            if (queue := template.queue) is not None:
+                cluster.check_right("list", "kueue.x-k8s.io", "workloads")
+                cluster.check_kueue(queue)
+
+        self.ask(check)
+
+    def ask[T](self, action: Callable[[], T]) -> T:
+        """The result of a call of the API server. While it stays away, the runner is not ready."""
+        try:
+            result = action()
+        except ClusterAway as error:
+            now = time.monotonic()
+            self._away_since = self._away_since or now
+            if now - self._away_since > REPORT_SECONDS:
+                liveness.report("runner", str(error))
+            raise
+        self._away_since = None
+        liveness.report("runner", "")
+        return result
+
+    @property
+    def queued(self) -> bool:
+        """Whether Kueue admits the Jobs."""
+        return self._template.queue is not None
+
+    def prepare(self) -> None:
+        """Deletes the Jobs that no running job has, if the API server answers."""
+        try:
+            self._sweep()
+        except (TandemError, OSError) as error:
+            log.warning("can't look for Jobs that no job has", error=error)
+
+    def wait_until_free(self) -> None:
+        """Waits for the API server, and has it delete the Jobs that no running job has."""
+        self._stop.retry("ask the API server for its Jobs", self._sweep, until="it answers")
+
+    def _sweep(self) -> None:
+        names = set()
+        for key in self._spool.jobs.index.running():
+            names.add(self._template.name(self._spool.jobs.get(key.id)[1]))
+        for made in self.ask(lambda: self._cluster.jobs(self._template.labels)):
+            name = made["metadata"]["name"]
+            if name not in names and not made["metadata"].get("deletionTimestamp"):
+                log.warning("deleting a Job that no running job has", job=name)
+                self.ask(partial(self._cluster.delete, name))
+
+    def adopts(self, attempt: Attempt, /) -> bool:
+        """Raises ClusterAway as long as nobody knows."""
+        if not super().adopts(attempt):
+            return False
+        job = self._spool.jobs.get(attempt.job)[1]
+        made = self.ask(lambda: self._cluster.job(self._template.name(job)))
+        return made is not None and is_of(made, job) and "deletionTimestamp" not in made["metadata"]
+
+    def _served(self, attempt: Attempt) -> bool:
+        """Whether a pod has begun the attempt, under an earlier runner."""
+        meeting = Meeting(attempt)
+        hosts = range(self._settings.trainer_hosts)
+        return (
+            self._stop.retry("look for tickets", lambda: any(map(meeting.has_ticket, hosts)))
+            or False
+        )
+
+    def start(self, order: Order) -> "KubernetesExecution":
+        execution = KubernetesExecution(
+            order, self._settings, self._plan, self._stop, self, self._cluster
+        )
+        execution.make = self._template.fill(order.job, self._owner)
+        execution.states = JobStates(self._template.grace_seconds, self._served(order.files))
+        execution.start()
+        return execution
+
+
+class KubernetesExecution(AgentsExecution):
+    """An `Execution`."""
+
+    make: Object
+    states: JobStates
+
+    def __init__(
+        self,
+        order: Order,
+        settings: Settings,
+        plan: AgentOrder,
+        stop: Stop,
+        executor: KubernetesExecutor,
+        cluster: Cluster,
+    ) -> None:
+        super().__init__(order, settings, plan, stop)
+        self._executor, self._cluster = executor, cluster
+        self._made = False
+        self._engine: Waiting | Running | Ended = Waiting("the API server")
+        self._seen = Seen(job={})
+        self._next_ask = 0.0
+
+    @property
+    def _name(self) -> str:
+        name: str = self.make["metadata"]["name"]
+        return name
+
+    def _ask_engine(self) -> Waiting | Running | Ended:
+        now = time.monotonic()
+        if isinstance(self._engine, Ended) or now < self._next_ask:
+            return self._engine
+        self._next_ask = now + POLL_SECONDS
+        try:
+            self._engine = self._read(now) if self._made else self._create()
+        except (ClusterAway, ClusterRefused) as error:
+            # What is known stays: ranks that run are judged by their beats.
+            self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
+            if not isinstance(self._engine, Running):
+                self._engine = Waiting(str(error))
+        return self._engine
+
+    def _create(self) -> Waiting | Ended:
+        """Creates the Job, unless it is there. Its answer may have got lost."""
+        try:
+            self._executor.ask(lambda: self._cluster.create(self.make))
+        except ClusterRefused as refusal:
+            if refusal.status == 409:
+                return self._adopt()
+            if refusal.status == 403 and "denied the request" not in str(refusal):
+                # A quota of Jobs, or a right that was taken away.
+                self._next_ask = time.monotonic() + QUOTA_POLL_SECONDS
+                return Waiting(str(refusal))
+            message = f"the cluster refuses the Job: {refusal}"
+            return Ended(1, JobError(type="launch_failed", message=message))
+        self._made = True
+        self._order.say(f"created Job {self._name}")
+        return Waiting("its Job has no pod yet")
+
+    def _adopt(self) -> Waiting | Ended:
+        found = self._executor.ask(lambda: self._cluster.job(self._name))
+        if found is None:  # it went in between
+            return Waiting(f"Job {self._name} to be made")
+        if not is_of(found, self._order.job):
+            message = f"there is a Job {self._name} already, and it is not this attempt's"
+            return Ended(1, JobError(type="launch_failed", message=message, retriable=True))
+        self._made = True
+        self._order.say(f"found Job {self._name}")
+        return Waiting("its Job's pods")
+
+    def _read(self, now: float) -> Waiting | Running | Ended:
+        self._look_at_job()
+        return self.states.read(self._seen, now)
+
+    def _look_at_job(self) -> None:
+        cluster, ask = self._cluster, self._executor.ask
+        seen = Seen(ask(lambda: cluster.job(self._name)))
+        if seen.job is not None:
+            seen.pods = ask(lambda: cluster.pods(self._name))
+            uid = str(seen.job["metadata"]["uid"])
+            if seen.job["spec"].get("suspend") and self._executor.queued:
+                seen.workload = ask(lambda: cluster.workload(uid))
+            elif not seen.pods:
+                seen.events = ask(lambda: cluster.events(self._name))
+        self._seen = seen
+
+    def _lacks(self, host: int) -> str:
+        for pod in self._seen.pods:
+            if index_of(pod) == host:
+                return f"pod {pod['metadata']['name']} {lacks(pod)}"
+        return ""
+
+    def _ended(self, now: float) -> Ended | None:
+        """As the agents tell it. Why an agent was stopped, or is silent, the cluster knows."""
+        ended = super()._ended(now)
+        if ended is None or ended.error is None:
+            return ended
+        if ended.error.type not in ("preempted", "host_lost"):
+            return ended
+        failed = [end for end in self._ends.values() if end.status == FAILED]
+        if failed:  # the cluster stopped the other hosts for that
+            return Ended(1, next((end.error for end in failed if end.error is not None), None))
+        return self._explained(ended)
+
+    def _explained(self, ended: Ended) -> Ended:
+        try:
+            self._look_at_job()
+        except (TandemError, OSError):
+            return ended
+        self.states.ran = True
+        state = self.states.read(self._seen, time.monotonic())
+        if isinstance(state, Ended) and state.error is not None:
+            return state
+        if (found := why_failed(self._seen.pods)) is not None and found.error is not None:
+            return found
+        if ended.error is not None and ended.error.type == "preempted":
+            # No disruption, and its queue still admits it.
+            update = {
+                "type": "job_deleted",
+                "message": f"{ended.error.message}: its pod was deleted",
+            }
+            return Ended(1, ended.error.model_copy(update=update))
+        return ended
+
+    def _stop_engine(self) -> None:
+        self._delete()
+
+    def _kill_engine(self) -> None:
+        """Its pods may stay for long on a node that is lost. The fence keeps them from the run."""
+        self._delete()
+
+    def _delete(self) -> None:
+        try:
+            self._executor.ask(lambda: self._cluster.delete(self._name))
+        except (ClusterAway, ClusterRefused) as error:
+            # `wait_until_free` deletes it before the next attempt.
+            log.warning("can't delete the Job now", job=self._name, error=error)

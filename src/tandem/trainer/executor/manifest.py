@@ -1,0 +1,122 @@
+"""The Kubernetes Job of one attempt, from the template that the chart renders.
+
+The template says all about nodes, images and volumes. What is filled in here is the name, which job
+it is, and how long its pods may live.
+"""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import InvalidInput
+from tandem.spool.schema import Job
+
+Object = dict[str, Any]
+
+CONTAINER = "trainer"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+SELECTED_BY = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component"))
+"""The labels that all Jobs of a release have, and no other objects."""
+JOB, ATTEMPT = "tandem/job", "tandem/attempt"
+START_SECONDS = 900
+"""How long the pods of an attempt may take until all of them run."""
+_MOST_SECONDS = 2**31 - 1
+
+
+class JobTemplate:
+    """What each attempt's Job is a copy of. InvalidInput where it is none of the chart's."""
+
+    def __init__(self, path: Path | None, hosts: int) -> None:
+        if path is None:
+            raise self._wrong("not set: the chart's trainer.executor=kubernetes sets it")
+        try:
+            self._job: Object = json.loads(path.read_text())
+            metadata, spec = self._job["metadata"], self._job["spec"]
+            pod = spec["template"]
+            containers = {container["name"] for container in pod["spec"]["containers"]}
+            self.labels = {name: metadata["labels"][name] for name in SELECTED_BY}
+            missing = self.labels.items() - pod["metadata"]["labels"].items()
+        except OSError as error:
+            raise self._wrong(f"can't read {path}: {error.strerror}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            problem = f"{path} is not the chart's template of a Job: {error!r}"
+            raise self._wrong(f"{problem}; upgrade the release") from error
+        if missing or CONTAINER not in containers:
+            lacks = ", ".join(name for name, _ in missing) or f"the container {CONTAINER}"
+            raise self._wrong(f"the pods of {path} lack {lacks}; upgrade the release")
+        if (spec.get("completions"), spec.get("parallelism")) != (hosts, hosts):
+            raise InvalidInput(
+                f"{hosts} pods, but {path} has completions={spec.get('completions')} and"
+                f" parallelism={spec.get('parallelism')}; set trainer.hosts of the chart",
+                field="TANDEM_TRAINER_HOSTS",
+            )
+
+    @staticmethod
+    def _wrong(problem: str) -> InvalidInput:
+        return InvalidInput(problem, field="TANDEM_JOB_TEMPLATE")
+
+    @property
+    def namespace(self) -> str | None:
+        namespace: str | None = self._job["metadata"].get("namespace")
+        return namespace
+
+    @property
+    def queue(self) -> str | None:
+        """The queue of Kueue that admits the Jobs."""
+        queue: str | None = self._job["metadata"]["labels"].get(QUEUE_LABEL)
+        return queue
+
+    @property
+    def owner(self) -> str | None:
+        """The name of the StatefulSet whose end is the end of the Jobs."""
+        owners = self._job["metadata"].get("ownerReferences") or [{}]
+        name: str | None = owners[0].get("name")
+        return name
+
+    @property
+    def grace_seconds(self) -> float:
+        """Between SIGTERM and SIGKILL of a pod."""
+        return float(self._job["spec"]["template"]["spec"].get("terminationGracePeriodSeconds", 30))
+
+    def name(self, job: Job) -> str:
+        """The name of the attempt's Job: no other attempt of any run has it."""
+        prefix: str = self._job["metadata"]["name"]
+        return f"{prefix}-{_digest(job)}"
+
+    def fill(self, job: Job, owner_uid: str | None) -> Object:
+        """The Job of the job's present attempt."""
+        made = copy.deepcopy(self._job)
+        metadata, spec = made["metadata"], made["spec"]
+        pod = spec["template"]
+        metadata["name"] = self.name(job)
+        about = {
+            JOB: job.spec.id,
+            ATTEMPT: str(job.attempt),
+            "tandem/run": job.spec.run,
+            "tandem/key": job.key.name,
+        }
+        for of in (metadata, pod["metadata"]):
+            of["annotations"] = of.get("annotations", {}) | about
+        if owner_uid is None:
+            metadata.pop("ownerReferences", None)
+        else:
+            metadata["ownerReferences"][0]["uid"] = owner_uid
+        # The kubelet itself ends the pod then, also where nobody reaches its node any more.
+        seconds = START_SECONDS + job.spec.deadline_seconds + self.grace_seconds
+        pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
+        (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
+        agent = ("--job", job.spec.id, "--attempt", str(job.attempt))
+        container["args"] = [*container["args"], *agent, "--hosts", str(spec["completions"])]
+        return made
+
+
+def is_of(made: Object, job: Job) -> bool:
+    """Whether a Job in the cluster is the one of the job's present attempt."""
+    about = made["metadata"].get("annotations") or {}
+    return (about.get("tandem/key"), about.get(ATTEMPT)) == (job.key.name, str(job.attempt))
+
+
+def _digest(job: Job) -> str:
+    return hashlib.sha256(f"{job.key.name}/{job.attempt}".encode()).hexdigest()[:12]

@@ -1,0 +1,379 @@
+"""The executor's calls of an API server, on the stand-in: which answers it survives, and what it
+asks for. Pods are processes that only wait; test_kubernetes_stack.py has real agents.
+
+With TANDEM_TEST_KUBECONFIG the tests of `plane` run on that control plane, in the namespace of its
+context, and the others are left out.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from executor.nodes import Nodes
+from executor.releases import install, release
+from helm.kubernetes_api import ApiServer
+from spool.spool_tools import spool_with_run, start
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import JobError
+from tandem.trainer.agent.hosts import Meeting
+from tandem.trainer.executor import Ended, Order, Running, Waiting, job_state, kubernetes
+from tandem.trainer.executor.job_state import index_of
+from tandem.trainer.executor.kubernetes import KubernetesExecution, KubernetesExecutor
+from tandem.trainer.stop import Stop
+
+REAL = os.environ.get("TANDEM_TEST_KUBECONFIG")
+scripted = pytest.mark.skipif(bool(REAL), reason="scripts what a control plane does")
+
+
+class Runner:
+    """A runner's executor, and a claimed job."""
+
+    def __init__(self, directory: Path, variables: dict[str, str]) -> None:
+        self.directory, self.variables = directory, variables
+        self.spool = spool_with_run(directory / "spool")
+        self.job = start(self.spool, "j")
+        self.told: list[str] = []
+        self.executor = self.make()
+
+    def make(self) -> KubernetesExecutor:
+        return KubernetesExecutor(Settings(), "fake_rank", Stop(), self.spool)
+
+    @property
+    def files(self) -> Attempt:
+        return Attempt(self.spool, self.job.spec.id, self.job.attempt)
+
+    def begin(self, executor: KubernetesExecutor | None = None) -> KubernetesExecution:
+        def tell(kind: object, data: object) -> None:
+            raise AssertionError("the executor tells no events by itself")
+
+        order = Order(self.job, self.files, lambda: None, self.told.append, tell)
+        return (executor or self.executor).start(order)
+
+
+def until(
+    execution: KubernetesExecution, state: type, words: str = ""
+) -> Waiting | Running | Ended:
+    """The execution's state once it is such a one."""
+    end = time.monotonic() + 20
+    found = execution.poll()
+    while not isinstance(found, state) or words not in str(found):
+        assert time.monotonic() < end, f"{found}, not {state.__name__} {words}"
+        time.sleep(0.02)
+        found = execution.poll()
+    return found
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    for name in ("POLL_SECONDS", "AWAY_POLL_SECONDS", "QUOTA_POLL_SECONDS"):
+        monkeypatch.setattr(kubernetes, name, 0.05)
+    monkeypatch.setattr(job_state, "SETTLE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch, quick) -> Iterator[SimpleNamespace]:
+    """`api`, `nodes` and a `runner`, of a release with a queue."""
+    with ApiServer(kueue=True) as api, Nodes(api, tmp_path, dict(os.environ)) as nodes:
+        nodes.command = ["sleep", "300"]
+        variables = install(api, release(2, queue="research"), tmp_path)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield SimpleNamespace(api=api, nodes=nodes, runner=Runner(tmp_path, variables))
+
+
+@pytest.fixture
+def plane(tmp_path, monkeypatch, quick) -> Iterator[Runner]:
+    """A runner on the control plane, real or not, whose Jobs have no owner and no queue."""
+    with ApiServer() as api, Nodes(api, tmp_path, dict(os.environ)) as nodes:
+        nodes.command = ["sleep", "300"]
+        variables = install(api, release(1), tmp_path)
+        template = json.loads((tmp_path / "job.json").read_text())
+        del template["metadata"]["ownerReferences"]
+        if REAL:
+            del template["metadata"]["namespace"]
+            variables["KUBECONFIG"] = REAL
+        (tmp_path / "job.json").write_text(json.dumps(template))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield Runner(tmp_path, variables)
+
+
+def test_a_job_is_made_once_found_and_deleted_with_its_pods(plane):
+    def there() -> list[str]:
+        found = plane.executor._cluster.jobs(plane.executor._template.labels)
+        return [job["metadata"]["name"] for job in found]
+
+    execution = plane.begin()
+    until(execution, Waiting, "pod")
+    name = execution.make["metadata"]["name"]
+    assert there() == [name]
+    (pod,) = plane.executor._cluster.pods(name)
+    assert index_of(pod) == 0
+    second = plane.make()
+    assert second.adopts(plane.files)
+    until(plane.begin(second), Waiting, "pod")
+    assert there() == [name]
+    execution.kill()
+    end = time.monotonic() + 150
+    while there() or plane.executor._cluster.pods(name):
+        assert time.monotonic() < end, "the Job and its pods stay"
+        time.sleep(0.2)
+    assert "job_deleted" in str(until(execution, Ended))
+
+
+def test_a_job_that_the_server_finds_invalid_is_not_tried_again(plane):
+    execution = plane.begin()
+    execution.make["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+    ended = until(execution, Ended)
+    assert "restartPolicy" in str(ended)
+    assert "retriable=False" in str(ended)
+
+
+def jobs(cluster: SimpleNamespace) -> list[str]:
+    return [job["metadata"]["name"] for job in cluster.api.objects("Job")]
+
+
+def gone(cluster: SimpleNamespace) -> None:
+    """Waits until no Job and no pod is left."""
+    end = time.monotonic() + 20
+    while cluster.api.objects("Job") or cluster.nodes.pods():
+        assert time.monotonic() < end, (jobs(cluster), cluster.nodes.pods())
+        time.sleep(0.05)
+
+
+@scripted
+def test_a_lost_answer_to_the_creation_makes_no_second_job(cluster):
+    cluster.api.fail("POST", "jobs", "lost")
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "host 0 of 2 has not arrived")
+    (name,) = jobs(cluster)
+    assert cluster.runner.told == [f"found Job {name}"]
+    made = cluster.api.objects("Job")[0]
+    (owner,) = made["metadata"]["ownerReferences"]
+    (stateful,) = cluster.api.objects("StatefulSet")
+    assert owner["uid"] == stateful["metadata"]["uid"]
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("how", ["cut", 500, 503, 429, 410])
+def test_answers_that_fail_are_asked_for_again(cluster, how):
+    cluster.nodes.full = "0/12 nodes are available"
+    execution = cluster.runner.begin()
+    for method, plural in (("POST", "jobs"), ("GET", "jobs"), ("GET", "pods")):
+        cluster.api.fail(method, plural, how, times=3)
+    until(execution, Waiting, "is Pending")
+    cluster.nodes.full = ""
+    until(execution, Waiting, "has not arrived (pod")
+    cluster.api.fail("DELETE", "jobs", how)
+    execution.kill()
+    assert len(jobs(cluster)) == 1, "its deletion got no answer"
+    error = JobError(type="preempted", message="for the test", retriable=True)
+    cluster.runner.spool.queue.requeue(cluster.runner.job, error)
+    cluster.runner.executor.wait_until_free()
+    gone(cluster)
+
+
+@scripted
+def test_a_quota_of_jobs_is_waited_for(cluster):
+    cluster.api.quota["count/jobs.batch"] = 0
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "exceeded quota: of-jobs")
+    cluster.api.quota.clear()
+    until(execution, Waiting, "has not arrived")
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+def test_a_quota_of_pods_is_waited_for(cluster):
+    cluster.api.quota["pods"] = 0
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "FailedCreate: Error creating: pods")
+    cluster.api.quota.clear()
+    until(execution, Waiting, "has not arrived")
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (422, "the image is not allowed"),
+        (400, "malformed"),
+        (403, 'admission webhook "x" denied the request: no'),
+    ],
+)
+def test_what_admission_refuses_is_not_tried_again(cluster, status, message):
+    cluster.api.fail("POST", "jobs", status, message=message)
+    ended = until(cluster.runner.begin(), Ended)
+    assert isinstance(ended, Ended)
+    assert ended.error is not None
+    assert (ended.error.type, ended.error.retriable) == ("launch_failed", False)
+    assert message in ended.error.message
+    assert jobs(cluster) == []
+
+
+@scripted
+def test_an_image_that_is_not_there(cluster, monkeypatch):
+    monkeypatch.setattr(job_state, "IMAGE_SECONDS", 0.5)
+    cluster.nodes.no_image = True
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "ErrImagePull: tandem-trainer:0.1.0-cpu: not found")
+    ended = until(execution, Ended, "launch_failed")
+    assert "can't start: ErrImagePull" in str(ended)
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+def test_kueue_admits_preempts_and_admits_again(cluster):
+    cluster.nodes.kueue = True
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "Kueue has not said why")
+    (name,) = jobs(cluster)
+    cluster.nodes.why_not_admitted(name, "couldn't assign flavors to pod set main")
+    until(execution, Waiting, "Kueue: couldn't assign flavors to pod set main")
+    cluster.nodes.admit(name)
+    until(execution, Waiting, "has not arrived")
+    cluster.nodes.preempt(name)
+    ended = until(execution, Ended, "preempted")
+    assert "Kueue: Preempted to accommodate a workload" in str(ended)
+    # The same Job could be admitted again: it is deleted before the next attempt.
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+@pytest.mark.parametrize("began", [True, False])
+def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
+    """Kueue may have preempted it meanwhile; then its hosts are taken, and nothing can go on."""
+    cluster.nodes.kueue = True
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "Kueue has not said why")
+    if began:
+        assert Meeting(cluster.runner.files).take_ticket(1, "the pod's")
+    again = cluster.runner.begin(cluster.runner.make())
+    if began:
+        assert "preempted" in str(until(again, Ended))
+    else:
+        until(again, Waiting, "Kueue has not said why")
+    again.kill()
+    gone(cluster)
+
+
+@scripted
+def test_a_job_that_somebody_deletes(cluster):
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "has not arrived (pod")
+    (name,) = jobs(cluster)
+    cluster.runner.executor._cluster.delete(name)
+    assert "job_deleted" in str(until(execution, Ended))
+    execution.kill()
+    gone(cluster)
+
+
+@scripted
+def test_memory_and_the_pods_own_deadline_are_told_apart(cluster):
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "has not arrived (pod")
+    cluster.nodes.kill_for_memory()
+    assert "OOMKilled" in str(until(execution, Ended, "rank_crashed"))
+    execution.kill()
+    gone(cluster)
+    late = cluster.runner.begin()
+    late.make["spec"]["template"]["spec"]["activeDeadlineSeconds"] = 1
+    late.make["metadata"]["name"] += "-late"
+    assert "deadline" in str(until(late, Ended))
+    late.kill()
+    gone(cluster)
+
+
+@scripted
+def test_another_runner_finds_the_job_and_deletes_those_of_nobody(cluster):
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "has not arrived")
+    (name,) = jobs(cluster)
+    stray = json.loads(json.dumps(execution.make))
+    stray["metadata"]["name"] = "a-tandem-stray"
+    cluster.api.add(stray)
+    second = cluster.runner.make()
+    assert second.adopts(cluster.runner.files)
+    second.prepare()
+    end = time.monotonic() + 10
+    while jobs(cluster) != [name]:
+        assert time.monotonic() < end, jobs(cluster)
+        time.sleep(0.05)
+    again = cluster.runner.begin(second)
+    until(again, Waiting, "has not arrived")
+    assert jobs(cluster) == [name], "one Job for one attempt"
+    assert cluster.runner.told[-1] == f"found Job {name}"
+    again.kill()
+    gone(cluster)
+    assert not second.adopts(cluster.runner.files), "its Job is gone"
+
+
+@scripted
+def test_a_runner_that_waits_for_the_api_server_is_not_ready(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_ALIVE_DIR", str(tmp_path))
+    monkeypatch.setattr(kubernetes, "REPORT_SECONDS", 0.3)
+    execution = cluster.runner.begin()
+    problem = tmp_path / "runner.problem"
+    until(execution, Waiting, "has not arrived")
+    with cluster.api.away():
+        end = time.monotonic() + 10
+        while not problem.exists():
+            assert time.monotonic() < end
+            state = execution.poll()
+            assert "has not arrived" in str(state), "what is known stays"
+            time.sleep(0.02)
+        assert "no answer of the API server" in problem.read_text()
+    end = time.monotonic() + 10
+    while problem.exists():
+        assert time.monotonic() < end
+        execution.poll()
+        time.sleep(0.02)
+    execution.kill()
+
+
+RIGHTS = ["create", "get", "list", "delete"]
+
+
+@scripted
+@pytest.mark.parametrize("verb", RIGHTS)
+def test_a_right_that_is_missing_is_named_at_the_start(cluster, verb):
+    rules = json.loads(json.dumps(cluster.api.rules))
+    (of_jobs,) = (rule for rule in rules if rule["resources"] == ["jobs"])
+    of_jobs["verbs"].remove(verb)
+    cluster.api.rules = rules
+    with pytest.raises(InvalidInput, match=rf"may not {verb} jobs\.batch in namespace ns"):
+        cluster.runner.make()
+
+
+@scripted
+def test_a_queue_without_kueue_is_refused_at_the_start(tmp_path, monkeypatch, quick):
+    with ApiServer() as api:
+        for name, value in install(api, release(1, queue="research"), tmp_path).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InvalidInput, match=r"kueue\.queue=research, but this cluster has no"):
+            Runner(tmp_path, {})
+
+
+def test_without_an_api_server_the_start_is_refused(tmp_path, monkeypatch):
+    with ApiServer() as api:
+        variables = install(api, release(1), tmp_path)
+    variables["KUBECONFIG"] = str(tmp_path / "absent")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInput, match="there is no Kubernetes API server to ask"):
+        Runner(tmp_path, {})
