@@ -146,6 +146,7 @@ def test_each_fault_fires_its_alerts_and_no_others(faults):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_nothing_fires_on_a_healthy_stack(runs):
     printed = runs[0].result()
     assert "SUCCESS" in printed, printed
@@ -162,6 +163,7 @@ def test_every_alert_fires_in_some_case_and_waits_in_another():
     assert not waits, "no case shows that these do not fire before their `for` is over"
 
 
+@pytest.mark.slow
 def test_what_an_alert_says_can_be_said(faults):
     """An alert has each label that its texts name, and each template expands."""
     said: dict[str, list[tuple[str, str]]] = {}

@@ -169,6 +169,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return oracle
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: str(draw(seed)))
@@ -176,6 +177,7 @@ def test_like_transformers_peft_and_adamw(oracle: Oracle, seed: int) -> None:
     assert oracle.problems(seed) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(BREAKS))

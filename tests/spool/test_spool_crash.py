@@ -229,6 +229,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_dying_anywhere(memory_path, monkeypatch, name):
     case = CASES[name]
