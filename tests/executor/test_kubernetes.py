@@ -164,7 +164,7 @@ def test_a_lost_answer_to_the_creation_makes_no_second_job(cluster):
 
 
 @scripted
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["cut", 500, 503, 429, 410])
 def test_answers_that_fail_are_asked_for_again(cluster, how):
     cluster.nodes.full = "0/12 nodes are available"

@@ -10,7 +10,7 @@ from rank.jobs import make_model, make_run, submit_sft
 from runner.runner_stack import Stack
 
 pytestmark = pytest.mark.timeout(300)
-of_pods = pytest.mark.sample(2, of="jobs in pods")
+of_pods = pytest.mark.sample(1, of="jobs in pods")
 
 
 @pytest.fixture(scope="module")
