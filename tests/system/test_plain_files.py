@@ -37,7 +37,6 @@ EXCEPTIONS = {
     "client/download.py unpack": "unpacked by itself, without links, in a new directory",
     "data/packed_format.py PackedBatch.open": "mapped right after `sha256_file` opened it",
     "inference/merged_model.py write_merged_model": WRITTEN,
-    "families/model_config.py base_model_digest": "the base model, which is trusted",
     "families/identity_adapter.py write_identity_adapter": WRITTEN,
     "inference/publisher/replica.py Member._leaves": PRIVATE,
     "inference/publisher/usage.py Usage.__init__": PRIVATE,
