@@ -51,6 +51,8 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         spool = Spool(settings.root)
         if "runner" in needed and not is_locked(spool.paths.runner_lock):
             found.append("the runner does not hold the spool's lock")
+        if "runner" in needed:
+            found.append(liveness.reported("runner", runtime_dir(settings.root, current_role())))
         waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))

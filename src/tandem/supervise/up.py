@@ -83,7 +83,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         check_apart(settings)
     sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
     for of, side in sides:
-        if of in names:
+        # The ranks of another executor are on other hosts.
+        if of in names and (of != "runner" or settings.executor == "local"):
             with suppress(DriverFailed):
                 Devices(settings, side)  # refuses GPUs that are not here
     if "controller" in names:

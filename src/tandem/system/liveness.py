@@ -40,6 +40,28 @@ def beat(program: str) -> None:
             Path(directory, f"{name}.alive").touch()
 
 
+def report(program: str, problem: str) -> None:
+    """Says why `program` can't work now, which its readiness probe tells; empty: it can."""
+    if directory := os.environ.get(VARIABLE):
+        with suppress(OSError):
+            path = _problem_path(program, Path(directory))
+            if problem:
+                path.write_text(problem)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def reported(program: str, directory: Path) -> str:
+    """What `program` reported last; empty: nothing is wrong."""
+    with suppress(OSError):
+        return _problem_path(program, directory).read_text()
+    return ""
+
+
+def _problem_path(program: str, directory: Path) -> Path:
+    return directory / f"{program}.problem"
+
+
 def silence(program: str, directory: Path) -> str | None:
     """A message if `program`'s loop has not turned for too long; None if it has, or has not
     begun."""

@@ -37,9 +37,10 @@ class Stop:
         action: Callable[[], T],
         *,
         errors: tuple[type[Exception], ...] = (TandemError, OSError),
+        until: str = "the volume is back",
     ) -> T | None:
         """The result of `action`, which is tried again after `errors`: the volume is full, gone or
-        read-only.
+        read-only. `until`: what is waited for, for the log.
 
         Returns None when the runner is asked to stop meanwhile. Raises errors that are not
         retriable, and an OSError that says nothing about the volume after OTHER_ERROR_SECONDS.
@@ -60,7 +61,7 @@ class Stop:
                 ):
                     raise
                 if not failed:
-                    log.error(f"can't {what}; trying again until the volume is back", error=error)
+                    log.error(f"can't {what}; trying again until {until}", error=error)
                     failed = True
                 if self.requested:
                     return None

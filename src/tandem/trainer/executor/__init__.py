@@ -71,6 +71,8 @@ class Execution(Protocol):
 class Executor(Protocol):
     devices: str
     """The devices that attempts run on, for the log."""
+    stays: bool
+    """Whether a runner that stops leaves its attempts to the next one."""
 
     def prepare(self) -> None:
         """Starts what can be started ahead of a job. Doesn't block."""

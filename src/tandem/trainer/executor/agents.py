@@ -226,6 +226,8 @@ class AgentsExecution:
 class AgentsExecutor:
     """An `Executor`, but for `start`."""
 
+    stays = False
+
     def __init__(self, settings: Settings, entry: str, stop: Stop) -> None:
         self._settings, self._stop = settings, stop
         self._plan = AgentOrder.of(settings, entry)

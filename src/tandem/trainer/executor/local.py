@@ -31,6 +31,8 @@ STOP_SECONDS = KILL_SECONDS + gpus.RELEASE_SECONDS + shared_gpus.STOP_SECONDS
 class LocalExecutor:
     """An `Executor`."""
 
+    stays = False
+
     def __init__(
         self,
         settings: Settings,

@@ -32,7 +32,14 @@ UNCOUNTED = {"runner_stopped", "preempted"}
 """Types of errors that don't count against `max_attempts`: the attempt's hosts or its runner were
 needed elsewhere."""
 
+UNCOUNTED_ONCE = {"job_deleted"}
+"""The same where the attempt before did not end so, too: whoever does it again keeps doing it."""
+
 STOPPED = JobError(type="runner_stopped", message="the runner was asked to stop", retriable=True)
+
+
+class LeftError(Exception):
+    """The runner stops, and its attempt goes on."""
 
 
 @dataclass
@@ -68,7 +75,11 @@ class JobRun:
             attempt=job.attempt,
             counted=f"{self._counted}/{spec.max_attempts}",
         )
-        result = self._result()
+        try:
+            result = self._result()
+        except LeftError:
+            log.info("leaves the attempt to the next runner", job=spec.id, attempt=job.attempt)
+            return 0.0
         state = self.stop.retry("record the job's end", lambda: self._record(result))
         if state is None:
             log.warning(
@@ -154,12 +165,19 @@ class JobRun:
     def _record(self, result: JobResult | JobError) -> str:
         """Write the job's end, or put it back into the queue; returns its new state."""
         if isinstance(result, JobError):
-            return self.spool.queue.requeue(self.job, result, counts=result.type not in UNCOUNTED)
+            return self.spool.queue.requeue(self.job, result, counts=self._counts(result))
         if result.state == "succeeded":
             # With the checkpoint committed nobody needs the packed data. It is gone before the job
             # shows its end.
             fs.remove_tree(self.spool.paths.data_dir(self.job.spec.id))
         return self.spool.queue.finish(self.job, result)
+
+    def _counts(self, error: JobError) -> bool:
+        """Whether the attempt counts against `max_attempts`."""
+        if error.type in UNCOUNTED_ONCE:
+            before = self.job.last_error
+            return before is not None and before.type == error.type
+        return error.type not in UNCOUNTED
 
     def _attempt(self) -> JobError:
         """Returns why the attempt failed, if it made no checkpoint."""
@@ -187,6 +205,8 @@ class JobRun:
         reason: JobError | None = None
         while not isinstance(state := execution.poll(), Ended):
             self._log.collect()
+            if self.stop.requested and self.executor.stays:
+                raise LeftError
             now = time.monotonic()
             if heartbeats is None and not isinstance(state, Waiting):
                 begin, heartbeats = now, Heartbeats(self._files, self.settings.trainer_ranks)
@@ -212,7 +232,7 @@ class JobRun:
         if reason is None:
             assert isinstance(state, Ended)
             # A signal to all processes ends the ranks before the loop above looks.
-            stopped = STOPPED if self.stop.requested else None
+            stopped = STOPPED if self.stop.requested and not self.executor.stays else None
             reason = state.error or stopped or failure(state.status, self._files)
         _or_none(self._files.remove_staged)
         return reason
