@@ -80,6 +80,7 @@ FIRST = [
     "tests/runner/test_shared_gpus.py",
     "tests/supervise/test_up.py",
     "tests/model/test_compiled.py",
+    "tests/agent/test_agents.py",
     "tests/runner/test_resident.py",
     "tests/runner/test_runner_lives.py",
 ]

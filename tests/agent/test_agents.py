@@ -132,7 +132,7 @@ def test_a_host_that_is_frozen_before_its_commit_changes_nothing_when_it_thaws(
 def test_a_rank_that_dies_is_named_and_ends_the_ranks_of_the_other_host(
     stack: AgentStack,
 ) -> None:
-    job_id = stack.submit(stack.run("dies"), do="one_dies_one_stays", attempts=1, stall=120)
+    job_id = stack.submit(stack.run("dies"), do="die", rank=1, attempts=1)
     state, job = stack.wait(job_id, 60)
     assert (state, job.result.error.type) == ("failed", "rank_crashed")
     assert "rank 1 ended with signal SIGKILL" in job.result.error.message

@@ -264,6 +264,10 @@ def test_an_address_is_chosen_without_a_name_and_a_wrong_one_is_refused(
     monkeypatch.setattr(network, "_ELSEWHERE", ())
     monkeypatch.setattr(socket, "gethostname", no_names)
     assert network.host_address(None) == ("10.0.0.7", "eth0")
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "_ELSEWHERE", ("192.0.2.1",))
+        patch.setattr(network, "own_address", lambda _: "10.1.0.7")
+        assert network.host_address(None) == ("10.1.0.7", "ib0")
     assert network.host_address("10.1.0.7") == ("10.1.0.7", "ib0")
     assert network.host_address("fd00:0::7") == ("fd00::7", "eth0")
     with pytest.raises(InvalidInput, match=r"TANDEM_HOST_ADDRESS: 10\.9\.9\.9 is no .*10\.1\.0\.7"):

@@ -374,6 +374,29 @@ def test_secrets_are_created_once_in_a_private_directory(tmp_path):
     assert len(ignored.stdout.split()) == 3
 
 
+def test_each_of_several_hosts_has_an_agent_with_its_gpus_and_the_runner_has_none():
+    several = {
+        "TANDEM_TRAINER_HOSTS": "2",
+        "TANDEM_HOST_INDEX": "1",
+        "TANDEM_SHARED_DIR": "/mnt/tandem",
+        "TANDEM_TRAINER_DEVICES": "2,3",
+    }
+    config = Compose(MAIN, HOSTS).config(**several)
+    agent, runner = (environment(config, name) for name in ("agent", "trainer"))
+    assert (agent["NVIDIA_VISIBLE_DEVICES"], runner["NVIDIA_VISIBLE_DEVICES"]) == ("2,3", "void")
+    for found in (agent, runner, environment(config, "preflight")):
+        assert (found["TANDEM_EXECUTOR"], found["TANDEM_TRAINER_HOSTS"]) == ("hosts", "2")
+    assert agent["TANDEM_HOST_INDEX"] == "1"
+    service = config["services"]["agent"]
+    assert service["command"] == ["tandem", "rank-agent", "--follow"]
+    assert service["network_mode"] == "host"
+    assert not service.keys() & {"networks", "ports", "depends_on"}
+    assert [secret["source"] for secret in service["secrets"]] == ["hf_token"]
+    for option in ("read_only", "cap_drop", "security_opt", "user"):
+        assert service[option] == config["services"]["trainer"][option]
+    assert config["volumes"]["data"]["driver_opts"]["device"] == "/mnt/tandem"
+
+
 NOT_PASSED = {
     f"TANDEM_{name}"
     for name in (

@@ -2,6 +2,7 @@
 network namespaces."""
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import pytest
 from agent.agent_stack import AgentStack
 from agent.namespaces import ADDRESSES, inside, two_hosts
 from rank import jobs
+from tandem.spool.attempt import Attempt
 from tandem.trainer.launch import DEFAULT_ENTRY
 
 HUB_NAME = "tandem-tests/tiny"
 TOPOLOGIES = sorted(jobs.TOPOLOGIES)
 DEFAULT = {"dp", "tp"}
 ORDERS = {"epochs": 2, "grad_accumulation_sequences": 2}
+LONG = ORDERS | {"epochs": 100}
 
 
 def hub_cache(directory: Path, model: Path) -> Path:
@@ -60,7 +63,12 @@ def alone(stack: AgentStack, model: Path, request: pytest.FixtureRequest) -> dic
             own = str(base or (model if run == "one" else HUB_NAME))
             jobs.make_run(stack.spool, base or model, f"{name}-{run}", base_model=own)
         jobs.submit_sft(stack.spool, f"{name}-one", f"{name}-one", **ORDERS)
-    made = jobs.run_two_ranks(stack.spool, {f"{name}-one": name for name in wanted})
+    topologies = {f"{name}-one": name for name in wanted}
+    if request.config.option.all_cases:
+        for run in ("cut-one", "cut-two"):
+            jobs.make_run(stack.spool, model, run)
+        topologies[jobs.submit_sft(stack.spool, "cut-one", "cut-one", **LONG)] = "dp"
+    made = jobs.run_two_ranks(stack.spool, topologies)
     return {job_id.removesuffix("-one"): checkpoint for job_id, (checkpoint, _) in made.items()}
 
 
@@ -83,3 +91,34 @@ def test_two_hosts_train_what_one_host_trains(
     assert jobs.same_bytes(alone[name], stack.spool.checkpoints.path(f"{name}-two", 1))
     assert stack.event(job_id, "started")["topology"]["world_size"] == 2
     assert stack.event(job_id, "released")["hosts"].keys() == {"0", "1"}
+
+
+@pytest.mark.slow
+def test_a_host_whose_cable_is_cut_is_noticed_and_the_next_attempt_makes_the_same_bytes(
+    stack: AgentStack, alone: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells the other end; both hosts' agents still reach the volume."""
+    if "cut" not in alone:
+        pytest.skip("runs with --all-cases")
+    monkeypatch.setattr(jobs, "STALL_SECONDS", 20.0)
+    stack.environment |= jobs.TOPOLOGIES["dp"].variables()
+    stack.start()
+    job_id = jobs.submit_sft(stack.spool, "cut-two", "cut-two", **LONG)
+    attempt = Attempt(stack.spool, job_id, 1)
+
+    def trains() -> bool:
+        beats = attempt.beats()
+        return len(beats) == 2 and all(beat.step > 2 for beat in beats.values())
+
+    stack.until(trains, "the first steps")
+    cable = ["ip", "-n", stack.prefixes[1][3], "link", "set", "eth0"]
+    subprocess.run([*cable, "down"], check=True)
+    try:
+        error = stack.until(lambda: stack.spool.jobs.get(job_id)[1].last_error, "its end")
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    assert error.type in ("rank_hung", "rank_error"), error.message
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 2), stack.job_log(job_id)
+    assert stack.stop() == 0
+    assert jobs.same_bytes(alone["cut"], stack.spool.checkpoints.path("cut-two", 1))

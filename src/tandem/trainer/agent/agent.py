@@ -115,6 +115,8 @@ class HostAgent:
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
             leave = self._watch(handle, watch)
+            if leave.status == FAILED and not meeting.is_open():  # they lost their directory
+                leave = Leave(FENCED, "the attempt was ended")
         except LeavingError as leaving:
             leave = leaving.leave
         except (TandemError, OSError) as error:
@@ -294,11 +296,13 @@ class HostAgent:
         status."""
         log.info("waits for attempts", spool=self.spool.root, host=self.host)
         problem = ""
+        self.prepare()
         while not self.stop.requested:
-            self.prepare()
             try:
-                if (found := self._next()) is not None and self.serve(*found) == UNUSABLE:
-                    return UNUSABLE
+                if (found := self._next()) is not None:
+                    if self.serve(*found) == UNUSABLE:
+                        return UNUSABLE
+                    self.prepare()
                 problem = ""
             except (TandemError, OSError) as error:
                 if str(error) != problem:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.config import Settings
 from tandem.spool import fence, fs
@@ -50,8 +50,11 @@ class AgentOrder(Record):
         )
 
 
-class HostRecord(Record):
-    """One host of an attempt. Its agent writes it again when `waits` changes."""
+class HostRecord(BaseModel):
+    """One host of an attempt. Its agent writes it again when `waits` changes. Keys of another
+    version's record are ignored, so that the versions can be compared."""
+
+    model_config = ConfigDict(frozen=True)
 
     host: int
     name: str  # of the machine
