@@ -122,6 +122,11 @@ class SlurmCluster:
         found = [(name, state) for name, _, state in (line.partition(" ") for line in lines)]
         return [one for one in found if one[0].startswith(prefix)]
 
+    def submit_urgent(self) -> None:
+        """A Slurm job that preempts those of other partitions."""
+        script = ["--nodes=1", "--wrap=sleep 1", "--output=/dev/null"]
+        self.run("sbatch", "--partition=urgent", "--job-name=urgent", *script)
+
     def update_node(self, node: str, state: str) -> None:
         reason = [] if state == "resume" else ["reason=maintenance"]
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", *reason)

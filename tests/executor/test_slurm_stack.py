@@ -5,39 +5,18 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agent.agent_stack import AgentStack
 from executor.slurm_cluster import NODES, SlurmCluster, slurm_cluster
-from rank import jobs
-from tandem.trainer.launch import DEFAULT_ENTRY
-
-SECRET = "not-for-the-agents"
-
-
-class SlurmStack(AgentStack):
-    def __init__(self, cluster: SlurmCluster, root: Path, **more: str) -> None:
-        variables = {"TANDEM_EXECUTOR": "slurm", "SLURM_CONF": str(cluster.conf)}
-        super().__init__(root, **variables, **more)
-        self.environment["TANDEM_ADMIN_TOKEN"] = SECRET
-
-    def phase(self, job_id: str) -> str:
-        lease = self.spool.leases.get(job_id)
-        return "" if lease is None else lease.phase
-
-    def until_phase(self, job_id: str, words: str) -> None:
-        self.until(lambda: words in self.phase(job_id), f"phase {words!r}")
-
-    def requeues(self, job_id: str) -> list[tuple[Any, bool]]:
-        """(type of the error, whether the attempt counts) of each attempt that was requeued."""
-        events = self.spool.events.read(job_id)
-        return [
-            (event.data["error"]["type"], event.data["counts"])
-            for event in events
-            if event.type == "requeued"
-        ]
+from executor.slurm_stack import SECRET, SlurmStack
+from spool.spool_tools import spool_with_run, start
+from tandem.config import Settings
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.trainer.executor import Ended, Execution, Order, Running, Waiting, slurm
+from tandem.trainer.executor.slurm import POLL_SECONDS, SlurmAway, SlurmExecutor
+from tandem.trainer.stop import Stop
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +56,7 @@ def agents(job_id: str) -> list[bytes]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
-            if b"rank-agent" in words and b"srun" not in words and job_id.encode() in words:
+            if f"--job={job_id}".encode() in words:
                 found.append((process / "environ").read_bytes())
         except OSError:
             continue
@@ -85,52 +64,25 @@ def agents(job_id: str) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_what_one_host_trains_while_runners_are_killed(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    model = jobs.make_model(tmp_path / "model")
-    sizes = jobs.TOPOLOGIES["dp"].variables()
-    stack = SlurmStack(cluster, tmp_path / "spool", entry=DEFAULT_ENTRY, **sizes)
-    try:
-        for run in ("one", "two"):
-            jobs.make_run(stack.spool, model, run)
-        jobs.submit_sft(stack.spool, "one", "one", epochs=2)
-        alone, _ = jobs.run_two_ranks(stack.spool, {"one": "dp"})["one"]
-        jobs.submit_sft(stack.spool, "two", "two", epochs=2)
-        stack.start()
-        stack.until(lambda: cluster.jobs("tandem-"), "the Slurm job")
-        stack.kill()
-        stack.start()
-        stack.until_beating("two", ranks=2)
-        stack.kill()
-        stack.start()
-        state, job = stack.wait("two")
-        assert (state, job.attempt) == ("succeeded", 1), stack.job_log("two")
-        assert stack.stop() == 0
-        assert jobs.same_bytes(alone, stack.spool.checkpoints.path("two", 1))
-        kinds = stack.kinds("two")
-        assert [kinds.count(kind) for kind in ("claimed", "succeeded", "released")] == [1, 1, 1]
-        assert stack.event("two", "released")["hosts"].keys() == {"0", "1"}
-        assert len(cluster.jobs("tandem-")) == 1
-    finally:
-        stack.close()
-
-
-@pytest.mark.slow
-def test_a_slurm_job_that_somebody_cancels_is_submitted_again(
+def test_a_slurm_job_that_is_cancelled_by_hand_or_preempted_is_submitted_again(
     stack: SlurmStack, cluster: SlurmCluster
 ) -> None:
-    job_id = stack.submit(stack.run("cancelled-by-hand"), do="wait", until=1)
+    job_id = stack.submit(stack.run("taken"), do="wait", until=2, attempts=1)
     stack.until_beating(job_id, ranks=2)
     environments = agents(job_id)
     assert len(environments) == 2
     assert not any(SECRET.encode() in environment for environment in environments)
     cluster.run("scancel", f"--user={os.getuid()}")
+    stack.until_beating(job_id, attempt=2, ranks=2)
+    by_hand = stack.spool.jobs.get(job_id)[1].last_error
+    assert by_hand is not None
+    assert "somebody cancelled Slurm job" in by_hand.message
+    assert "on node[0-1]" in by_hand.message
+    cluster.submit_urgent()
     state, job = stack.wait(job_id)
-    assert (state, job.attempt) == ("succeeded", 2)
-    assert stack.requeues(job_id) == [("job_deleted", False)]
-    assert "somebody cancelled Slurm job" in job.last_error.message
-    assert "on node[0-1]" in job.last_error.message
+    assert (state, job.attempt, job.stopped) == ("succeeded", 3, 2)
+    assert stack.requeues(job_id) == [("job_deleted", False), ("preempted", False)]
+    assert "on node[0-1] was preempted" in job.last_error.message
 
 
 @pytest.mark.slow
@@ -143,26 +95,8 @@ def test_a_job_waits_in_slurms_words_and_is_cancelled_meanwhile(
     stack.until_phase(job_id, "DRAINED")
     stack.spool.queue.cancel(job_id)
     assert stack.wait(job_id)[0] == "cancelled"
-    stack.until(lambda: cluster.jobs("tandem-")[-1][1] == "CANCELLED", "the Slurm job's end")
+    assert [state for name, state in cluster.jobs("tandem-") if job_id in name] == ["CANCELLED"]
     assert "hello" not in stack.job_log(job_id)
-
-
-@pytest.mark.slow
-def test_jobs_that_lose_a_node_or_are_preempted_do_not_count(
-    stack: SlurmStack, cluster: SlurmCluster
-) -> None:
-    job_id = stack.submit(stack.run("node"), do="wait", until=2, attempts=1)
-    stack.until_beating(job_id, ranks=2)
-    cluster.update_node(NODES[1], "down")
-    stack.until(lambda: stack.requeues(job_id), "the attempt's end")
-    cluster.update_node(NODES[1], "resume")
-    stack.until_beating(job_id, attempt=2, ranks=2)
-    script = ["--wrap=sleep 1", "--output=/dev/null"]
-    cluster.run("sbatch", "--partition=urgent", "--job-name=urgent", *script)
-    state, job = stack.wait(job_id)
-    assert (state, job.attempt, job.stopped) == ("succeeded", 3, 2)
-    assert stack.requeues(job_id) == [("preempted", False)] * 2
-    assert "was preempted" in job.last_error.message
 
 
 @pytest.mark.slow
@@ -185,7 +119,7 @@ def test_a_slurm_job_without_a_running_job_is_cancelled(
 
 
 @pytest.mark.slow
-def test_the_time_limit_and_preemption_with_a_grace_time(
+def test_the_time_limit_counts_and_a_lost_node_and_preemption_with_grace_do_not(
     cluster: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.option.all_cases:
@@ -194,16 +128,98 @@ def test_the_time_limit_and_preemption_with_a_grace_time(
     stack = SlurmStack(cluster, tmp_path, TANDEM_SLURM_ARGS=arguments)
     try:
         stack.start()
-        job_id = stack.submit(stack.run("graceful"), do="wait", until=2, attempts=2)
+        job_id = stack.submit(stack.run("graceful"), do="wait", until=3, attempts=2)
         stack.until_beating(job_id, ranks=2)
-        script = ["--wrap=sleep 1", "--output=/dev/null"]
-        cluster.run("sbatch", "--partition=urgent", "--job-name=urgent", *script)
+        cluster.update_node(NODES[1], "down")
         stack.until(lambda: stack.requeues(job_id), "the attempt's end")
-        begin = time.monotonic()
+        cluster.update_node(NODES[1], "resume")
+        stack.until_beating(job_id, attempt=2, ranks=2)
+        cluster.submit_urgent()
         state, job = stack.wait(job_id)
-        assert time.monotonic() - begin < 120
-        assert (state, job.attempt) == ("succeeded", 3)
-        assert stack.requeues(job_id) == [("preempted", False), ("deadline", True)]
+        assert (state, job.attempt) == ("succeeded", 4)
+        ends = [("preempted", False), ("preempted", False), ("deadline", True)]
+        assert stack.requeues(job_id) == ends
         assert "reached Slurm's time limit" in job.last_error.message
     finally:
         stack.close()
+
+
+# ---- the runner's side alone
+
+
+def executor_of(
+    cluster: SlurmCluster, spool: Spool, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> SlurmExecutor:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    settings = Settings(
+        root=spool.root, executor="slurm", device="cpu", start_seconds=60, slurm_args=arguments
+    )
+    return SlurmExecutor(settings, "fake_rank", Stop(), spool)
+
+
+def order_of(spool: Spool, said: list[str]) -> Order:
+    return Order(
+        start(spool, "j"), Attempt(spool, "j", 1), lambda: None, said.append, lambda *_: None
+    )
+
+
+def polled(execution: Execution) -> Waiting | Running | Ended:
+    """What the execution says once it has asked Slurm twice."""
+    end = time.monotonic() + 2.5 * POLL_SECONDS
+    while time.monotonic() < end and not isinstance(execution.poll(), Ended):
+        time.sleep(0.1)
+    return execution.poll()
+
+
+def test_a_runner_that_is_killed_after_the_submission_finds_it(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before anything on the volume told of the submission."""
+    spool = spool_with_run(tmp_path)
+    first, second = (executor_of(cluster, spool, monkeypatch, "--hold") for _ in range(2))
+    said = list[str]()
+    order = order_of(spool, said)
+    assert not first.adopts(order.files)
+    submitted = first.start(order).poll()
+    assert isinstance(submitted, Waiting)
+    assert "is submitted" in submitted.reason
+    assert second.adopts(order.files)
+    found = second.start(order)
+    assert polled(found) == Waiting("Slurm: JobHeldUser")
+    assert [line.split()[0] for line in said] == ["submitted", "found"]
+    name = second.batch.name(order.job)
+    assert cluster.jobs(name) == [(name, "PENDING")]
+    found.stop()
+    ended = polled(found)
+    assert isinstance(ended, Ended)
+    assert ended.error is not None
+    assert ended.error.type == "job_deleted"
+    assert cluster.jobs(name) == [(name, "CANCELLED")]
+
+
+def test_what_slurm_refuses_is_told_in_its_words(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = spool_with_run(tmp_path)
+    executor = executor_of(cluster, spool, monkeypatch, "--partition=no-such")
+    ended = executor.start(order_of(spool, [])).poll()
+    assert isinstance(ended, Ended)
+    assert ended.error is not None
+    assert (ended.error.type, ended.error.retriable) == ("launch_failed", False)
+    assert "invalid partition specified: no-such" in ended.error.message
+
+
+def test_while_slurm_is_away_an_attempt_waits(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = spool_with_run(tmp_path / "spool")
+    executor = executor_of(cluster, spool, monkeypatch, "--hold")
+    monkeypatch.setitem(executor.slurm._environment, "SLURM_CONF", str(tmp_path / "none"))
+    monkeypatch.setattr(slurm, "TIMEOUT_SECONDS", 1.0)
+    execution = executor.start(order_of(spool, []))
+    away = "Slurm is away: squeue has not answered for 1 s"
+    assert execution.poll() == Waiting(away)
+    with pytest.raises(SlurmAway, match=away):
+        executor.adopts(Attempt(spool, "j", 1))
+    executor.prepare()
+    execution.kill()

@@ -231,7 +231,8 @@ class SlurmExecution(AgentsExecution):
             self._ended_since = None
             return state
         self._ended_since = self._ended_since or now
-        return state if now - self._ended_since >= SETTLE_SECONDS else Running()
+        never_ran = found is not None and not found.nodes
+        return state if never_ran or now - self._ended_since >= SETTLE_SECONDS else Running()
 
     def _look_at_job(self) -> SlurmJob | None:
         found = self._executor.find(self._order.job)
