@@ -103,8 +103,8 @@ class Processes:
                 self._executor.clock.now += HANG
             case "exit 0" | "exit 1":
                 return Ended(int(action[-1]))
-            case "preempted" | "refused":
-                retriable = action == "preempted"
+            case "preempted" | "refused" | "job_deleted":
+                retriable = action != "refused"
                 return Ended(error=JobError(type=action, message="by it", retriable=retriable))
             case _:
                 self._executor.happens(action)
@@ -173,8 +173,10 @@ class Scripted:
     ) -> None:
         self._spool, self._script = spool, script
         self.clock, self.ranks_end, self._adopting = clock, ranks_end, adopting
+        self.stays = adopting
         self.attempts: list[Processes] = []
         self.phases: list[str] = []  # of leases
+        self.found: list[int] = []  # attempts that other runners started
         self.runner_stop = Stop()
 
     def next(self) -> str:
@@ -211,6 +213,7 @@ class Scripted:
     def start(self, order: Order) -> Processes:
         if started := self._of(order.files):
             assert self._adopting, "an attempt starts twice"
+            self.found.append(order.files.number)
             return started[0]
         for earlier in self.attempts:
             assert not earlier.files.work.exists(), "two attempts are unfenced"
@@ -300,6 +303,7 @@ def run(
     racing: bool = False,
     adopting: bool = False,
     phases: list[str] | None = None,
+    found: list[int] | None = None,
 ) -> tuple[str, Job, list[Event]]:
     with memory_directory() as directory:
         root = Path(directory)
@@ -311,12 +315,14 @@ def run(
         )
         if phases is not None:
             phases += executor.phases
+        if found is not None:
+            found += executor.found
         return ends_once(executor, spool)
 
 
 ACTIONS = [
     *("wait", "run", "beat", "stage", "stage", "commit", "hang", "late"),
-    *("exit 0", "exit 1", "preempted", "refused"),
+    *("exit 0", "exit 1", "preempted", "refused", "job_deleted"),
     *("cancel", "stop the runner", "kill the runner"),
 ]
 
@@ -355,6 +361,23 @@ def test_an_adopted_attempt_has_one_end_and_its_bounds_go_on(clock: Clock) -> No
     assert (state, ended.attempt) == ("failed", 3)
     assert ended.last_error is not None
     assert ended.last_error.type == "deadline"
+
+
+def test_a_runner_that_stops_leaves_what_goes_on_to_the_next(clock: Clock) -> None:
+    script = ["run", "beat", "stage", "stop the runner", "beat", "stop the runner", "commit"]
+    found: list[int] = []
+    state, ended, events = run([*script, "exit 0"], clock, adopting=True, found=found)
+    assert (state, ended.attempt, ended.stopped) == ("succeeded", 1, 0)
+    assert found == [1, 1], "two runners went on with it"
+    assert "requeued" not in {event.type for event in events}
+    state, ended, _ = run([*script, "exit 0", "run", "exit 1"], clock)
+    assert ended.stopped == 2
+
+
+def test_a_job_that_is_deleted_again_and_again_has_an_end(clock: Clock) -> None:
+    deleted = ["run", "job_deleted", "run"]  # the last while the devices are given back
+    state, ended, _ = run([*deleted * 2, "preempted", "run", *deleted * 9], clock)
+    assert (state, ended.attempt, ended.stopped) == ("failed", ATTEMPTS + 3, 3)
 
 
 def test_ranks_that_nothing_ends_keep_no_job_from_its_end(clock: Clock) -> None:

@@ -70,7 +70,7 @@ _CONTAINER = ("--container", "--no-container")
 _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
-def log_path(attempt: Attempt) -> Path:
+def output_path(attempt: Attempt) -> Path:
     """What the script and the agents print, beside the records of the hosts."""
     return attempt.work / HOSTS / "slurm.log"
 
@@ -109,7 +109,7 @@ class Batch:
         """Those after `sbatch`. Variables are exported by name: their values are in no command."""
         settings = self._settings
         gpus = [f"--gpus-per-node={settings.ranks_per_host}"] if settings.device != "cpu" else []
-        log = str(log_path(attempt).absolute()).replace("%", "%%")
+        log = str(output_path(attempt).absolute()).replace("%", "%%")
         return [
             "--parsable",
             "--no-requeue",

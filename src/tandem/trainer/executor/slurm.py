@@ -22,7 +22,7 @@ from tandem.system.tail import last_lines
 from tandem.trainer.agent.hosts import FAILED, AgentOrder
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
-from tandem.trainer.executor.batch import Batch, log_path
+from tandem.trainer.executor.batch import Batch, output_path
 from tandem.trainer.executor.slurm_state import FORMAT, SlurmJob, read
 from tandem.trainer.stop import Stop
 
@@ -255,7 +255,7 @@ class SlurmExecution(AgentsExecution):
         return Waiting(f"Slurm: job {made.partition(';')[0]} is submitted")
 
     def _told(self, found: SlurmJob) -> Waiting | Running | Ended:
-        printed = last_lines(log_path(self._order.files), lines=10) if found.ended else ""
+        printed = last_lines(output_path(self._order.files), lines=10) if found.ended else ""
         return read(found, began=bool(self._beats), printed=printed)
 
     def _gone(self) -> JobError:
