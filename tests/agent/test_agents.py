@@ -77,6 +77,7 @@ def test_ranks_notice_neither_killed_runners_nor_a_second_agent(
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 1)
     kinds = stack.kinds(job_id)
+    assert stack.job_log(job_id).count("rank 0 of 2 says hello") == 1
     assert kinds.count("claimed") == kinds.count("succeeded") == kinds.count("released") == 1
 
 
@@ -150,8 +151,12 @@ def test_a_job_is_cancelled_on_all_hosts(stack: AgentStack) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_without_a_runner_end_by_themselves(stack: AgentStack) -> None:
-    """Agents of one attempt each, as in pods; a later runner puts the job back."""
+def test_ranks_without_a_runner_end_by_themselves(
+    stack: AgentStack, request: pytest.FixtureRequest
+) -> None:
+    """A later runner puts the job back."""
+    if not request.config.option.all_cases:
+        pytest.skip("runs with --all-cases; test_one_attempt.py has the agent's part")
     job_id = stack.submit(stack.run("orphans"), do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
     stack.kill()

@@ -43,7 +43,7 @@ class Attempts:
         assert job is not None
         assert job.spec.id == job_id
         attempt = Attempt(spool, job_id, 1)
-        orphan = ORPHAN_SECONDS if name == "cut-off" else 900
+        orphan = ORPHAN_SECONDS if name in ("cut-off", "orphaned") else 900
         settings = Settings(executor="hosts", device="cpu", orphan_seconds=orphan)
         order = Order(job, attempt, lambda: None, lambda _: None, lambda *_: None)
         HostsExecutor(settings, "fake_rank", Stop()).start(order)
@@ -118,7 +118,7 @@ def test_the_exit_status_says_how_an_attempt_ended(
     mount, server = mounted
     attempts.start("done")
     attempts.start("failed", do="die")
-    for name in ("stopped", "fenced", "asked"):
+    for name in ("stopped", "fenced", "orphaned"):
         attempts.start(name, do="wait")
     attempts.start("cut-off", mount, do="wait")
     living = [name for name, job in attempts.jobs.items() if job.spec.labels.get("do") == "wait"]
@@ -129,13 +129,12 @@ def test_the_exit_status_says_how_an_attempt_ended(
     server.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     attempts.agents["stopped"].terminate()
-    attempts.meeting("asked").ask("kill")
     fence.end(attempts.attempt("fenced").work)
     wanted = {
         "done": DONE,
         "failed": FAILED,
         "stopped": STOPPED,
-        "asked": STOPPED,
+        "orphaned": FENCED,
         "fenced": FENCED,
         "cut-off": UNUSABLE,
     }
@@ -147,7 +146,11 @@ def test_the_exit_status_says_how_an_attempt_ended(
     assert {name: end and end.status for name, end in ends.items()} == {
         name: wanted[name] for name in ends
     }
-    assert ends["stopped"] is not None
-    assert ends["stopped"].error is not None
-    assert ends["stopped"].error.type == "preempted"
+    errors = {name: end and end.error and end.error.type for name, end in ends.items()}
+    assert errors == {
+        "done": None,
+        "failed": None,
+        "stopped": "preempted",
+        "orphaned": "runner_lost",
+    }
     assert attempts.meeting("cut-off").end(0) is None

@@ -51,6 +51,7 @@ EXCEPTIONS = {
     "system/plain_files.py descriptor": "the opener itself",
     "spool/fs.py fsync_dir": "a directory",
     "spool/fs.py open_dir": "a directory",
+    "system/network.py interface_addresses": "/proc",
     "system/network.py network_name": "/proc",
     "system/processes.py marked": "/proc",
     "system/processes.py read_process": "/proc",

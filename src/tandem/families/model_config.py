@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArchitecture, VolumeFull
-from tandem.system.plain_files import read_plain
+from tandem.system.plain_files import open_plain, read_plain
 
 JSON_BYTES = 2**26
 """The most that a model's `config.json` or index may have. A tensor takes some 100 bytes there."""
@@ -48,7 +48,7 @@ def base_model_digest(model: str) -> tuple[str, str]:
     files: their names, their sizes, and the first MiB of each."""
     directory, digest = model_directory(model), hashlib.sha256()
     for path in base_model_files(directory):
-        with path.open("rb") as file:
+        with open_plain(path, links="any") as file:
             begin = file.read(2**20)
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + begin)
     return str(directory), digest.hexdigest()

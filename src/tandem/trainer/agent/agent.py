@@ -47,7 +47,7 @@ TERMINATE_SECONDS = 12.0
 KILL_SECONDS = 10.0
 RELEASE_SECONDS = 10.0
 """How long devices may take to be free after their last process is gone."""
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 
 
 class LeavingError(Exception):
@@ -297,12 +297,13 @@ class HostAgent:
         status."""
         log.info("waits for attempts", spool=self.spool.root, host=self.host)
         problem = ""
-        self.prepare()
         while not self.stop.requested:
             try:
                 if (found := self._next()) is not None:
                     if self.serve(*found) == UNUSABLE:
                         return UNUSABLE
+                    self.prepare()
+                elif self._launcher is None:
                     self.prepare()
                 problem = ""
             except (TandemError, OSError) as error:

@@ -150,7 +150,7 @@ class Meeting:
                 with suppress(FileExistsError):
                     os.link(own, self._ticket(host))
                 # The answer of `link` may get lost on NFS, and the client's second try fails.
-                return self._ticket(host).read_text() == identity
+                return fs.read_bytes(self._ticket(host)) == identity.encode()
         except FileNotFoundError:  # the attempt was ended
             return False
         finally:

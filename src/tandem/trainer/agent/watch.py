@@ -20,6 +20,8 @@ from tandem.trainer.agent.hosts import (
 )
 
 LOOK_SECONDS = 0.5
+FROZEN_SECONDS = 7.0
+"""The agent asks far more often. If it has not, its processes were frozen, and nobody looked."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class AttemptWatch(threading.Thread):
         self._meeting, self._host, self._order = meeting, host, order
         self._done = threading.Event()
         self._open, self._asked, self._failed = True, "", -1
-        self._answered = self._lease_changed = time.monotonic()
+        self._answered = self._lease_changed = self._asked_at = time.monotonic()
         self._lease: bytes | None = None
         self._beats = 0
         self.running_since: float | None = None
@@ -71,6 +73,10 @@ class AttemptWatch(threading.Thread):
     def leave(self) -> Leave | None:
         """Why the ranks have to end, if they have to. Doesn't block."""
         now, orphan = time.monotonic(), self._order.orphan_seconds
+        if (frozen := now - self._asked_at) > FROZEN_SECONDS:
+            self._answered += frozen
+            self._lease_changed += frozen
+        self._asked_at = now
         if not self._open:
             return Leave(FENCED, "the attempt was ended", at_once=True)
         if now - self._answered > orphan:

@@ -183,6 +183,8 @@ class JobRun:
         """Returns why the attempt failed, if it made no checkpoint."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
+        if self.adopted:
+            self._log.go_on(self.job.attempt)
         begins = "goes on under another runner" if self.adopted else f"({counted})"
         self._log.say(f"attempt {self.job.attempt} {begins}, {now}")
         order = Order(self.job, self._files, self._interrupted, self._log.say, self._append_event)

@@ -4,11 +4,12 @@ container."""
 import os
 import select
 import time
+from collections import Counter
 from contextlib import suppress
 
 from tandem.spool.attempt import Attempt
 from tandem.system.logs import as_json, json_line
-from tandem.system.plain_files import descriptor
+from tandem.system.plain_files import descriptor, open_plain
 from tandem.system.tail import Tail, last_lines
 from tandem.trainer.launch import LAUNCHER_LOG, of_parent
 
@@ -74,12 +75,26 @@ class JobLog:
             }
         self._tails |= {f"rank {rank}": Tail(attempt.log(rank)) for rank in range(ranks)}
 
+        self._copied = Counter[str]()  # lines by source that an earlier runner has copied
+
+    def go_on(self, attempt: int) -> None:
+        """Leave out the attempt's lines that an earlier runner has copied."""
+        with suppress(OSError), open_plain(self._path) as file:
+            for line in file:
+                source, bracket, _ = line.decode(errors="replace").partition("] ")
+                if line.startswith(f"[runner] attempt {attempt} (".encode()):
+                    self._copied.clear()
+                elif bracket and source.startswith("["):
+                    self._copied[source[1:]] += 1
+
     def collect(self, *, final: bool = False) -> None:
         """Copy what was printed since the last call. `final`: the processes are gone."""
         for name, tail in self._tails.items():
             with suppress(OSError):  # the volume is gone: the job goes on without its log
                 while lines := tail.lines(final=final):
-                    self._write([f"[{name}] {line}" for line in lines])
+                    seen = min(self._copied[name], len(lines))
+                    self._copied[name] -= seen
+                    self._write([f"[{name}] {line}" for line in lines[seen:]])
                     if not final:  # the runner has other things to do
                         break
             if final:
