@@ -51,7 +51,7 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         spool = Spool(settings.root)
         if "runner" in needed and not is_locked(spool.paths.runner_lock):
             found.append("the runner does not hold the spool's lock")
-        if "runner" in needed:
+        if "runner" in needed and not started:
             found.append(liveness.reported("runner", runtime_dir(settings.root, current_role())))
         waits = started and settings.gpu_mode == "shared" and spool.hold.live() is not None
         if {"vllm", "proxy"} & set(needed) and not waits:

@@ -234,7 +234,7 @@ class JobRun:
         if reason is None:
             assert isinstance(state, Ended)
             # A signal to all processes ends the ranks before the loop above looks.
-            stopped = STOPPED if self.stop.requested and not self.executor.stays else None
+            stopped = STOPPED if self.stop.requested else None
             reason = state.error or stopped or failure(state.status, self._files)
         _or_none(self._files.remove_staged)
         return reason
@@ -242,7 +242,7 @@ class JobRun:
     def _interrupted(self) -> JobError | None:
         """Why the attempt has to end early: the runner is asked to stop, or the job was
         cancelled."""
-        if self.stop.requested:
+        if self.stop.requested and not self.executor.stays:
             return STOPPED
         if _or_none(lambda: self.spool.jobs.cancel_requested(self.job.spec.id)):
             return JobError(type="cancelled", message="cancelled while it ran")
