@@ -83,6 +83,11 @@ def test_a_slurm_job_that_is_cancelled_by_hand_or_preempted_is_submitted_again(
     assert (state, job.attempt, job.stopped) == ("succeeded", 3, 2)
     assert stack.requeues(job_id) == [("job_deleted", False), ("preempted", False)]
     assert "on node[0-1] was preempted" in job.last_error.message
+    states = ["CANCELLED", "COMPLETED", "PREEMPTED"]
+    stack.until(
+        lambda: sorted(state for name, state in cluster.jobs() if job_id in name) == states,
+        "the Slurm jobs' ends",
+    )
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ def test_two_nodes_train_what_one_host_trains_while_runners_are_killed(
             kinds = stack.kinds("two")
             assert [kinds.count(kind) for kind in ("claimed", "succeeded", "released")] == [1, 1, 1]
             assert stack.event("two", "released")["hosts"].keys() == {"0", "1"}
-            assert len(cluster.jobs("tandem-")) == 1
+            states = [state for _, state in cluster.jobs("tandem-")]
+            assert states in (["COMPLETED"], ["COMPLETING"], ["RUNNING"])
         finally:
             stack.close()

@@ -37,6 +37,8 @@ REPORT_SECONDS = 60.0
 """How long Slurm may be away before the runner is not ready."""
 SETTLE_SECONDS = 5.0
 """What the agents wrote last may be seen later than the Slurm job's end."""
+FINISH_SECONDS = 60.0
+"""How long a Slurm job may take to end after its last agent has."""
 EXPLAIN_SECONDS = 30.0
 """How long Slurm may take to say why it stopped agents."""
 _AWAY = (
@@ -129,6 +131,7 @@ class SlurmExecutor(AgentsExecutor):
         self._spool = spool
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
         self._away_since: float | None = None
+        self._finishing: dict[str, float] = {}  # name -> until when it may
         self.devices += " under Slurm"
 
     def ask[T](self, action: Callable[[], T]) -> T:
@@ -150,6 +153,10 @@ class SlurmExecutor(AgentsExecutor):
         found = self.ask(partial(self.slurm.jobs, self.batch.name(job)))
         return min(found, key=lambda one: one.ended, default=None)
 
+    def lets_finish(self, job: Job) -> None:
+        """The agents of the job's present attempt are done, and its Slurm job ends by itself."""
+        self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
+
     def prepare(self) -> None:
         """Cancels the Slurm jobs that no running job has, if Slurm answers."""
         try:
@@ -164,6 +171,9 @@ class SlurmExecutor(AgentsExecutor):
     def _sweep(self) -> None:
         running = self._spool.jobs.index.running()
         names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
+        now = time.monotonic()
+        self._finishing = {name: end for name, end in self._finishing.items() if end > now}
+        names |= self._finishing.keys()
         for one in self.ask(self.slurm.jobs):
             if one.name.startswith(self.batch.prefix) and one.name not in names and not one.ended:
                 log.warning("cancelling a Slurm job that no running job has", job=one.name)
@@ -298,7 +308,11 @@ class SlurmExecution(AgentsExecution):
     def _kill_engine(self) -> None:
         """Slurm kills what does not end; nodes that are lost don't hear it. The fence keeps their
         ranks from the run."""
-        self._cancel()
+        if len(self._ends) == self._plan.hosts:
+            # Cancelled, it would have failed in the cluster's accounts.
+            self._executor.lets_finish(self._order.job)
+        else:
+            self._cancel()
 
     def _cancel(self) -> None:
         if self._seen is not None and self._seen.ended:
