@@ -52,7 +52,8 @@ _AWAY = (
     "authentication",
 )
 """In messages that say nothing about the submission."""
-_LIMITS = ("accounting/QOS policy", "limit", "Limit")
+_LIMIT = "accounting/QOS policy"
+"""In a refusal that passes once the user has fewer jobs."""
 
 
 class SlurmAway(TandemError, code="slurm_away", http_status=503, retriable=True):
@@ -224,7 +225,7 @@ class SlurmExecution(AgentsExecution):
             if not isinstance(self._engine, Running):
                 self._engine = Waiting(str(error))
         except SlurmRefused as refusal:
-            if any(word in str(refusal) for word in _LIMITS):
+            if _LIMIT in str(refusal):
                 self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
                 self._engine = Waiting(f"Slurm: {refusal}")
             else:
