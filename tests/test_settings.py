@@ -96,6 +96,10 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
         (HOSTS | {"TANDEM_TRAINER_RANKS": "1"}, "HOSTS=2 does not divide TANDEM_TRAINER_RANKS=1"),
         (HOSTS | {"TANDEM_LAUNCH": "torchrun"}, "forks; unset TANDEM_LAUNCH=torchrun"),
         (HOSTS | SHARED, "can't share GPUs"),
+        (
+            HOSTS | {"TANDEM_EXECUTOR": "slurm", "TANDEM_TRAINER_DEVICES": "0"},
+            "Slurm chooses the GPUs; unset TANDEM_TRAINER_DEVICES",
+        ),
         (HOSTS | {"TANDEM_TOPOLOGY": "auto"}, "needs given sizes"),
         (HOSTS | {"TANDEM_ORPHAN_SECONDS": "5"}, "ORPHAN_SECONDS=5 is below the heartbeat"),
         ({"TANDEM_REPLICA": "Pod_1"}, "TANDEM_REPLICA|pattern"),

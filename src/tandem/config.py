@@ -74,8 +74,9 @@ class Settings(BaseSettings):
     )
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
-    executor: Literal["local", "hosts", "kubernetes"] = "local"
+    executor: Literal["local", "hosts", "kubernetes", "slurm"] = "local"
     job_template: Path | None = None
+    slurm_args: str = ""
     trainer_hosts: int = Field(default=1, ge=1)
     host_index: int | None = Field(default=None, ge=0)
     host_address: str | None = None
@@ -228,6 +229,10 @@ class Settings(BaseSettings):
             (several and self.launch != "fork", f"forks; unset TANDEM_LAUNCH={self.launch}"),
             (several and self.gpu_mode == "shared", "can't share GPUs; unset TANDEM_GPU_MODE"),
             (several and self.topology == "auto", "needs given sizes; unset TANDEM_TOPOLOGY=auto"),
+            (
+                self.executor == "slurm" and self.trainer_devices,
+                "Slurm chooses the GPUs; unset TANDEM_TRAINER_DEVICES",
+            ),
             (self.orphan_seconds <= self.heartbeat_seconds, f"{orphan} is below the heartbeat"),
         ):
             if wrong:

@@ -426,6 +426,8 @@ NOT_PASSED = {
         "HOST_ADDRESS",
         "START_SECONDS",
         "ORPHAN_SECONDS",
+        # The images have none of Slurm's programs.
+        "SLURM_ARGS",
         # Fixed, or without effect.
         "INFERENCE_URL",
         "DOCKER",

@@ -124,6 +124,8 @@ WITHOUT_VALUE = ONLY_COMPOSE | {
         # Files, not variables.
         "API_KEY",
         "ADMIN_TOKEN",
+        # The images have none of Slurm's programs.
+        "SLURM_ARGS",
         # Has no effect.
         "DOCKER",
         # Of hosts without Kubernetes.

@@ -261,7 +261,8 @@ class HostAgent:
             time.sleep(POLL_SECONDS)
         if status == 0:
             return Leave(DONE, "the ranks are done")
-        return leaving or Leave(FAILED, "ranks failed")
+        # Slurm sends SIGTERM to the ranks, too, and they may end first.
+        return leaving or self._must_leave(watch) or Leave(FAILED, "ranks failed")
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
         """This host can't train: its record says so to all."""

@@ -11,7 +11,8 @@ job left. `shared_gpus.py` asks the publisher for vLLM's GPUs and gives them bac
 that host's ranks. Runner and agents meet by records in the attempt's `hosts/`. The ranks outlive
 their runner, and the next runner adopts the attempt. `hosts.py` has no engine. `kubernetes.py`
 makes a Kubernetes Job per attempt: `manifest.py` fills the chart's template, `cluster.py` calls the
-API server, `job_state.py` reads its answers.
+API server, `job_state.py` reads its answers. `slurm.py` makes a Slurm job per attempt: `batch.py`
+writes its submission, `slurm_state.py` reads its states.
 """
 
 from collections.abc import Callable

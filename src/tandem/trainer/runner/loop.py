@@ -27,7 +27,7 @@ from tandem.spool.session_jobs import queue_waiting
 from tandem.system import liveness
 from tandem.system.gpus import Devices
 from tandem.system.logs import Log
-from tandem.trainer.executor import Executor, hosts, local
+from tandem.trainer.executor import Executor, hosts, local, slurm
 from tandem.trainer.runner import job
 from tandem.trainer.stop import Stop
 
@@ -111,6 +111,8 @@ class Runner:
             return hosts.HostsExecutor(self._settings, self._entry, self.stop)
         if self._settings.executor == "kubernetes":
             return _kubernetes(self._settings, self._entry, self.stop, self._spool)
+        if self._settings.executor == "slurm":
+            return slurm.SlurmExecutor(self._settings, self._entry, self.stop, self._spool)
         return local.LocalExecutor(
             self._settings,
             self._spool,

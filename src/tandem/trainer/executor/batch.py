@@ -1,0 +1,167 @@
+"""The Slurm job of one attempt: its name, the words that submit it, and its script."""
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import Job
+from tandem.trainer.launch import HOSTS
+
+WARNING_SECONDS = 60
+"""Between Slurm's SIGTERM and its time limit: ranks end, and devices are measured. Slurm may send
+it up to a minute earlier."""
+
+_FIXED = frozenset(
+    {
+        "array",
+        "chdir",
+        "clusters",
+        "error",
+        "export",
+        "export-file",
+        "get-user-env",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-task",
+        "help",
+        "input",
+        "job-name",
+        "kill-on-bad-exit",
+        "nodes",
+        "no-requeue",
+        "ntasks",
+        "ntasks-per-node",
+        "output",
+        "parsable",
+        "requeue",
+        "signal",
+        "test-only",
+        "version",
+        "wait",
+        "wrap",
+    }
+)
+"""Options of sbatch that TANDEM_SLURM_ARGS can't have: they decide what the executor relies on."""
+
+_OWN = (
+    "TANDEM_DEVICE",
+    "TANDEM_FREE_GPU_BYTES",
+    "TANDEM_LOG_FORMAT",
+    "TANDEM_TRANSPORT",
+    "TANDEM_WEIGHTS",
+)
+_INHERITED = (
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HOME",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONPATH",
+)
+_CONTAINER = ("--container", "--no-container")
+_INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
+
+
+def output_path(attempt: Attempt) -> Path:
+    """What the script and the agents print, beside the records of the hosts."""
+    return attempt.work / HOSTS / "slurm.log"
+
+
+class Batch:
+    """How attempts are submitted. InvalidInput where TANDEM_SLURM_ARGS can't be used."""
+
+    def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
+        self._settings, self._environment = settings, environment
+        self._root = settings.root.absolute()
+        words = _checked(settings.slurm_args)
+        # srun starts a container on each node; sbatch would start the script in one.
+        self._container = [word for word in words if word.startswith(_CONTAINER)]
+        self._words = [word for word in words if word not in self._container]
+        digest = hashlib.sha256(str(self._root).encode()).hexdigest()
+        self.prefix = f"tandem-{digest[:8]}-"
+        """Of the names of this volume's Slurm jobs."""
+
+    def name(self, job: Job) -> str:
+        """The name of the attempt's Slurm job: no other attempt has it, also after the volume was
+        emptied."""
+        digest = hashlib.sha256(job.key.name.encode()).hexdigest()
+        return f"{self.prefix}{job.spec.id}.{job.attempt}.{digest[:6]}"
+
+    def exported(self) -> dict[str, str]:
+        """The variables of the agents: what they and their ranks read. None is a secret. The other
+        settings are in the runner's order."""
+        chosen = {
+            name: value
+            for name, value in self._environment.items()
+            if name in _OWN + _INHERITED or name.startswith(_INHERITED_FAMILIES)
+        }
+        return chosen | {"TANDEM_ROOT": str(self._root)}
+
+    def words(self, job: Job, attempt: Attempt) -> list[str]:
+        """Those after `sbatch`. Variables are exported by name: their values are in no command."""
+        settings = self._settings
+        gpus = [f"--gpus-per-node={settings.ranks_per_host}"] if settings.device != "cpu" else []
+        log = str(output_path(attempt).absolute()).replace("%", "%%")
+        return [
+            "--parsable",
+            "--no-requeue",
+            f"--nodes={settings.trainer_hosts}",
+            "--ntasks-per-node=1",
+            *gpus,
+            f"--signal=TERM@{WARNING_SECONDS}",
+            f"--job-name={self.name(job)}",
+            f"--export={','.join(sorted(self.exported()))}",
+            f"--output={log}",
+            f"--chdir={self._root}",
+            *self._words,
+        ]
+
+    def script(self, job: Job) -> str:
+        """An agent per node; it knows its number by SLURM_PROCID."""
+        agent = [sys.executable, "-m", "tandem"]
+        if self._container:
+            # A variable that the image sets goes before one of the job.
+            own = [name for name in sorted(self.exported()) if name.startswith("TANDEM_")]
+            agent = ["env", *(f'{name}="${name}"' for name in own), "tandem"]
+        else:
+            agent = [shlex.quote(word) for word in agent]
+        # One task has all of its node's processors.
+        srun = ["srun", "--kill-on-bad-exit=1", "--cpu-bind=none", *self._container]
+        of = ["--job", job.spec.id, "--attempt", str(job.attempt)]
+        of += ["--hosts", str(self._settings.trainer_hosts)]
+        words = [*map(shlex.quote, srun), *agent, "rank-agent", *map(shlex.quote, of)]
+        return f"#!/bin/sh\nexec {' '.join(words)}\n"
+
+
+def _checked(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise _wrong(f"{text!r} is no list of words: {error}") from error
+    for word in words:
+        if not word.startswith("--") or word == "--":
+            raise _wrong(
+                f"{word!r} is no long option; write each option as one word, such as"
+                " --partition=gpu"
+            )
+        if any(fixed.startswith(_option(word)) for fixed in _FIXED):
+            raise _wrong(
+                f"--{_option(word)} is the executor's own, or the beginning of such a word"
+            )
+    return words
+
+
+def _option(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0]
+
+
+def _wrong(problem: str) -> InvalidInput:
+    return InvalidInput(problem, field="TANDEM_SLURM_ARGS")

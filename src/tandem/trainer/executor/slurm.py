@@ -1,0 +1,325 @@
+"""Attempts under Slurm: each is a Slurm job with an agent on each of its nodes.
+
+Slurm places and queues them. The Slurm job's name says which attempt it is, so that a runner that
+comes back finds it, and never submits a second one.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tandem.config import Settings
+from tandem.errors import InvalidInput, TandemError
+from tandem.spool import Spool
+from tandem.spool.attempt import Attempt
+from tandem.spool.schema import Job, JobError
+from tandem.system import liveness
+from tandem.system.logs import Log
+from tandem.system.tail import last_lines
+from tandem.trainer.agent.hosts import FAILED, AgentOrder
+from tandem.trainer.executor import Ended, Order, Running, Waiting
+from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
+from tandem.trainer.executor.batch import Batch, output_path
+from tandem.trainer.executor.slurm_state import FORMAT, SlurmJob, read
+from tandem.trainer.stop import Stop
+
+log = Log("runner")
+
+PROGRAMS = ("sbatch", "squeue", "scancel")
+POLL_SECONDS = 2.0
+AWAY_POLL_SECONDS = 10.0
+TIMEOUT_SECONDS = 15.0
+"""Of one call: nobody renews the job's lease meanwhile."""
+REPORT_SECONDS = 60.0
+"""How long Slurm may be away before the runner is not ready."""
+SETTLE_SECONDS = 5.0
+"""What the agents wrote last may be seen later than the Slurm job's end."""
+FINISH_SECONDS = 60.0
+"""How long a Slurm job may take to end after its last agent has."""
+EXPLAIN_SECONDS = 30.0
+"""How long Slurm may take to say why it stopped agents."""
+_AWAY = (
+    "contact",
+    "timed out",
+    "Connection",
+    "connection",
+    "Zero Bytes",
+    "standby",
+    "temporarily",
+    "authentication",
+)
+"""In messages that say nothing about the submission."""
+_LIMIT = "accounting/QOS policy"
+"""In a refusal that passes once the user has fewer jobs."""
+
+
+class SlurmAway(TandemError, code="slurm_away", http_status=503, retriable=True):
+    """Slurm does not answer."""
+
+
+class SlurmRefused(TandemError, code="slurm_refused"):
+    """Slurm refuses a submission."""
+
+
+class Slurm:
+    """The calls of Slurm's client programs. InvalidInput where there are none."""
+
+    def __init__(self) -> None:
+        if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+            raise InvalidInput(
+                f"slurm needs {' and '.join(missing)} on the PATH; install them (Debian:"
+                " apt-get install slurm-client) with the cluster's slurm.conf and munge.key",
+                field="TANDEM_EXECUTOR",
+            )
+        own = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_")  # of a Slurm job that the runner is in
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "SLURM_CONF" or not name.startswith(own)
+        }
+
+    def jobs(self, name: str | None = None) -> list[SlurmJob]:
+        """This user's; those that ended too, for as long as Slurm remembers them."""
+        words = [f"--user={os.getuid()}", "--states=all", f"--Format={FORMAT}"]
+        words += [f"--name={name}"] if name is not None else []
+        lines = self._call("squeue", "--noheader", *words).splitlines()
+        return [SlurmJob.parse(line) for line in lines if line.count("|") >= 7]
+
+    def submit(self, words: list[str], script: str, variables: dict[str, str]) -> str:
+        """The Slurm job's id. SlurmRefused where it would be refused again."""
+        return self._call("sbatch", *words, given=script, variables=variables).strip()
+
+    def cancel(self, name: str) -> None:
+        """Ends all of this user's Slurm jobs of the name."""
+        self._call("scancel", f"--user={os.getuid()}", f"--name={name}")
+
+    def _call(
+        self, program: str, *words: str, given: str = "", variables: dict[str, str] | None = None
+    ) -> str:
+        try:
+            done = subprocess.run(
+                [program, *words],
+                input=given,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_SECONDS,
+                check=False,
+                env=self._environment | (variables or {}),
+            )
+        except subprocess.TimeoutExpired as error:
+            problem = f"{program} has not answered for {TIMEOUT_SECONDS:g} s"
+            raise SlurmAway(f"Slurm is away: {problem}") from error
+        if done.returncode == 0:
+            return done.stdout
+        said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"
+        if program != "sbatch" or any(word in said for word in _AWAY):
+            raise SlurmAway(f"Slurm is away: {said}")
+        raise SlurmRefused(said)
+
+
+class SlurmExecutor(AgentsExecutor):
+    """An `Executor`. The attempts go on without the runner."""
+
+    stays = True
+
+    def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
+        """InvalidInput where TANDEM_SLURM_ARGS can't be used, or Slurm's programs are missing."""
+        super().__init__(settings, entry, stop)
+        self._spool = spool
+        self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
+        self._away_since: float | None = None
+        self._finishing: dict[str, float] = {}  # name -> until when it may
+        self.devices += " under Slurm"
+
+    def ask[T](self, action: Callable[[], T]) -> T:
+        """The result of a call of Slurm. While Slurm stays away, the runner is not ready."""
+        try:
+            result = action()
+        except SlurmAway as error:
+            now = time.monotonic()
+            self._away_since = self._away_since or now
+            if now - self._away_since > REPORT_SECONDS:
+                liveness.report("runner", str(error))
+            raise
+        self._away_since = None
+        liveness.report("runner", "")
+        return result
+
+    def find(self, job: Job) -> SlurmJob | None:
+        """The Slurm job of the job's present attempt."""
+        found = self.ask(partial(self.slurm.jobs, self.batch.name(job)))
+        return min(found, key=lambda one: one.ended, default=None)
+
+    def lets_finish(self, job: Job) -> None:
+        """The agents of the job's present attempt are done, and its Slurm job ends by itself."""
+        self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
+
+    def prepare(self) -> None:
+        """Cancels the Slurm jobs that no running job has, if Slurm answers."""
+        try:
+            self._sweep()
+        except (TandemError, OSError) as error:
+            log.warning("can't look for Slurm jobs that no job has", error=error)
+
+    def wait_until_free(self) -> None:
+        """Waits for Slurm, and has it cancel the Slurm jobs that no running job has."""
+        self._stop.retry("ask Slurm for its jobs", self._sweep, until="it answers")
+
+    def _sweep(self) -> None:
+        running = self._spool.jobs.index.running()
+        names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
+        now = time.monotonic()
+        self._finishing = {name: end for name, end in self._finishing.items() if end > now}
+        names |= self._finishing.keys()
+        for one in self.ask(self.slurm.jobs):
+            if one.name.startswith(self.batch.prefix) and one.name not in names and not one.ended:
+                log.warning("cancelling a Slurm job that no running job has", job=one.name)
+                self.ask(partial(self.slurm.cancel, one.name))
+
+    def adopts(self, attempt: Attempt, /) -> bool:
+        """Raises SlurmAway as long as nobody knows."""
+        if not super().adopts(attempt):
+            return False
+        return self.find(self._spool.jobs.get(attempt.job)[1]) is not None
+
+    def start(self, order: Order) -> "SlurmExecution":
+        execution = SlurmExecution(order, self._settings, self._plan, self._stop, self)
+        execution.start()
+        return execution
+
+
+class SlurmExecution(AgentsExecution):
+    """An `Execution`."""
+
+    def __init__(
+        self,
+        order: Order,
+        settings: Settings,
+        plan: AgentOrder,
+        stop: Stop,
+        executor: SlurmExecutor,
+    ) -> None:
+        super().__init__(order, settings, plan, stop)
+        self._executor, self._slurm, self._batch = executor, executor.slurm, executor.batch
+        self._engine: Waiting | Running | Ended = Waiting("Slurm")
+        self._seen: SlurmJob | None = None
+        self._submitted = False
+        self._next_ask = 0.0
+        self._ended_since: float | None = None
+        self._unexplained_since: float | None = None
+
+    def _ask_engine(self) -> Waiting | Running | Ended:
+        now = time.monotonic()
+        if isinstance(self._engine, Ended) or now < self._next_ask:
+            return self._engine
+        self._next_ask = now + POLL_SECONDS
+        try:
+            self._engine = self._read(now)
+        except SlurmAway as error:
+            # What is known stays: ranks that run are judged by their beats.
+            self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
+            if not isinstance(self._engine, Running):
+                self._engine = Waiting(str(error))
+        except SlurmRefused as refusal:
+            if _LIMIT in str(refusal):
+                self._next_ask = time.monotonic() + AWAY_POLL_SECONDS
+                self._engine = Waiting(f"Slurm: {refusal}")
+            else:
+                message = f"Slurm refuses the job: {refusal}"
+                self._engine = Ended(1, JobError(type="launch_failed", message=message))
+        return self._engine
+
+    def _read(self, now: float) -> Waiting | Running | Ended:
+        found = self._look_at_job()
+        if found is None and not self._submitted:
+            return self._submit()
+        state = Ended(1, self._gone()) if found is None else self._told(found)
+        if not isinstance(state, Ended):
+            self._ended_since = None
+            return state
+        self._ended_since = self._ended_since or now
+        never_ran = found is not None and not found.nodes
+        return state if never_ran or now - self._ended_since >= SETTLE_SECONDS else Running()
+
+    def _look_at_job(self) -> SlurmJob | None:
+        found = self._executor.find(self._order.job)
+        if found is not None:
+            if not self._submitted:  # by an earlier runner, or its answer got lost
+                self._order.say(f"found Slurm job {found.id}")
+            self._seen, self._submitted = found, True
+        return found
+
+    def _submit(self) -> Waiting:
+        """Submits the Slurm job. A submission whose answer gets lost is found by its name."""
+        batch, order = self._batch, self._order
+        made = self._executor.ask(
+            lambda: self._slurm.submit(
+                batch.words(order.job, order.files), batch.script(order.job), batch.exported()
+            )
+        )
+        self._submitted = True
+        order.say(f"submitted Slurm job {made.partition(';')[0]}")
+        return Waiting(f"Slurm: job {made.partition(';')[0]} is submitted")
+
+    def _told(self, found: SlurmJob) -> Waiting | Running | Ended:
+        printed = last_lines(output_path(self._order.files), lines=10) if found.ended else ""
+        return read(found, began=bool(self._beats), printed=printed)
+
+    def _gone(self) -> JobError:
+        message = f"{self._seen or 'its Slurm job'} is not known to Slurm any more"
+        return JobError(type="job_deleted", message=message, retriable=True)
+
+    def _lacks(self, _host: int) -> str:
+        return str(self._seen) if self._seen is not None else ""
+
+    def _ended(self, now: float) -> Ended | None:
+        """As the agents tell it. Why an agent was stopped, or is silent, Slurm knows."""
+        ended = super()._ended(now)
+        if ended is None or ended.error is None:
+            return ended
+        if ended.error.type not in ("preempted", "host_lost"):
+            return ended
+        failed = [end for end in self._ends.values() if end.status == FAILED]
+        if failed:  # srun stopped the other hosts for that
+            return Ended(1, next((end.error for end in failed if end.error is not None), None))
+        self._unexplained_since = self._unexplained_since or now
+        if now < self._next_ask:
+            return None
+        self._next_ask = now + POLL_SECONDS
+        return self._explained(ended, now - self._unexplained_since)
+
+    def _explained(self, ended: Ended, waited: float) -> Ended | None:
+        """None while Slurm may still say why."""
+        try:
+            found = self._look_at_job()
+        except (TandemError, OSError):
+            return ended if waited > EXPLAIN_SECONDS else None
+        state = Ended(1, self._gone()) if found is None else self._told(found)
+        if isinstance(state, Ended):
+            return state if state.error is not None else ended
+        return ended if waited > EXPLAIN_SECONDS else None
+
+    def _stop_engine(self) -> None:
+        self._cancel()
+
+    def _kill_engine(self) -> None:
+        """Slurm kills what does not end; nodes that are lost don't hear it. The fence keeps their
+        ranks from the run."""
+        if len(self._ends) == self._plan.hosts:
+            # Cancelled, it would have failed in the cluster's accounts.
+            self._executor.lets_finish(self._order.job)
+        else:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._seen is not None and self._seen.ended:
+            return
+        try:
+            self._executor.ask(partial(self._slurm.cancel, self._batch.name(self._order.job)))
+        except SlurmAway as error:
+            # `wait_until_free` cancels it before the next attempt.
+            log.warning("can't cancel the Slurm job now", error=error)
