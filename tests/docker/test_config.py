@@ -419,6 +419,8 @@ NOT_PASSED = {
         "ADMIN_TOKEN",
         "API_KEY_FILE",
         "ADMIN_TOKEN_FILE",
+        # The chart mounts it.
+        "JOB_TEMPLATE",
         # In docker-compose.hosts.yml.
         "EXECUTOR",
         "TRAINER_HOSTS",
