@@ -33,10 +33,9 @@ from tandem.metrics.exporter import make_collectors
 from tandem.metrics.metric import BOTH
 from tandem.model import parallel
 from tandem.spool import Spool, fs, removal
-from tandem.spool.attempt import Attempt
 from tandem.spool.recovery import sweep
 from tandem.trainer.executor import local
-from tandem.trainer.launch import RankSettings
+from tandem.trainer.launch import Launch
 from tandem.trainer.rank import entry
 from tandem.trainer.runner import loop
 from tandem.trainer.stop import Stop
@@ -222,13 +221,12 @@ class _Here:
 
     holds_devices = False
 
-    def __init__(self, settings: Any, *_: object) -> None:
-        self._settings = RankSettings.of(settings)
+    def __init__(self, *_: object) -> None: ...
 
     def prepare(self) -> None: ...
 
-    def launch(self, attempt: Attempt) -> "_Here":
-        self._status = entry.main(attempt, self._settings)
+    def launch(self, launch: Launch) -> "_Here":
+        self._status = entry.main(launch.open(), launch.settings)
         if self._status:
             parallel.destroy()
         return self

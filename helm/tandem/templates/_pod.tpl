@@ -90,7 +90,8 @@ then the controller's. */}}
 {{- if include "tandem.runs" (dict "root" $.root "role" $role) -}}{{- $first = $role -}}{{- end -}}
 {{- end -}}
 {{- $leader := include "tandem.componentOf" (dict "root" .root "role" $first) -}}
-{{- $components := ternary (list "controller" "inference" "trainer" "engine" "job") (list $leader) (eq .role $first) -}}
+{{- $jobs := ternary (list "job") (list) (eq (include "tandem.jobs" .root) "true") -}}
+{{- $components := ternary (concat (list "controller" "inference" "trainer" "engine") $jobs) (list $leader) (eq .role $first) -}}
 {{- $match := dict "matchLabels" (include "tandem.releaseLabels" .root | fromYaml)
       "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "In" "values" $components)) -}}
 {{- $term := dict "labelSelector" $match "topologyKey" "kubernetes.io/hostname" -}}
