@@ -16,6 +16,7 @@ from api_server import KEY, Server, make_root
 from tandem import __version__
 
 pytestmark = pytest.mark.slow
+INSTALLED = pytest.mark.sample(0, of="installed packages")  # minutes: environments of their own
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples/data/sums.jsonl"
 TRIES = 5
@@ -109,6 +110,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     assert "tandem/py.typed" in names
 
 
+@INSTALLED
 def test_the_command_works(environment):
     assert "tandem up" in run_in(environment, "tandem", "--help")
     assert run_in(environment, "tandem", "version").split()[-1] == __version__
@@ -116,6 +118,7 @@ def test_the_command_works(environment):
     assert run_in(environment, "python", "-c", heavy) == "\n"
 
 
+@INSTALLED
 def test_data_is_checked_without_a_stack(environment, tmp_path):
     model = make_root(tmp_path / "spool") / "models/tiny"
     check = ("tandem", "data", "check", EXAMPLES, "--tokenizer", model)
@@ -124,12 +127,14 @@ def test_data_is_checked_without_a_stack(environment, tmp_path):
     assert "What is 3 + 3?" in run_in(environment, *check)
 
 
+@INSTALLED
 def test_the_client_trains(environment, tmp_path):
     with Server(make_root(tmp_path / "spool")) as server:
         printed = run_in(environment, "python", "-c", CLIENT, server.url, KEY)
         assert printed.split() == ["clean", "queued"]
 
 
+@INSTALLED
 def test_the_sdist_installs(built, tmp_path):
     [sdist] = built.glob("*.tar.gz")
     uv("venv", "-q", "--python", sys.executable, tmp_path / "venv")
