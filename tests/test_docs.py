@@ -1,5 +1,6 @@
 """The documentation as a site: `make docs` builds it, and no link, anchor or page is lost."""
 
+import logging
 import re
 import shutil
 import tomllib
@@ -47,6 +48,10 @@ def test_each_mistake_is_a_warning(tmp_path, caplog):
     (docs / "outside.md").write_text("# In no menu\n")
     wrong = docs / "index.md"
     wrong.write_text("\n\n".join([wrong.read_text(), *MISTAKES]))
+    # A library of another test (alembic) disables all loggers that exist.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("mkdocs"):
+            logging.getLogger(name).disabled = False
     build_site(tmp_path / "site", docs_dir=str(docs), strict=False)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == len(MISTAKES) + 1, warnings
