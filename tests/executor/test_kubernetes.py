@@ -23,7 +23,7 @@ from tandem.errors import InvalidInput
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.trainer.agent.hosts import Meeting
-from tandem.trainer.executor import Ended, Order, Running, Waiting, job_state, kubernetes
+from tandem.trainer.executor import Ended, Order, Running, Waiting, agents, job_state, kubernetes
 from tandem.trainer.executor.job_state import index_of
 from tandem.trainer.executor.kubernetes import KubernetesExecution, KubernetesExecutor
 from tandem.trainer.stop import Stop
@@ -326,7 +326,7 @@ def test_another_runner_finds_the_job_and_deletes_those_of_nobody(cluster):
 @scripted
 def test_a_runner_that_waits_for_the_api_server_is_not_ready(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_ALIVE_DIR", str(tmp_path))
-    monkeypatch.setattr(kubernetes, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(agents, "REPORT_SECONDS", 0.3)
     execution = cluster.runner.begin()
     problem = tmp_path / "runner.problem"
     until(execution, Waiting, "has not arrived")

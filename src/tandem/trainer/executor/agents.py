@@ -2,18 +2,25 @@
 several hosts share. Runner and agents meet by files in the attempt's directory; the runner reaches
 no host.
 
-A subclass says how agents get onto hosts: it starts, stops and asks its engine.
+A subclass says how agents get onto hosts: it starts, stops and asks its engine. An engine is what
+places agents, such as Kubernetes or Slurm.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import ClassVar
 
 from tandem.config import Settings
 from tandem.errors import TandemError
+from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import EventType, JobError
+from tandem.system import liveness
+from tandem.system.logs import Log
 from tandem.trainer.agent.hosts import (
     DONE,
+    FAILED,
     AgentOrder,
     HostBeat,
     HostEnd,
@@ -24,6 +31,8 @@ from tandem.trainer.agent.hosts import (
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.stop import Stop
 
+log = Log("runner")
+
 LOOK_SECONDS = 0.2
 SILENT_SECONDS = 10.0
 """An agent beats twice a second. One that has not for so long is not waited for."""
@@ -32,6 +41,8 @@ END_SECONDS = 40.0
 failed."""
 KILL_SECONDS = 25.0
 """The same after the runner asked the agents to kill them."""
+REPORT_SECONDS = 60.0
+"""How long an engine may be away before the runner is not ready."""
 
 
 class AgentsExecution:
@@ -245,3 +256,70 @@ class AgentsExecutor:
 
     def close(self) -> None:
         """The agents stay."""
+
+
+class EngineExecution(AgentsExecution):
+    """An `Execution` whose engine may stop agents. A subclass explains why."""
+
+    def _ended(self, now: float) -> Ended | None:
+        """As the agents tell it. Why an agent was stopped, or is silent, the engine knows."""
+        ended = super()._ended(now)
+        if ended is None or ended.error is None:
+            return ended
+        if ended.error.type not in ("preempted", "host_lost"):
+            return ended
+        failed = [end for end in self._ends.values() if end.status == FAILED]
+        if failed:  # the engine stopped the other hosts for that
+            return Ended(1, next((end.error for end in failed if end.error is not None), None))
+        return self._explained(ended, now)
+
+    def _explained(self, ended: Ended, _now: float) -> Ended | None:
+        """`ended` with the engine's reason. None while the engine may still tell it."""
+        return ended
+
+
+class EngineExecutor(AgentsExecutor):
+    """An `Executor`, but for `start`, whose engine is asked over a network. The attempts go on
+    without the runner."""
+
+    stays = True
+    engine: ClassVar[str]
+    """The engine's name in the log."""
+    jobs: ClassVar[str]
+    """The name of the engine's own jobs in the log."""
+    away: ClassVar[type[TandemError]]
+    """Raised by a call that the engine does not answer."""
+
+    def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
+        super().__init__(settings, entry, stop)
+        self._spool = spool
+        self._away_since: float | None = None
+
+    def ask[T](self, action: Callable[[], T]) -> T:
+        """The result of a call of the engine. While the engine stays away, the runner is not
+        ready."""
+        try:
+            result = action()
+        except self.away as error:
+            now = time.monotonic()
+            self._away_since = self._away_since or now
+            if now - self._away_since > REPORT_SECONDS:
+                liveness.report("runner", str(error))
+            raise
+        self._away_since = None
+        liveness.report("runner", "")
+        return result
+
+    def prepare(self) -> None:
+        """Ends the engine's jobs that no running job has, if the engine answers."""
+        try:
+            self._sweep()
+        except (TandemError, OSError) as error:
+            log.warning(f"can't look for {self.jobs} that no job has", error=error)
+
+    def wait_until_free(self) -> None:
+        """Waits for the engine, and ends the engine's jobs that no running job has."""
+        self._stop.retry(f"ask {self.engine} for its jobs", self._sweep, until="it answers")
+
+    def _sweep(self) -> None:
+        """Ends the engine's jobs that no running job has."""

@@ -6,7 +6,6 @@ is, so that a runner that comes back finds it, and never makes a second one.
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 from tandem.config import Settings
@@ -14,11 +13,10 @@ from tandem.errors import TandemError
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
-from tandem.system import liveness
 from tandem.system.logs import Log
-from tandem.trainer.agent.hosts import FAILED, AgentOrder, Meeting
+from tandem.trainer.agent.hosts import AgentOrder, Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting
-from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
+from tandem.trainer.executor.agents import EngineExecution, EngineExecutor
 from tandem.trainer.executor.cluster import Cluster, ClusterAway, ClusterRefused
 from tandem.trainer.executor.job_state import JobStates, Seen, index_of, lacks, why_failed
 from tandem.trainer.executor.manifest import JobTemplate, Object, is_of
@@ -30,8 +28,6 @@ POLL_SECONDS = 1.0
 AWAY_POLL_SECONDS = 5.0
 """A call of an API server that is away may take `cluster.TIMEOUT_SECONDS`."""
 QUOTA_POLL_SECONDS = 10.0
-REPORT_SECONDS = 60.0
-"""How long the API server may be away before the runner is not ready."""
 _RIGHTS = (
     ("create", "batch", "jobs"),
     ("get", "batch", "jobs"),
@@ -42,19 +38,17 @@ _RIGHTS = (
 )
 
 
-class KubernetesExecutor(AgentsExecutor):
-    """An `Executor`. The attempts go on without the runner."""
+class KubernetesExecutor(EngineExecutor):
+    """An `Executor`."""
 
-    stays = True
+    engine, jobs, away = "the API server", "Jobs", ClusterAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
         """Asks the API server for the rights that the runner needs. Raises InvalidInput where it
         lacks one, or the template is not the chart's."""
-        super().__init__(settings, entry, stop)
-        self._spool = spool
+        super().__init__(settings, entry, stop, spool)
         self._template = JobTemplate(settings.job_template, settings.trainer_hosts)
         self._cluster = Cluster(self._template.namespace)
-        self._away_since: float | None = None
         self._owner: str | None = None
         self.devices = f"Jobs of {self.devices} in namespace {self._cluster.namespace}"
         stop.retry("ask the API server for the runner's rights", self._check, until="it answers")
@@ -74,35 +68,10 @@ class KubernetesExecutor(AgentsExecutor):
 
         self.ask(check)
 
-    def ask[T](self, action: Callable[[], T]) -> T:
-        """The result of a call of the API server. While it stays away, the runner is not ready."""
-        try:
-            result = action()
-        except ClusterAway as error:
-            now = time.monotonic()
-            self._away_since = self._away_since or now
-            if now - self._away_since > REPORT_SECONDS:
-                liveness.report("runner", str(error))
-            raise
-        self._away_since = None
-        liveness.report("runner", "")
-        return result
-
     @property
     def queued(self) -> bool:
         """Whether Kueue admits the Jobs."""
         return self._template.queue is not None
-
-    def prepare(self) -> None:
-        """Deletes the Jobs that no running job has, if the API server answers."""
-        try:
-            self._sweep()
-        except (TandemError, OSError) as error:
-            log.warning("can't look for Jobs that no job has", error=error)
-
-    def wait_until_free(self) -> None:
-        """Waits for the API server, and has it delete the Jobs that no running job has."""
-        self._stop.retry("ask the API server for its Jobs", self._sweep, until="it answers")
 
     def _sweep(self) -> None:
         names = set()
@@ -141,7 +110,7 @@ class KubernetesExecutor(AgentsExecutor):
         return execution
 
 
-class KubernetesExecution(AgentsExecution):
+class KubernetesExecution(EngineExecution):
     """An `Execution`."""
 
     make: Object
@@ -232,19 +201,7 @@ class KubernetesExecution(AgentsExecution):
                 return f"pod {pod['metadata']['name']} {lacks(pod)}"
         return ""
 
-    def _ended(self, now: float) -> Ended | None:
-        """As the agents tell it. Why an agent was stopped, or is silent, the cluster knows."""
-        ended = super()._ended(now)
-        if ended is None or ended.error is None:
-            return ended
-        if ended.error.type not in ("preempted", "host_lost"):
-            return ended
-        failed = [end for end in self._ends.values() if end.status == FAILED]
-        if failed:  # the cluster stopped the other hosts for that
-            return Ended(1, next((end.error for end in failed if end.error is not None), None))
-        return self._explained(ended)
-
-    def _explained(self, ended: Ended) -> Ended:
+    def _explained(self, ended: Ended, _now: float) -> Ended:
         try:
             self._look_at_job()
         except (TandemError, OSError):

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from functools import partial
 
 from tandem.config import Settings
@@ -16,12 +15,11 @@ from tandem.errors import InvalidInput, TandemError
 from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Job, JobError
-from tandem.system import liveness
 from tandem.system.logs import Log
 from tandem.system.tail import last_lines
-from tandem.trainer.agent.hosts import FAILED, AgentOrder
+from tandem.trainer.agent.hosts import AgentOrder
 from tandem.trainer.executor import Ended, Order, Running, Waiting
-from tandem.trainer.executor.agents import AgentsExecution, AgentsExecutor
+from tandem.trainer.executor.agents import EngineExecution, EngineExecutor
 from tandem.trainer.executor.batch import Batch, output_path
 from tandem.trainer.executor.slurm_state import FORMAT, SlurmJob, read
 from tandem.trainer.stop import Stop
@@ -33,8 +31,6 @@ POLL_SECONDS = 2.0
 AWAY_POLL_SECONDS = 10.0
 TIMEOUT_SECONDS = 15.0
 """Of one call: nobody renews the job's lease meanwhile."""
-REPORT_SECONDS = 60.0
-"""How long Slurm may be away before the runner is not ready."""
 SETTLE_SECONDS = 5.0
 """What the agents wrote last may be seen later than the Slurm job's end."""
 FINISH_SECONDS = 60.0
@@ -82,7 +78,7 @@ class Slurm:
         }
 
     def jobs(self, name: str | None = None) -> list[SlurmJob]:
-        """This user's; those that ended too, for as long as Slurm remembers them."""
+        """This user's Slurm jobs, also the ended ones for as long as Slurm remembers them."""
         words = [f"--user={os.getuid()}", "--states=all", f"--Format={FORMAT}"]
         words += [f"--name={name}"] if name is not None else []
         lines = self._call("squeue", "--noheader", *words).splitlines()
@@ -121,33 +117,17 @@ class Slurm:
         raise SlurmRefused(said)
 
 
-class SlurmExecutor(AgentsExecutor):
-    """An `Executor`. The attempts go on without the runner."""
+class SlurmExecutor(EngineExecutor):
+    """An `Executor`."""
 
-    stays = True
+    engine, jobs, away = "Slurm", "Slurm jobs", SlurmAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
         """InvalidInput where TANDEM_SLURM_ARGS can't be used, or Slurm's programs are missing."""
-        super().__init__(settings, entry, stop)
-        self._spool = spool
+        super().__init__(settings, entry, stop, spool)
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
-        self._away_since: float | None = None
         self._finishing: dict[str, float] = {}  # name -> until when it may
         self.devices += " under Slurm"
-
-    def ask[T](self, action: Callable[[], T]) -> T:
-        """The result of a call of Slurm. While Slurm stays away, the runner is not ready."""
-        try:
-            result = action()
-        except SlurmAway as error:
-            now = time.monotonic()
-            self._away_since = self._away_since or now
-            if now - self._away_since > REPORT_SECONDS:
-                liveness.report("runner", str(error))
-            raise
-        self._away_since = None
-        liveness.report("runner", "")
-        return result
 
     def find(self, job: Job) -> SlurmJob | None:
         """The Slurm job of the job's present attempt."""
@@ -157,17 +137,6 @@ class SlurmExecutor(AgentsExecutor):
     def lets_finish(self, job: Job) -> None:
         """The agents of the job's present attempt are done, and its Slurm job ends by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
-
-    def prepare(self) -> None:
-        """Cancels the Slurm jobs that no running job has, if Slurm answers."""
-        try:
-            self._sweep()
-        except (TandemError, OSError) as error:
-            log.warning("can't look for Slurm jobs that no job has", error=error)
-
-    def wait_until_free(self) -> None:
-        """Waits for Slurm, and has it cancel the Slurm jobs that no running job has."""
-        self._stop.retry("ask Slurm for its jobs", self._sweep, until="it answers")
 
     def _sweep(self) -> None:
         running = self._spool.jobs.index.running()
@@ -192,7 +161,7 @@ class SlurmExecutor(AgentsExecutor):
         return execution
 
 
-class SlurmExecution(AgentsExecution):
+class SlurmExecution(EngineExecution):
     """An `Execution`."""
 
     def __init__(
@@ -276,24 +245,12 @@ class SlurmExecution(AgentsExecution):
     def _lacks(self, _host: int) -> str:
         return str(self._seen) if self._seen is not None else ""
 
-    def _ended(self, now: float) -> Ended | None:
-        """As the agents tell it. Why an agent was stopped, or is silent, Slurm knows."""
-        ended = super()._ended(now)
-        if ended is None or ended.error is None:
-            return ended
-        if ended.error.type not in ("preempted", "host_lost"):
-            return ended
-        failed = [end for end in self._ends.values() if end.status == FAILED]
-        if failed:  # srun stopped the other hosts for that
-            return Ended(1, next((end.error for end in failed if end.error is not None), None))
+    def _explained(self, ended: Ended, now: float) -> Ended | None:
         self._unexplained_since = self._unexplained_since or now
         if now < self._next_ask:
             return None
         self._next_ask = now + POLL_SECONDS
-        return self._explained(ended, now - self._unexplained_since)
-
-    def _explained(self, ended: Ended, waited: float) -> Ended | None:
-        """None while Slurm may still say why."""
+        waited = now - self._unexplained_since
         try:
             found = self._look_at_job()
         except (TandemError, OSError):
