@@ -26,7 +26,7 @@ _Bounds = tuple[float, float]
 _BOUNDS: dict[str, _Bounds] = {
     "ppo": (0.8, 1.2),
     "cispo": (0.0, 4.0),
-    # Of its paper, arXiv:2507.18071, section 5.1.
+    # arXiv:2507.18071, section 5.1
     "gspo": (1 - 3e-4, 1 + 4e-4),
 }
 _POLICIES: dict[str, Literal["ppo", "cispo", "gspo_token"]] = {

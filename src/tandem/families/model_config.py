@@ -35,7 +35,7 @@ def model_directory(
 
 
 def base_model_files(directory: Path) -> list[Path]:
-    """Those of MODEL_FILES that the directory has, by their names."""
+    """The directory's files that match MODEL_FILES, sorted by name."""
     return [
         path
         for path in sorted(directory.iterdir())

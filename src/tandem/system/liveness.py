@@ -52,7 +52,7 @@ def report(program: str, problem: str) -> None:
 
 
 def reported(program: str, directory: Path) -> str:
-    """What `program` reported last; empty: nothing is wrong."""
+    """The problem that `program` reported last; empty: `program` can work."""
     with suppress(OSError):
         return _problem_path(program, directory).read_text()
     return ""

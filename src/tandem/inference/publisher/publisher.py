@@ -278,7 +278,7 @@ class Publisher:
         return wanted
 
     def _serve_wanted(self, run: RunSpec) -> set[str]:
-        """Load the older steps that clients sample. Returns the names of those loaded."""
+        """Load the older steps that clients sample; returns the names of the loaded steps."""
         loaded = set()
         existing = {*self._spool.checkpoints.steps(run.name)}
         for step in existing.intersection(self._spool.served.wanted(run.name)):

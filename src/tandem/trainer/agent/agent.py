@@ -265,7 +265,7 @@ class HostAgent:
         return leaving or self._must_leave(watch) or Leave(FAILED, "ranks failed")
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
-        """This host can't train: its record says so to all."""
+        """Writes into this host's record why the host can't train, for all other hosts."""
         if isinstance(error, FileNotFoundError) and not meeting.is_open():
             return Leave(FENCED, "the attempt was ended")
         if isinstance(error, SpoolUnusable):

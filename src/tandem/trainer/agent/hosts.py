@@ -1,4 +1,4 @@
-"""What the runner and the hosts' agents write to `hosts/` in an attempt's work directory:
+"""Files that the runner and the hosts' agents write to `hosts/` in an attempt's work directory:
 
 order.json          the runner's order to the agents, written before any agent starts
 <i>.ticket          the one agent that serves host i; made by `link`
@@ -124,7 +124,7 @@ class Meeting:
         return fs.exists(self._work) and not fs.exists(fence.mark(self._work))
 
     def asked(self) -> str:
-        """What the runner asks: "stop", "kill" or nothing."""
+        """The runner's request: "stop", "kill" or nothing."""
         return next((name for name in ("kill", "stop") if fs.exists(self.directory / name)), "")
 
     def record(self, host: int) -> HostRecord | None:

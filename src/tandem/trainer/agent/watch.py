@@ -1,4 +1,4 @@
-"""What an agent sees of its attempt on the volume. A thread looks, because a volume that is gone
+"""An agent's view of its attempt on the volume. A thread looks, because a volume that is gone
 may keep a look waiting for ever, and the agent must end its ranks all the same."""
 
 import threading

@@ -40,7 +40,8 @@ END_SECONDS = 40.0
 """How long the other hosts may take to end their ranks and measure their devices after one host's
 failed."""
 KILL_SECONDS = 25.0
-"""The same after the runner asked the agents to kill them."""
+"""How long hosts may take to end their ranks and measure their devices after the runner asked the
+agents to kill the ranks."""
 REPORT_SECONDS = 60.0
 """How long an engine may be away before the runner is not ready."""
 
@@ -168,7 +169,7 @@ class AgentsExecution:
         return [self._records[host] for host in sorted(self._records)]
 
     def _missing(self) -> list[str]:
-        """What each host lacks that is not ready."""
+        """A line for each host that is not ready: the things it lacks."""
         of, lines = self._plan.hosts, []
         for host in range(of):
             record, engine = self._records.get(host), self._lacks(host)
@@ -224,7 +225,7 @@ class AgentsExecution:
         return Running()
 
     def _lacks(self, _host: int) -> str:
-        """What the engine knows of a host that has not arrived."""
+        """The engine's words about a host that has not arrived."""
         return ""
 
     def _stop_engine(self) -> None:

@@ -71,7 +71,7 @@ _INHERITED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_", "TRITON_")
 
 
 def output_path(attempt: Attempt) -> Path:
-    """What the script and the agents print, beside the records of the hosts."""
+    """The file of all that the script and the agents print, beside the hosts' records."""
     return attempt.work / HOSTS / "slurm.log"
 
 
@@ -87,7 +87,7 @@ class Batch:
         self._words = [word for word in words if word not in self._container]
         digest = hashlib.sha256(str(self._root).encode()).hexdigest()
         self.prefix = f"tandem-{digest[:8]}-"
-        """Of the names of this volume's Slurm jobs."""
+        """The beginning of the names of this volume's Slurm jobs."""
 
     def name(self, job: Job) -> str:
         """The name of the attempt's Slurm job: no other attempt has it, also after the volume was
@@ -106,7 +106,7 @@ class Batch:
         return chosen | {"TANDEM_ROOT": str(self._root)}
 
     def words(self, job: Job, attempt: Attempt) -> list[str]:
-        """Those after `sbatch`. Variables are exported by name: their values are in no command."""
+        """The words after `sbatch`. Variables are exported by name: no command has their values."""
         settings = self._settings
         gpus = [f"--gpus-per-node={settings.ranks_per_host}"] if settings.device != "cpu" else []
         log = str(output_path(attempt).absolute()).replace("%", "%%")

@@ -15,12 +15,12 @@ from tandem.errors import InvalidInput, TandemError
 Object = dict[str, Any]
 
 TIMEOUT_SECONDS = 3.0
-"""Of one call: nobody renews the job's lease meanwhile."""
+"""Limit of one call, short because nobody renews the job's lease meanwhile."""
 _KUEUE_VERSIONS = ("v1beta2", "v1beta1")
 _PASSING = frozenset({408, 410, 429})
 """Statuses that say nothing about the request. Those of 500 and more don't either."""
 
-# As dictionaries: models would drop the fields that they don't know.
+# Objects are dictionaries: models would drop the fields that they don't know.
 _JOBS: Any = create_namespaced_resource("batch", "v1", "Job", "jobs")
 _PODS: Any = create_namespaced_resource("", "v1", "Pod", "pods")
 _EVENTS: Any = create_namespaced_resource("", "v1", "Event", "events")
@@ -96,7 +96,7 @@ class Cluster:
                 raise
 
     def workload(self, job_uid: str) -> Object | None:
-        """What Kueue knows of the Job."""
+        """Kueue's Workload of the Job."""
         of = {"kueue.x-k8s.io/job-uid": job_uid}
         return next(iter(self._workloads(of)), None)
 

@@ -1,4 +1,4 @@
-"""What a Job of Kubernetes, its pods and Kueue say about an attempt, in words."""
+"""The state of an attempt, in words, by its Kubernetes Job, the pods and Kueue."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Object = dict[str, Any]
 IMAGE_SECONDS = 120.0
 """How long a container may wait for its image, or for what it mounts as variables."""
 SETTLE_SECONDS = 3.0
-"""What the agents wrote last may be seen later than the Job's end."""
+"""The agents' last records may be seen later than the Job's end."""
 LOST_SECONDS = 30.0
 """A pod that is to go and is not gone so long after its grace period is on a lost node."""
 
@@ -33,7 +33,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 
 @dataclass
 class Seen:
-    """What the API server answered in one poll."""
+    """The API server's answers of one poll."""
 
     job: Object | None  # None: it is gone
     pods: list[Object] = field(default_factory=list)
@@ -145,7 +145,7 @@ def why_failed(pods: Iterable[Object]) -> Ended | None:
 
 
 def lacks(pod: Object) -> str:
-    """What a pod still needs to run."""
+    """The thing that a pod still needs to run, in words."""
     status = pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled", {})

@@ -26,7 +26,7 @@ _MOST_SECONDS = 2**31 - 1
 
 
 class JobTemplate:
-    """What each attempt's Job is a copy of. InvalidInput where it is none of the chart's."""
+    """The template of each attempt's Job. InvalidInput where the chart has not made it."""
 
     def __init__(self, path: Path | None, hosts: int) -> None:
         if path is None:

@@ -30,9 +30,9 @@ PROGRAMS = ("sbatch", "squeue", "scancel")
 POLL_SECONDS = 2.0
 AWAY_POLL_SECONDS = 10.0
 TIMEOUT_SECONDS = 15.0
-"""Of one call: nobody renews the job's lease meanwhile."""
+"""Limit of one call, short because nobody renews the job's lease meanwhile."""
 SETTLE_SECONDS = 5.0
-"""What the agents wrote last may be seen later than the Slurm job's end."""
+"""The agents' last records may be seen later than the Slurm job's end."""
 FINISH_SECONDS = 60.0
 """How long a Slurm job may take to end after its last agent has."""
 EXPLAIN_SECONDS = 30.0

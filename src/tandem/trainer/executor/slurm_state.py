@@ -1,4 +1,4 @@
-"""What Slurm says about an attempt's job, in words."""
+"""The state of an attempt, in words, by its Slurm job."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -119,7 +119,7 @@ def _ended(kind: str, message: str) -> Ended:
 
 
 def _seconds(text: str) -> float | None:
-    """Of `[days-][[hours:]minutes:]seconds`; None for words such as UNLIMITED."""
+    """Seconds in `[days-][[hours:]minutes:]seconds`; None for words such as UNLIMITED."""
     days, _, rest = text.rpartition("-") if not text.startswith("-") else ("", "", text[1:])
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts):

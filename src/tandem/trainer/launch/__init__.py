@@ -114,12 +114,12 @@ class Launch(Record):
 
     @property
     def ranks(self) -> int:
-        """Those of all hosts."""
+        """Number of ranks on all hosts."""
         return self.settings.sizes.world
 
     @property
     def own_ranks(self) -> range:
-        """This host's."""
+        """Numbers of this host's ranks."""
         each = self.ranks // self.host.hosts
         return range(self.host.number * each, (self.host.number + 1) * each)
 
