@@ -101,6 +101,33 @@ def test_why_a_job_failed(pods, kind, words):
     assert words in ended.error.message
 
 
+def test_a_disruption_is_known_when_its_pod_is_gone():
+    """A pod goes soon after its end, and the next poll comes later."""
+    states = JobStates(GRACE)
+    states.read(Seen(job(), [pod({"running": {}}, conditions=[DISRUPTED])]), 0)
+    for left in ([], [exited(75)]):
+        ended = states.why_failed(Seen(job("Failed"), left))
+        assert ended is not None
+        assert ended.error is not None
+        assert ended.error.type == "preempted"
+        assert "PreemptionByScheduler" in ended.error.message
+    ended = states.why_failed(Seen(job("Failed"), [exited(77)]))
+    assert ended is not None
+    assert ended.error is not None
+    assert ended.error.type == "spool_unusable"
+
+
+def test_a_disruption_that_no_poll_saw_is_in_the_words_of_the_job():
+    failed = job("FailureTarget")
+    words = "Pod ns/j-0-abcde has condition DisruptionTarget matching FailJob rule at index 0"
+    failed["status"]["conditions"][0] |= {"reason": "PodFailurePolicy", "message": words}
+    ended = JobStates(GRACE).why_failed(Seen(failed))
+    assert ended is not None
+    assert ended.error is not None
+    assert (ended.error.type, ended.error.message) == ("preempted", f"PodFailurePolicy: {words}")
+    assert JobStates(GRACE).why_failed(Seen(job("FailureTarget"))) is None
+
+
 def test_a_complete_job_has_ended_well():
     assert end_of(exited(0), condition="Complete") == Ended(0)
 

@@ -51,12 +51,14 @@ class JobStates:
 
     def __post_init__(self) -> None:
         self._since: dict[str, float] = {}
+        self._disrupted: Ended | None = None
 
     def read(self, seen: Seen, now: float) -> Waiting | Running | Ended:
         job = seen.job
         if job is None or job["metadata"].get("deletionTimestamp"):
             return Ended(1, _error("job_deleted", "somebody deleted its Kubernetes Job"))
         self.ran = self.ran or any(_has_run(pod) for pod in seen.pods)
+        self._disrupted = _why_disrupted(seen.pods) or self._disrupted
         self._forget([str(pod["metadata"].get("uid")) for pod in seen.pods])
         if job["spec"].get("suspend"):
             why = _of_kueue(seen.workload)
@@ -82,9 +84,24 @@ class JobStates:
             return None
         if "Complete" in conditions:
             return Ended(DONE)
-        return why_failed(pods) or Ended(
+        return self.why_failed(Seen(job, list(pods))) or Ended(
             1, _error("job_failed", f"its Job failed: {_words(end) or 'for no known reason'}")
         )
+
+    def why_failed(self, seen: Seen) -> Ended | None:
+        """Why the pods failed; None where nobody says."""
+        found = why_failed(seen.pods)
+        stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
+        return (self._disruption(seen.job) or found) if stopped else found
+
+    def _disruption(self, job: Object | None) -> Ended | None:
+        """The disruption of a pod that is gone: as an earlier poll saw it, or in the words of the
+        Job, whose policy fails it for that."""
+        if self._disrupted is not None:
+            return self._disrupted
+        conditions = _true_conditions(job or {})
+        words = _words(conditions.get("FailureTarget") or conditions.get("Failed") or {})
+        return Ended(1, _error("preempted", words)) if "DisruptionTarget" in words else None
 
     def _cant_go_on(self, pod: Object, now: float) -> JobError | None:
         """Why a pod will never run, or run no more, although its Job doesn't say so."""
@@ -113,9 +130,8 @@ def why_failed(pods: Iterable[Object]) -> Ended | None:
     """Why the pods of a failed Job failed; None where they don't say. The cause of the others'
     ends comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
     pods = list(pods)
-    for pod in pods:
-        if (disruption := _disruption(pod)) is not None:
-            return Ended(1, _error("preempted", f"{_name(pod)}: {_words(disruption)}"))
+    if (disrupted := _why_disrupted(pods)) is not None:
+        return disrupted
     ends = [(pod, end) for pod in pods if (end := _terminated(pod)) is not None]
     ends.sort(key=lambda found: found[1].get("finishedAt") or "")
     stopped: Ended | None = None
@@ -183,6 +199,13 @@ def _of_kueue(workload: Object | None) -> str:
 def _true_conditions(job: Object) -> dict[str, Object]:
     conditions = job.get("status", {}).get("conditions") or ()
     return {c["type"]: c for c in conditions if c["status"] == "True"}
+
+
+def _why_disrupted(pods: Iterable[Object]) -> Ended | None:
+    for pod in pods:
+        if (disruption := _disruption(pod)) is not None:
+            return Ended(1, _error("preempted", f"{_name(pod)}: {_words(disruption)}"))
+    return None
 
 
 def _disruption(pod: Object) -> Object | None:

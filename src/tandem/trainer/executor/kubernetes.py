@@ -18,7 +18,7 @@ from tandem.trainer.agent.hosts import AgentOrder, Meeting
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.executor.agents import EngineExecution, EngineExecutor
 from tandem.trainer.executor.cluster import Cluster, ClusterAway, ClusterRefused
-from tandem.trainer.executor.job_state import JobStates, Seen, index_of, lacks, why_failed
+from tandem.trainer.executor.job_state import JobStates, Seen, index_of, lacks
 from tandem.trainer.executor.manifest import JobTemplate, Object, is_of
 from tandem.trainer.stop import Stop
 
@@ -210,7 +210,7 @@ class KubernetesExecution(EngineExecution):
         state = self.states.read(self._seen, time.monotonic())
         if isinstance(state, Ended) and state.error is not None:
             return state
-        if (found := why_failed(self._seen.pods)) is not None and found.error is not None:
+        if (found := self.states.why_failed(self._seen)) is not None and found.error is not None:
             return found
         if ended.error is not None and ended.error.type == "preempted":
             # No disruption, and its queue still admits it.
