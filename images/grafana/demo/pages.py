@@ -213,24 +213,16 @@ def _set_rank(samples: Samples, world: World, rank: dict[str, str]) -> None:
     samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank=rank["rank"])
     samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **rank)
     peak = max(world.phase_peaks.values(), default=0.0)
-    shares = {
-        "allocated": 0.88,
-        "active": 0.9,
-        "requested": 0.87,
-        "inactive_split": 0.05,
-        "reserved": 1.0,
-    }
-    for name, share in shares.items():
-        samples.set(f"tandem_torch_memory_{name}_bytes", world.held * share, **rank)
-        samples.set(f"tandem_torch_memory_{name}_peak_bytes", peak * share, **rank)
+    for name, size in (
+        ("allocated", 0.88 * world.held),
+        ("allocated_peak", 0.88 * peak),
+        ("reserved", world.held),
+        ("reserved_peak", peak),
+        ("inactive_split", 0.05 * world.held),
+    ):
+        samples.set(f"tandem_torch_memory_{name}_bytes", size, **rank)
     for phase, peak in world.phase_peaks.items():
         held = 0.92 * peak
-        memory = {
-            "allocated": held,
-            "reserved": 1.1 * held,
-            "device_used": 1.1 * held + 2 * GIB,
-            "host_pinned": 0.5 * GIB * (phase == "base_weights"),
-            "peak": peak,
-        }
+        memory = {"allocated": held, "device_used": 1.1 * held + 2 * GIB, "peak": peak}
         for name, value in memory.items():
             samples.set(f"tandem_torch_memory_phase_{name}_bytes", value, **rank, phase=phase)

@@ -195,15 +195,9 @@ class World:
         self.phase_peaks[phase] = held * self.random.uniform(0.9, 0.96)
         spent = seconds * self.random.uniform(0.9, 1.1)
         trainer.observe("tandem_train_phase_duration_seconds", spent, phase=phase)
-        for name, chance in (
-            ("memory_alloc_retries", 0.005),
-            ("device_allocs", 0.5),
-            ("device_frees", 0.1),
-        ):
-            for rank in self.ranks:
-                trainer.inc(
-                    f"tandem_torch_{name}_total", float(self.random.random() < chance), **rank
-                )
+        for rank in self.ranks:
+            retried = float(self.random.random() < 0.005)
+            trainer.inc("tandem_torch_memory_alloc_retries_total", retried, **rank)
         yield from self._wait(seconds, seconds)
 
     def _end_step(self, seconds: float) -> None:

@@ -127,13 +127,12 @@ def _ranks() -> list[Json]:
         row("Ranks"),
         timeseries(
             "Allocator",
-            "What torch's allocator holds: reserved, of which active, of which allocated, of which"
-            " asked for: `tandem_torch_memory_{reserved,active,allocated,requested}_bytes`. On a"
-            " CPU the resident set.",
+            "Memory that torch took from the device, and its part in tensors:"
+            " `tandem_torch_memory_{reserved,allocated}_bytes`. On a CPU the resident set.",
             "bytes",
             *(
                 query(f"tandem_torch_memory_{kind}_bytes{{@pod}}", f"rank {{{{rank}}}} {kind}")
-                for kind in ("reserved", "active", "allocated", "requested")
+                for kind in ("reserved", "allocated")
             ),
             none="no job",
             defaults={"min": 0},
@@ -141,13 +140,12 @@ def _ranks() -> list[Json]:
         timeseries(
             "Peaks of the attempt",
             "Most bytes since the attempt began:"
-            " `tandem_torch_memory_{reserved,active,allocated,requested,inactive_split}"
-            "_peak_bytes`."
-            " A difference between ranks is an imbalance.",
+            " `tandem_torch_memory_{reserved,allocated}_peak_bytes`. A difference between"
+            " ranks is an imbalance.",
             "bytes",
             *(
                 query(f"tandem_torch_memory_{kind}_peak_bytes{{@pod}}", f"rank {{{{rank}}}} {kind}")
-                for kind in ("reserved", "active", "allocated", "requested", "inactive_split")
+                for kind in ("reserved", "allocated")
             ),
             none="no job",
             defaults={"min": 0},
@@ -167,7 +165,7 @@ def _ranks() -> list[Json]:
         timeseries(
             "Held after each phase",
             "Memory of a rank's tensors when each phase ends, and all memory in use on its device:"
-            " `tandem_torch_memory_phase_{allocated,reserved,device_used}_bytes`. `tandem memory"
+            " `tandem_torch_memory_phase_{allocated,device_used}_bytes`. `tandem memory"
             " <job>` prints it for one job.",
             "bytes",
             *(
@@ -175,20 +173,7 @@ def _ranks() -> list[Json]:
                     f"max by (rank, phase) (tandem_torch_memory_phase_{kind}_bytes{{@pod}})",
                     f"rank {{{{rank}}}} {{{{phase}}}} {kind}",
                 )
-                for kind in ("allocated", "reserved", "device_used")
-            ),
-            none="no job",
-            defaults={"min": 0},
-        ),
-        timeseries(
-            "Pinned after each phase",
-            "Page-locked host memory when each phase ends: buffers for reading files "
-            "until `state`, then only offloaded tensors: "
-            "`tandem_torch_memory_phase_host_pinned_bytes`.",
-            "bytes",
-            query(
-                "max by (rank, phase) (tandem_torch_memory_phase_host_pinned_bytes{@pod})",
-                "rank {{rank}} {{phase}}",
+                for kind in ("allocated", "device_used")
             ),
             none="no job",
             defaults={"min": 0},
@@ -243,23 +228,6 @@ def _ranks() -> list[Json]:
             ),
             none="no job on a GPU yet",
             custom={"drawStyle": "bars", "fillOpacity": 60},
-            defaults={"min": 0},
-        ),
-        timeseries(
-            "Taken from the device",
-            "cudaMalloc and cudaFree calls per second: `tandem_torch_device_allocs_total`,"
-            " `tandem_torch_device_frees_total`. Many of them in a steady job mean that the cache"
-            " is emptied again and again.",
-            "cps",
-            query(
-                "rate(tandem_torch_device_allocs_total{@pod}[$__rate_interval])",
-                "rank {{rank}} taken",
-            ),
-            query(
-                "rate(tandem_torch_device_frees_total{@pod}[$__rate_interval])",
-                "rank {{rank}} given back",
-            ),
-            none="no job on a GPU yet",
             defaults={"min": 0},
         ),
         timeseries(

@@ -15,15 +15,16 @@ _CPU = "; on the CPU the resident set"
 _RANK = {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
-# Each dictionary's keys are those of a heartbeat's `memory` or `phases`.
+# Each dictionary's keys are those of a heartbeat's `memory` or `phases`. `tandem memory` shows the
+# other values of a heartbeat: an alert needs none of them, and each would be a series per rank.
 _ALLOCATOR_BYTES = {
-    "allocated": f"in tensors{_CPU}",
-    "reserved": f"taken from the device, in use or cached{_CPU}",
-    "active": "in blocks that are in use or can't be reused yet; not on the CPU",
+    "allocated": f"Bytes of torch's allocator in tensors{_CPU}.",
+    "allocated_peak": f"Most bytes in tensors since the attempt began{_CPU}.",
+    "reserved": f"Bytes that torch took from the device, in use or cached{_CPU}.",
+    "reserved_peak": f"Most bytes that torch took from the device since the attempt began{_CPU}.",
     "inactive_split": (
-        "free in blocks that are partly in use, which can't be given back; not on the CPU"
+        "Bytes that are free in blocks partly in use, which can't be given back; not on the CPU."
     ),
-    "requested": "asked for, before rounding up to blocks; not on the CPU",
 }
 _ALLOCATOR_COUNTS = {
     "alloc_retries": (
@@ -36,25 +37,11 @@ _ALLOCATOR_COUNTS = {
         "num_ooms",
         "Allocations that failed because the memory was full.",
     ),
-    "device_allocs": (
-        "tandem_torch_device_allocs_total",
-        "num_device_alloc",
-        "Blocks taken from the device (cudaMalloc).",
-    ),
-    "device_frees": (
-        "tandem_torch_device_frees_total",
-        "num_device_free",
-        "Blocks given back to the device (cudaFree).",
-    ),
 }
 _PHASE_BYTES = {
     "allocated": (
         f"Bytes in tensors when the phase last ended{_CPU}.",
         "allocated_bytes.all.current",
-    ),
-    "reserved": (
-        f"Bytes taken from the device when the phase last ended{_CPU}.",
-        "reserved_bytes.all.current",
     ),
     "device_used": (
         (
@@ -62,10 +49,6 @@ _PHASE_BYTES = {
             " CPU the machine's memory."
         ),
         "cudaMemGetInfo",
-    ),
-    "host_pinned": (
-        "Page-locked host memory that torch held when the phase last ended; 0 on the CPU.",
-        "torch.cuda.host_memory_stats",
     ),
     "peak": (
         f"Most bytes allocated in the last such phase{_CPU}.",
@@ -84,15 +67,11 @@ METRICS = (
     ),
     *(
         _measured(
-            f"tandem_torch_memory_{key}{suffix}_bytes",
-            f"{begin} {text}.",
-            f"memory_stats {key}_bytes.all.{stat}",
+            f"tandem_torch_memory_{key}_bytes",
+            text,
+            f"heartbeat's memory.{key}",
         )
         for key, text in _ALLOCATOR_BYTES.items()
-        for suffix, stat, begin in (
-            ("", "current", "Bytes of torch's allocator"),
-            ("_peak", "peak", "Since the attempt began, most bytes"),
-        )
     ),
     *(
         Metric(
@@ -241,9 +220,8 @@ def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
         return  # the memory of a silent rank a minute ago says nothing about now
     where = {"uuid": beat.uuid, "rank": rank}
     for key in _ALLOCATOR_BYTES:
-        for name in (key, f"{key}_peak"):
-            if name in beat.memory:
-                gauges.set(f"tandem_torch_memory_{name}_bytes", beat.memory[name], **where)
+        if key in beat.memory:
+            gauges.set(f"tandem_torch_memory_{key}_bytes", beat.memory[key], **where)
     for phase in PHASES:
         memory = beat.phases.get(phase, {})
         for key in _PHASE_BYTES.keys() & memory.keys():

@@ -12,12 +12,7 @@ import torch
 from tandem.model.device import device, wait_until_started
 
 ALIGNMENT = 512  # bytes; each tensor starts at a multiple of it, as in an allocation of its own
-COUNTS = {
-    "alloc_retries": "num_alloc_retries",
-    "ooms": "num_ooms",
-    "device_allocs": "num_device_alloc",
-    "device_frees": "num_device_free",
-}
+COUNTS = {"alloc_retries": "num_alloc_retries", "ooms": "num_ooms"}
 """Count in `stats` -> its name in torch.cuda.memory_stats."""
 
 
@@ -57,10 +52,10 @@ def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
 def stats() -> dict[str, int]:
     """Counters of this process's allocator. Doesn't wait for queued work.
 
-    `allocated`, `reserved`, `active`, `inactive_split`, `requested` (see torch.cuda.memory_stats)
-    in bytes now, and as `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned`
-    memory; and COUNTS since the process began. On the CPU only `allocated` and `reserved`, which
-    both are the resident set.
+    `allocated`, `reserved`, `inactive_split`, `requested` (see torch.cuda.memory_stats) in
+    bytes now, and as `<name>_peak` the largest since `reset_peaks`; bytes of `host_pinned` memory;
+    and COUNTS since the process began. The CPU has `allocated` and `reserved` alone: both are the
+    resident set.
     """
     if wait_until_started() == "cpu":
         lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
@@ -69,7 +64,7 @@ def stats() -> dict[str, int]:
         return {"allocated": now, "reserved": now, "allocated_peak": peak, "reserved_peak": peak}
     torch_stats = torch.cuda.memory_stats()
     values: dict[str, int] = {}
-    for name in ("allocated", "reserved", "active", "inactive_split", "requested"):
+    for name in ("allocated", "reserved", "inactive_split", "requested"):
         values[name] = torch_stats.get(f"{name}_bytes.all.current", 0)
         values[f"{name}_peak"] = torch_stats.get(f"{name}_bytes.all.peak", 0)
     values["host_pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
