@@ -256,7 +256,8 @@ def how_it_ended(logs: Path, program: str) -> str:
     """How supervisord's log describes a program's last end: "exit status 1", "terminated by
     SIGKILL".
 
-    supervisord itself has forgotten it as soon as it starts the program again.
+    supervisord forgets a status when it starts the program again, and its events have none: the log
+    is the only place that holds it.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
