@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 API_KEY, ADMIN_TOKEN = "key", "token"  # the fake vLLM's
 RANKS = ("forkserver", "leader", "agent", "rank")
 _PROGRAMS = ("up", "supervisord", "runner", "exporter")
-CONTAINERS = {
+CONTAINERS: dict[str, dict[str, tuple[str, ...]]] = {
     "local": {"trainer": (*_PROGRAMS, *RANKS)},
     "hosts": {"trainer": _PROGRAMS, "hosts": ("host", *RANKS)},
 }
