@@ -139,8 +139,10 @@ class Routed:
                 self._mtu(1500)
 
     def _mtu(self, mtu: int) -> None:
-        for port in range(2):
-            done(f"ip -n {self.router} link set port{port} mtu {mtu}")
+        """Of the routes: a port whose own MTU is small refuses packets to their sender."""
+        for port, address in enumerate(ROUTED):
+            network = f"{address.rpartition('.')[0]}.0/24"
+            done(f"ip -n {self.router} route replace {network} dev port{port} mtu {mtu}")
 
     def _forward(self, on: bool) -> None:
         done(f"ip netns exec {self.router} sysctl -qw net.ipv4.ip_forward={int(on)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spool.spool_tools import LOST, commit, failed, spool_with_run, stage, start, succeeded
-from spool.volume_tools import full_disk
+from spool.volume_tools import full_disk, tree
 from tandem.errors import Conflict, SpoolUnusable, TandemError
 from tandem.spool import Spool, fence, fs
 from tandem.spool.attempt import Attempt
@@ -167,7 +167,7 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(
         assert not fs.exists(attempt.work)
         if not committed:
             again = runner.queue.claim("me")
-            assert again is not None
+            assert again is not None, (number, sorted(tree(tmp_path / "spool" / "jobs")))
             commit(runner, again)
             runner.queue.finish(again, succeeded(again))
         assert runner.jobs.get(job.spec.id)[0] == "succeeded"
