@@ -13,6 +13,8 @@ from tandem.trainer.agent.hosts import DONE, FENCED
 from waiting import alive
 
 ORPHAN_SECONDS = 12
+KILLS = {False: 3, True: 100}
+"""Of the runner, in one attempt; without and with --all-cases."""
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,17 @@ def ranks_of(stack: AgentStack, host: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ranks_notice_neither_killed_runners_nor_a_second_agent(
-    stack: AgentStack,
+    stack: AgentStack, request: pytest.FixtureRequest
 ) -> None:
-    job_id = stack.submit(stack.run("adopted"), do="wait_for_go", meet=True)
+    run = stack.run("adopted")
+    job_id = stack.submit(run, do="wait_for_go", meet=True, deadline=3600)
     stack.until_beating(job_id, ranks=2)
     ranks = [ranks_of(stack, host) for host in range(2)]
     assert all(len(pids) >= 2 for pids in ranks)
-    for _ in range(3):
+    for number in range(KILLS[request.config.option.all_cases]):
+        time.sleep(number % 10 / 10)
         stack.kill()
         stack.start()
         stack.until_logged("adopted")

@@ -4,11 +4,14 @@ address that a host names."""
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from agent.namespaces import ADDRESSES, inside, two_hosts
+from agent.namespaces import ADDRESSES, ROUTED, done, inside, routed_hosts, two_hosts, within
 from spool.spool_tools import spool_with_run, start
 from tandem.config import Settings
 from tandem.errors import InvalidInput
@@ -17,8 +20,9 @@ from tandem.spool import fence
 from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobError
 from tandem.system import network
+from tandem.trainer.agent import agent
 from tandem.trainer.agent.__main__ import host_index
-from tandem.trainer.agent.agent import LeavingError, _check_reach
+from tandem.trainer.agent.agent import LeavingError, _check_reach, _listener
 from tandem.trainer.agent.hosts import (
     DONE,
     FAILED,
@@ -66,7 +70,8 @@ class Hosts:
         job = start(self.spool, "j")
         self.attempt = Attempt(self.spool, "j", 1)
         self.meeting = Meeting(self.attempt)
-        self.order = Order(job, self.attempt, lambda: None, lambda _: None, lambda *_: None)
+        self.said: list[str] = []  # in the job's log
+        self.order = Order(job, self.attempt, lambda: None, self.said.append, lambda *_: None)
         self.execution = self.runner()
         self._beats = 0
 
@@ -165,10 +170,13 @@ def test_the_error_of_a_host_goes_before_the_ranks_of_others_and_a_lost_host(hos
     hosts.meeting.write(0, HostEnd(status=FAILED))
     assert hosts.poll(5, beating=range(1, 3)) == Running(0.0)  # the others may know more
     error = JobError(type="preempted", message="host 1 was stopped", retriable=True)
-    hosts.meeting.write(1, HostEnd(status=75, error=error, devices={"GPU-1": 5, "GPU-2": None}))
+    devices = {"GPU-1": 5, "GPU-2": None}
+    lost = "TCP to 10.0.0.2 was sent again"
+    hosts.meeting.write(1, HostEnd(status=75, error=error, devices=devices, network=(lost,)))
     ended = hosts.poll(12)
     assert isinstance(ended, Ended)
     assert (ended.status, ended.error) == (1, error)
+    assert hosts.said == [f"host 1 (machine-1, 10.0.0.1): {lost}"]
     ((kind, released),) = hosts.execution.give_back()
     assert (kind, released["bytes"], released["unmeasured"]) == ("released", None, [2])
 
@@ -302,3 +310,81 @@ def test_a_store_that_nobody_reaches_is_named_with_its_port() -> None:
         _check_reach(record(0, address="127.0.0.1", port=port))
     with pytest.raises(LeavingError, match=rf"can't reach host 0 .*at port {port}: .*refused"):
         _check_reach(record(0, address="127.0.0.1", port=port))
+
+
+def test_a_store_whose_port_is_silent_is_named_with_its_address_and_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agent, "CONNECT_SECONDS", 0.5)
+    with routed_hosts() as net, within(net.hosts[0], lambda: _listener(ROUTED[0])) as store:
+        port = store.getsockname()[1]
+        first = record(0, address=ROUTED[0], port=port)
+        within(net.hosts[1], lambda: _check_reach(first))
+        with net.silence(f"tcp dport {port}"):
+            with pytest.raises(LeavingError, match=rf"{ROUTED[0]}\) at port {port}: timed out"):
+                within(net.hosts[1], lambda: _check_reach(first))
+            assert net.counted()
+
+
+def test_the_stores_port_is_open_on_the_hosts_own_address_alone_and_to_everybody_there() -> None:
+    """As docs/topologies.md says: only the network's own rules keep others out."""
+    with routed_hosts() as net:
+        host, third = net.hosts[0], net.router
+        done(f"ip -n {host} addr add 10.231.79.1/24 dev eth0")
+        done(f"ip -n {third} route add 10.231.79.0/24 via {ROUTED[0]}")
+        with within(host, lambda: _listener(ROUTED[0])) as store:
+            port = store.getsockname()[1]
+
+            def answers(address: str) -> str:
+                try:
+                    socket.create_connection((address, port), 1).close()
+                except OSError as error:
+                    return type(error).__name__
+                return "open"
+
+            assert within(third, lambda: answers(ROUTED[0])) == "open"
+            assert within(third, lambda: answers("10.231.79.1")) == "ConnectionRefusedError"
+            assert within(host, lambda: answers("127.0.0.1")) == "ConnectionRefusedError"
+            with net.silence(f"tcp dport {port}", chain="output"):
+                assert within(third, lambda: answers(ROUTED[0])) == "TimeoutError"
+
+
+def test_what_the_network_loses_is_named_with_the_mtu() -> None:
+    """Small packets pass, and large ones vanish."""
+    with routed_hosts() as net, within(net.hosts[0], lambda: _listener(ROUTED[0])) as store:
+        address = store.getsockname()
+        connect = partial(socket.create_connection, address, 5)
+        with within(net.hosts[1], connect) as end, store.accept()[0] as other:
+
+            def sent(size: int) -> bool:
+                end.sendall(b"x" * size)
+                other.settimeout(0.5)
+                with suppress(TimeoutError):
+                    return len(other.recv(size, socket.MSG_WAITALL)) == size
+                return False
+
+            def lost() -> dict[str, str]:
+                return within(net.hosts[1], lambda: network.lost_data(ROUTED))
+
+            assert sent(100_000)
+            with net.narrow(1300):
+                assert sent(1000)
+                assert not sent(20_000)
+                for _ in range(100):
+                    if found := lost():
+                        break
+                    time.sleep(0.1)
+                assert list(found) == [ROUTED[0]]
+                assert f"`ping -M do -s 1472 {ROUTED[0]}` tells" in found[ROUTED[0]]
+
+
+@pytest.mark.parametrize(
+    ("digits", "address"),
+    [
+        ("0100007F", "127.0.0.1"),
+        ("0000000000000000FFFF00000100007F", "127.0.0.1"),
+        ("000080FE000000000000000001000000", "fe80::1"),
+    ],
+)
+def test_addresses_of_the_kernels_tables(digits: str, address: str) -> None:
+    assert str(network._address(digits)) == address

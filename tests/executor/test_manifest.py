@@ -16,6 +16,8 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import Job
 from tandem.trainer.executor.manifest import JobTemplate, is_of
 
+START_SECONDS = 1800.0
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Job:
@@ -27,7 +29,7 @@ def template(path: Path, hosts: int = 2, change: Callable[[Object], object] = id
     made = copy.deepcopy(template_of(release(hosts)))
     change(made)
     path.write_text(json.dumps(made))
-    return JobTemplate(path, hosts)
+    return JobTemplate(path, hosts, START_SECONDS)
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -40,7 +42,9 @@ def test_a_filled_template_is_a_job_of_kubernetes(tmp_path, job, version, uid):
     assert (spec["backoffLimit"], spec["podReplacementPolicy"]) == (0, "Failed")
     assert pod["restartPolicy"] == "Never"
     # The start, the job's own deadline, and the grace period.
-    assert pod["activeDeadlineSeconds"] == 900 + 100 + pod["terminationGracePeriodSeconds"]
+    assert (
+        pod["activeDeadlineSeconds"] == START_SECONDS + 100 + pod["terminationGracePeriodSeconds"]
+    )
     (container,) = pod["containers"]
     options = {"--job": job.spec.id, "--attempt": "1", "--hosts": "2"}
     words = [word for option in options.items() for word in option]
@@ -105,9 +109,9 @@ def test_a_template_that_is_not_the_charts_is_refused(tmp_path, change, message)
 
 def test_no_template_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match="TANDEM_JOB_TEMPLATE: not set"):
-        JobTemplate(None, 1)
+        JobTemplate(None, 1, START_SECONDS)
     with pytest.raises(InvalidInput, match="No such file"):
-        JobTemplate(tmp_path / "absent", 1)
+        JobTemplate(tmp_path / "absent", 1, START_SECONDS)
     (tmp_path / "text").write_text("kind: Job")
     with pytest.raises(InvalidInput, match="is not the chart's template"):
-        JobTemplate(tmp_path / "text", 1)
+        JobTemplate(tmp_path / "text", 1, START_SECONDS)

@@ -2,7 +2,7 @@
 broken.
 
     python -m tests.soak [--kills 1000] [--seed N] [--pace 1.6] [--servers 2 | --real-vllm]
-        [--work DIRECTORY]
+        [--executor hosts] [--work DIRECTORY]
 
 Each round has one way to start ranks. After it the trainer is stopped and started again, every job
 ends, and `soak.check` reads the files. The seed chooses victims, moments, signals, damage and
@@ -32,6 +32,9 @@ from soak import check
 from soak.client import Client, Ledger
 from soak.disturb import (
     CONTAINER,
+    HOSTS,
+    HOSTS_IMPORTS,
+    HOSTS_WEIGHTS,
     IMPORTS,
     SIGNALS,
     WEIGHTS,
@@ -40,7 +43,7 @@ from soak.disturb import (
     Moments,
     Strikes,
 )
-from soak.stack import API_KEY, TRAINER, Stack, Victim, Volume
+from soak.stack import API_KEY, CONTAINERS, Stack, Victim, Volume
 from soak.stranger import Stranger
 
 ROUND = 40
@@ -58,7 +61,16 @@ class Soak:
         self.volume = Volume(work / "volume", VOLUME_MIB)
         self.root = self.volume.root
         self._ledger = Ledger(work / "ledger")
-        self.stack = Stack(work, self.volume, real_vllm=options.real_vllm, servers=options.servers)
+        self.stack = Stack(
+            work,
+            self.volume,
+            real_vllm=options.real_vllm,
+            servers=options.servers,
+            executor=options.executor,
+        )
+        several = options.executor == "hosts"
+        self._weights = HOSTS_WEIGHTS if several else WEIGHTS
+        self._importing = HOSTS_IMPORTS if several else IMPORTS
         self.stranger: Stranger | None = None
         if options.servers > 1:
             keys = {"Authorization": f"Bearer {API_KEY}"}
@@ -108,12 +120,12 @@ class Soak:
         self._conditions.end()
 
     def _strike(self, launch: str) -> None:
-        costly = IMPORTS if launch == "fork" else IMPORTS | {"rank", "leader"}
+        costly = self._importing if launch == "fork" else self._importing | {"rank", "leader"}
         self._imports = min(3.0, self._imports + self._options.costly)
         if self._again:
             self._strike_again(self._again.pop())
             return
-        program = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        program = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
         if program in costly and self._imports < 1:
             return
         # Strikes that came sooner than the pace asks leave time to wait for a moment that seldom
@@ -130,7 +142,7 @@ class Soak:
         moment = self._moments.wait(self._moments.choose(program), longest, self._meanwhile)
         how = (
             "kill"
-            if program == CONTAINER
+            if program in (CONTAINER, HOSTS)
             else self._rng.choices(list(SIGNALS), list(SIGNALS.values()))[0]
         )
         # Looking for processes takes a while, and the moment passes.
@@ -159,11 +171,14 @@ class Soak:
             self.counts[name][value] += 1
 
     def _victims(self, program: str) -> list[Victim]:
-        wanted = TRAINER if program == CONTAINER else (program,)
+        containers = self.stack.containers
+        wanted = {CONTAINER: containers["trainer"], HOSTS: containers.get("hosts", ())}.get(
+            program, (program,)
+        )
         return [victim for victim in self.stack.victims() if victim.program in wanted]
 
     def _struck(self, program: str, victims: list[Victim], how: str) -> bool:
-        if program == CONTAINER:
+        if program in (CONTAINER, HOSTS):
             return self._strikes.kill_container(victims)
         return bool(victims) and self._strikes.strike(self._rng.choice(victims), how)
 
@@ -337,11 +352,19 @@ def main() -> int:
     parser.add_argument(
         "--real-vllm", action="store_true", help="vLLM itself under `tandem up --role inference`"
     )
+    parser.add_argument(
+        "--executor",
+        choices=list(CONTAINERS),
+        default="local",
+        help="hosts: an agent for each of two",
+    )
     parser.add_argument("--servers", type=int, default=1, help="inference servers on the one spool")
     parser.add_argument(
         "--work", type=Path, default=None, help="a new directory for everything; kept"
     )
     options = parser.parse_args()
+    if options.executor == "hosts":
+        options.launch = "fork"  # the agents start ranks in no other way
     work = options.work or Path(tempfile.mkdtemp(prefix="soak-"))
     work.mkdir(exist_ok=True)
     print(f"soak: --seed {options.seed} --kills {options.kills}, in {work}", flush=True)

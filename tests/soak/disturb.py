@@ -19,6 +19,8 @@ from tandem.spool.paths import Paths
 
 CONTAINER = "trainer container"
 """All of the trainer's processes at once, with SIGKILL."""
+HOSTS = "hosts' containers"
+"""All processes of the hosts, the same way."""
 WEIGHTS = {
     "rank": 34,
     "leader": 4,
@@ -33,9 +35,16 @@ WEIGHTS = {
     "supervisord": 3,
     CONTAINER: 3,
 }
+HOSTS_WEIGHTS = {name: weight for name, weight in WEIGHTS.items() if name != "agent"} | {
+    "host": 10,
+    "runner": 14,
+    HOSTS: 3,
+}
+"""With the executor `hosts`, which has no torchrun."""
 IMPORTS = {"runner", "forkserver", "agent", "up", "supervisord", CONTAINER}
 """After their death somebody imports torch again, which takes seconds: they are struck less
 often."""
+HOSTS_IMPORTS = {"forkserver", "host", HOSTS}
 EVENTS = ("claimed", "started", "loaded", "step", "checkpoint", "released", "requeued", *TERMINAL)
 SIGNALS = {"kill": 70, "term": 15, "stop-kill": 8, "stop-continue": 7}
 CLOCKS = (-400 * 86400.0, -3600.0, -90.0, 90.0, 3600.0, 400 * 86400.0)
@@ -151,6 +160,7 @@ class Conditions:
                 "tandem",
                 "tandem.controller",
                 "tandem.trainer.runner",
+                "tandem.trainer.agent",
                 "tandem.inference.publisher",
                 "tandem.trainer.launch.forkserver",
                 "tandem.trainer.launch.bootstrap",

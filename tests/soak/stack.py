@@ -20,11 +20,20 @@ from free_ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 API_KEY, ADMIN_TOKEN = "key", "token"  # the fake vLLM's
-TRAINER = ("up", "supervisord", "runner", "exporter", "forkserver", "leader", "agent", "rank")
+RANKS = ("forkserver", "leader", "agent", "rank")
+_PROGRAMS = ("up", "supervisord", "runner", "exporter")
+CONTAINERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "local": {"trainer": (*_PROGRAMS, *RANKS)},
+    "hosts": {"trainer": _PROGRAMS, "hosts": ("host", *RANKS)},
+}
+"""Executor -> the programs of each kind of container. All hosts are struck together: their ranks
+do not tell of which host they are."""
+HOSTS = 2
 _MODULES = {
     "tandem": "up",
     "supervisor.supervisord": "supervisord",
     "tandem.trainer.runner": "runner",
+    "tandem.trainer.agent": "host",
     "tandem.metrics.exporter": "exporter",
     "tandem.trainer.launch.forkserver": "forkserver",
     "tandem.trainer.launch.torchrun_agent": "agent",
@@ -106,9 +115,18 @@ class Volume:
 
 class Stack:
     """`tandem up --role trainer`, a controller, and a publisher and a vLLM for each of `servers`
-    inference servers. A program that ends is started again, as an orchestrator does."""
+    inference servers. With the executor `hosts`, an agent for each of two hosts, too. A program
+    that ends is started again, as an orchestrator does."""
 
-    def __init__(self, work: Path, volume: Volume, *, real_vllm: bool, servers: int = 1) -> None:
+    def __init__(
+        self,
+        work: Path,
+        volume: Volume,
+        *,
+        real_vllm: bool,
+        servers: int = 1,
+        executor: str = "local",
+    ) -> None:
         self.work, self.root = work, volume.root
         self.conditions = work / "conditions.json"
         self.logs = work / "logs"
@@ -156,6 +174,17 @@ class Stack:
         if real_vllm:
             self._commands["inference"] = ["tandem", "up", "--role", "inference"]
         self._extra: dict[str, dict[str, str]] = {"inference": {"TANDEM_METRICS_PORT": metrics_2}}
+        self.containers = CONTAINERS[executor]
+        if executor == "hosts":
+            self._environment |= {
+                "TANDEM_EXECUTOR": "hosts",
+                "TANDEM_TRAINER_HOSTS": str(HOSTS),
+                "TANDEM_TRAINER_RANKS": str(HOSTS),
+                "TANDEM_HOST_ADDRESS": "127.0.0.1",
+            }
+            for host in range(HOSTS):
+                self._commands[f"host-{host}"] = ["tandem.trainer.agent", "--follow"]
+                self._extra[f"host-{host}"] = {"TANDEM_HOST_INDEX": str(host)}
         self.vllm_urls: list[str] = []
         for number in range(0 if real_vllm else servers):
             port = inference if servers == 1 else str(free_ports(1)[0])
@@ -230,7 +259,8 @@ class Stack:
     def sweep(self, done: Callable[[], bool]) -> None:
         """Run a runner, which sweeps at its start, until `done` or a minute later. The trainer must
         be stopped."""
-        environment = self._environment | {"TANDEM_LAUNCH": "torchrun"}
+        environment = self._environment | {"TANDEM_LAUNCH": "torchrun", "TANDEM_EXECUTOR": "local"}
+        environment |= {"TANDEM_TRAINER_HOSTS": "1", "TANDEM_TRAINER_RANKS": "1"}
         with (self.logs / "sweep.log").open("ab") as log:
             runner = subprocess.Popen(
                 [sys.executable, "-m", "tandem.trainer.runner"],

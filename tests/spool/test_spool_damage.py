@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tandem.controller.routes_checkpoints import archive_of
 from tandem.errors import CheckpointDamaged, NotFound
 from tandem.inference.publisher.transports import AdapterCopies
 from tandem.inference.publisher.usage import Usage
-from tandem.spool import Spool, recovery
+from tandem.spool import Spool, fs, recovery
 from tandem.spool.schema import TERMINAL
 
 
@@ -176,6 +177,25 @@ def test_links_that_lead_nowhere_have_no_size(tmp_path: Path) -> None:
     make_loop(spool.checkpoints.path("r", 1) / "optimizer")
     make_loop(spool.checkpoints.path("r", 1) / "adapter_model.safetensors")
     assert spool.checkpoints.size("r") > before
+
+
+def test_a_job_that_one_look_finds_cut_off_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a FUSE mount that caches sizes shows a file that was replaced a moment ago."""
+    spool = spool_with_run(tmp_path)
+    job = start(spool)
+    looks, read_bytes = list[Path](), fs.read_bytes
+
+    def cut_off(path: Path, **how: Any) -> bytes | None:
+        content = read_bytes(path, **how)
+        looks.append(path)
+        return content[:-5] if content is not None and len(looks) == 1 else content
+
+    monkeypatch.setattr(fs, "read_bytes", cut_off)
+    assert spool.jobs.get(job.spec.id) == ("running", job)
+    assert looks == [spool.paths.job_file(job.spec.id)] * 2
+    assert not [*spool.paths.damaged.iterdir()]
 
 
 @pytest.mark.parametrize("state", ["queued", "running", "failed"])

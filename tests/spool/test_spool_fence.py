@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spool.spool_tools import LOST, commit, failed, spool_with_run, stage, start, succeeded
-from spool.volume_tools import full_disk
+from spool.volume_tools import full_disk, tree
 from tandem.errors import Conflict, SpoolUnusable, TandemError
 from tandem.spool import Spool, fence, fs
 from tandem.spool.attempt import Attempt
@@ -22,7 +22,8 @@ from tandem.spool.fence import LivingAttempts
 from tandem.spool.schema import Event, Job
 
 FORK = multiprocessing.get_context("fork")
-RACES = int(os.environ.get("TANDEM_TEST_RACES", "40"))
+RACES = {False: 30, True: 1000}
+"""Without and with --all-cases."""
 
 
 @pytest.fixture(params=["one mount", "bindfs"])
@@ -126,10 +127,14 @@ def test_a_frozen_rank_that_thaws_late_changes_nothing(
     ]
 
 
-def test_of_a_commit_and_the_fence_exactly_one_wins(tmp_path: Path, seen: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_of_a_commit_and_the_fence_exactly_one_wins(
+    tmp_path: Path, seen: Path, request: pytest.FixtureRequest
+) -> None:
+    races = RACES[request.config.option.all_cases]
     runner, choice, won = Spool(tmp_path / "spool"), random.Random(1), {True: 0, False: 0}
     longest = 0.02  # that the fence waits; follows the machine's load, so that each wins at times
-    for number in range(RACES):
+    for number in range(races):
         job = start(runner, f"j{number}")
         attempt = stage_for(runner, job, b"of attempt 1")
         ready = FORK.Event()
@@ -162,12 +167,12 @@ def test_of_a_commit_and_the_fence_exactly_one_wins(tmp_path: Path, seen: Path) 
         assert not fs.exists(attempt.work)
         if not committed:
             again = runner.queue.claim("me")
-            assert again is not None
+            assert again is not None, (number, sorted(tree(tmp_path / "spool" / "jobs")))
             commit(runner, again)
             runner.queue.finish(again, succeeded(again))
         assert runner.jobs.get(job.spec.id)[0] == "succeeded"
-    print(f"commits that came before the fence: {won[True]} of {RACES}")
-    assert min(won.values()) > RACES // 20
+    print(f"commits that came before the fence: {won[True]} of {races}")
+    assert min(won.values()) > races // 20
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed", "out of attempts"])

@@ -8,6 +8,7 @@ file with keys of a newer version stays, and its job waits for a program of that
 
 import heapq
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from itertools import groupby, islice
@@ -25,6 +26,9 @@ from tandem.system.logs import Log
 
 _STATES: tuple[JobState, ...] = (*PENDING, *TERMINAL)
 JobList = list[tuple[JobState, Job]]
+_LOOKS, _LOOK_SECONDS = 3, 0.02
+"""A file must be damaged at each of so many looks. A mount that caches sizes (FUSE) cuts a file off
+that was replaced a moment ago, and what it cuts is whole at the next look."""
 
 log = Log("spool")
 
@@ -248,7 +252,7 @@ class Jobs:
         else:
             key = job if isinstance(job, JobKey) else job.key
             entry = self._paths.live_entry(key) if isinstance(job, JobKey) else job
-        before = None
+        before, looks = None, 0
         while entry is not None and key in (None, entry.key):
             path = entry.directory / JOB_FILE
             # An NFS client that opens the directory asks the server whether the file was replaced.
@@ -259,8 +263,12 @@ class Jobs:
                 if read is not None or entry == before:
                     _check(entry, read)
             except ValueError as error:
-                if not self._is_newer(path, error):
-                    self._set_aside(entry, error)
+                if self._is_newer(path, error):
+                    return None
+                if (looks := looks + 1) < _LOOKS:
+                    time.sleep(_LOOK_SECONDS)
+                    continue
+                self._set_aside(entry, error)
                 return None
             if read is not None:
                 return (read.state if read.result is None or entry.ended else "running"), read

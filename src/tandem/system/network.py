@@ -1,4 +1,5 @@
-"""This machine's addresses, and whether two processes reach one another over loopback."""
+"""This machine's addresses, whether two processes reach one another over loopback, and what got
+lost on the way to another machine."""
 
 import array
 import fcntl
@@ -6,6 +7,8 @@ import ipaddress
 import os
 import socket
 import struct
+from collections import defaultdict
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -113,3 +116,47 @@ def check_interface_names() -> None:
                 " Unset it, or name one of these",
                 field=variable,
             )
+
+
+_FEWEST_TRIES = 3
+"""How often the kernel has sent data again before it counts as lost: about 1.5 s."""
+
+
+def lost_data(addresses: Collection[str]) -> dict[str, str]:
+    """Address -> what is wrong, of `addresses` to which this network namespace has TCP connections
+    with data that nobody acknowledges. An exited process's connections count too."""
+    known = {ipaddress.ip_address(address): address for address in addresses}
+    tries = defaultdict[str, list[int]](list)
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # a kernel without IPv6
+            for line in Path("/proc/thread-self/net", table).read_text().splitlines()[1:]:
+                _, _, remote, _, queues, _, sent_again, *_ = line.split()
+                address = known.get(_address(remote.partition(":")[0]))
+                waits = int(queues.partition(":")[0], 16) and int(sent_again, 16) >= _FEWEST_TRIES
+                if address is not None and waits:
+                    tries[address].append(int(sent_again, 16))
+    return {
+        address: f"TCP to {address} was sent again up to {max(counts)} times, and nobody"
+        f" acknowledged it (connections: {len(counts)}): the network loses it. If small packets"
+        " arrive, the MTU is too large for a part of the way: `ping -M do -s"
+        f" {_mtu(address) - (48 if ':' in address else 28)} {address}` tells"
+        for address, counts in tries.items()
+    }
+
+
+def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address in the notation of /proc/net/tcp: words of 32 bits in the machine's order."""
+    words = (int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
+    address = ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _mtu(address: str) -> int:
+    """The MTU that the kernel uses towards `address`."""
+    six = ":" in address
+    with socket.socket(socket.AF_INET6 if six else socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((address, 9))
+        # IPV6_MTU and IP_MTU of Linux.
+        option = (socket.IPPROTO_IPV6, 24) if six else (socket.IPPROTO_IP, 14)
+        return towards.getsockopt(*option)

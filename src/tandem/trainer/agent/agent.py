@@ -70,6 +70,8 @@ class HostAgent:
         self._identity = f"{name}:{pid}:{secrets.token_hex(8)}"
         self._record = HostRecord(host=self.host, name=name, pid=pid)
         self._marker = ("TANDEM_AGENT", f"{name}:{pid}")
+        self._others: list[str] = []  # addresses of the attempt's other hosts
+        self._lost: tuple[str, ...] = ()  # of what they were sent
         self._launcher: Launcher | None = None
         self._made_for: tuple[object, ...] = ()
 
@@ -101,6 +103,7 @@ class HostAgent:
     def _attend(self, meeting: Meeting, order: AgentOrder, watch: AttemptWatch) -> Leave:
         settings = self._settings_of(order)
         handle: Handle | None = None
+        self._others, self._lost = [], ()
         try:
             address, interface = self._address(order)
             self._launcher_for(settings, order, interface).prepare()
@@ -111,6 +114,7 @@ class HostAgent:
                     listener = opened.enter_context(_listener(address))
                     known["port"] = listener.getsockname()[1]
                 records = self._meet(meeting, order, watch, settings, known)
+                self._others = [one.address for one in records if one.host != self.host]
                 _check_reach(records[0])
                 handle = self._start(meeting, order, records[0], listener)
             watch.running_since = time.monotonic()
@@ -255,14 +259,21 @@ class HostAgent:
             if leave is not None and leaving is None:
                 log.info("ends its ranks", why=leave.why)
                 leaving, kill_time = leave, time.monotonic() + TERMINATE_SECONDS
+                self._look_at_network()
                 handle.terminate()
             if leave is not None and (leave.at_once or time.monotonic() > kill_time):
                 return leave if leave.at_once else (leaving or leave)
             time.sleep(POLL_SECONDS)
         if status == 0:
             return Leave(DONE, "the ranks are done")
+        self._look_at_network()
         # Slurm sends SIGTERM to the ranks, too, and they may end first.
         return leaving or self._must_leave(watch) or Leave(FAILED, "ranks failed")
+
+    def _look_at_network(self) -> None:
+        """While the ranks' connections are there."""
+        with suppress(OSError, ValueError):
+            self._lost = self._lost or tuple(network.lost_data(self._others).values())
 
     def _refuse(self, meeting: Meeting, error: TandemError | OSError) -> Leave:
         """Writes into this host's record why the host can't train, for all other hosts."""
@@ -290,6 +301,7 @@ class HostAgent:
             processes=len(left),
             devices=used,
             seconds=time.monotonic() - begin,
+            network=self._lost,
         )
 
     def follow(self) -> int:

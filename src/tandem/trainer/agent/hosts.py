@@ -86,6 +86,7 @@ class HostEnd(Record):
     processes: int = 0  # that survive SIGKILL
     devices: dict[str, int | None] = Field(default_factory=dict)  # bytes in use, by UUID
     seconds: float = 0.0  # until the devices were free
+    network: tuple[str, ...] = ()  # what the network lost when the ranks had to end
 
 
 class Meeting:

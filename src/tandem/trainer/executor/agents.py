@@ -138,6 +138,8 @@ class AgentsExecution:
                 self._beats[host] = beat, now
             if (end := self._meeting.end(host)) is not None:
                 self._ends[host] = end
+                for lost in end.network:
+                    self._order.say(f"{self._records.get(host, f'host {host}')}: {lost}")
 
     def _judge(self, now: float) -> Waiting | Running | Ended:
         """How the attempt is, by what its hosts have written and the engine says."""

@@ -47,7 +47,9 @@ class KubernetesExecutor(EngineExecutor):
         """Asks the API server for the rights that the runner needs. Raises InvalidInput where it
         lacks one, or the template is not the chart's."""
         super().__init__(settings, entry, stop, spool)
-        self._template = JobTemplate(settings.job_template, settings.trainer_hosts)
+        self._template = JobTemplate(
+            settings.job_template, settings.trainer_hosts, settings.start_seconds
+        )
         self._cluster = Cluster(self._template.namespace)
         self._owner: str | None = None
         self.devices = f"Jobs of {self.devices} in namespace {self._cluster.namespace}"

@@ -20,15 +20,15 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SELECTED_BY = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component"))
 """The labels that all Jobs of a release have, and no other objects."""
 JOB, ATTEMPT = "tandem/job", "tandem/attempt"
-START_SECONDS = 900
-"""How long the pods of an attempt may take until all of them run."""
 _MOST_SECONDS = 2**31 - 1
 
 
 class JobTemplate:
-    """The template of each attempt's Job. InvalidInput where the chart has not made it."""
+    """The template of each attempt's Job. InvalidInput where the chart has not made it.
+    `start_seconds`: how long the pods of an attempt may take until all of them run."""
 
-    def __init__(self, path: Path | None, hosts: int) -> None:
+    def __init__(self, path: Path | None, hosts: int, start_seconds: float) -> None:
+        self._start_seconds = start_seconds
         if path is None:
             raise self._wrong("not set: the chart's trainer.executor=kubernetes sets it")
         try:
@@ -104,7 +104,7 @@ class JobTemplate:
         else:
             metadata["ownerReferences"][0]["uid"] = owner_uid
         # The kubelet itself ends the pod then, also where nobody reaches its node any more.
-        seconds = START_SECONDS + job.spec.deadline_seconds + self.grace_seconds
+        seconds = self._start_seconds + job.spec.deadline_seconds + self.grace_seconds
         pod["spec"]["activeDeadlineSeconds"] = int(min(seconds, _MOST_SECONDS))
         (container,) = (c for c in pod["spec"]["containers"] if c["name"] == CONTAINER)
         agent = ("--job", job.spec.id, "--attempt", str(job.attempt))
