@@ -1,5 +1,5 @@
 """Real ranks on two hosts, which share the spool alone: a runner, and an agent in each of two
-network namespaces."""
+network namespaces. All three have another time."""
 
 import shutil
 import subprocess
@@ -19,6 +19,8 @@ TOPOLOGIES = sorted(jobs.TOPOLOGIES)
 DEFAULT = {"dp", "tp"}
 ORDERS = {"epochs": 2, "grad_accumulation_sequences": 2}
 LONG = ORDERS | {"epochs": 100}
+CLOCKS = ("86400", "-7200")
+"""By how many seconds each host's clock differs from the runner's."""
 
 
 def hub_cache(directory: Path, model: Path) -> Path:
@@ -46,7 +48,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Age
             for host, name in enumerate(names):
                 stack.prefixes[host] = inside(name)
                 cache = hub_cache(directory / name, model)
-                stack.agents[host] = stack.start_agent(host, HF_HOME=str(cache))
+                own = {"HF_HOME": str(cache), "TEST_CLOCK_SECONDS": CLOCKS[host]}
+                stack.agents[host] = stack.start_agent(host, **own)
             yield stack
         finally:
             stack.close()
