@@ -41,6 +41,9 @@ class Learned:
     jobs: list[Job]
     claims: list[int]
     """Of each job: how often a runner claimed it. One that adopts an attempt claims nothing."""
+    hosts: list[int]
+    """Of each job: how many released their devices; 0 by the runner's own host."""
+    ranks: set[int]
 
 
 class Killer(threading.Thread):
@@ -98,13 +101,17 @@ def _told(stack: LocalStack, report: dict[str, Any]) -> Learned:
     manifests = [spool.checkpoints.verify(RUN, step) for step in steps]
     ids = [str(manifest.job) for manifest in manifests[1:]]
     jobs = [spool.jobs.get(job_id)[1] for job_id in ids]
-    kinds = [[event.type for event in spool.events.read(job_id)] for job_id in ids]
+    events = [spool.events.read(job_id) for job_id in ids]
+    ends = [event.data for each in events for event in each if event.type == "released"]
+    begins = [event.data for each in events for event in each if event.type == "started"]
     return Learned(
         report,
         [job.spec.fingerprint for job in jobs],
         [{name: file.sha256 for name, file in one.files.items()} for one in manifests],
         jobs,
-        [each.count("claimed") for each in kinds],
+        [[event.type for event in each].count("claimed") for each in events],
+        [len(data.get("hosts", ())) for data in ends],
+        {data["topology"]["world_size"] for data in begins},
     )
 
 
@@ -122,6 +129,8 @@ def test_the_same_bits_are_learned(local: Learned, executor: str, tmp_path: Path
     assert abs(report["sft_reward"] - 0.75) <= 0.05
     assert report["rl_reward"] >= 0.95
     assert report["steps"][-1]["reward"] > report["steps"][0]["reward"] + 0.1
+    assert found.ranks == {2}
+    assert set(found.hosts) == ({0} if executor == "local" else {2})
     killed = [job.spec.base_step in (COARSE, SECOND_RL) for job in found.jobs]
     if executor == "local":
         # The ranks end with their runner, and the next one begins the attempt again.
@@ -134,3 +143,4 @@ def test_the_same_bits_are_learned(local: Learned, executor: str, tmp_path: Path
             assert found.data[step - 1] == local.data[step - 1], f"other rollouts for step {step}"
         assert found.files[step] == local.files[step], f"other weights in step {step}"
     assert len(found.files) == len(local.files)
+    assert {"adapter_model.safetensors", "optimizer/adam.safetensors"} <= local.files[-1].keys()
