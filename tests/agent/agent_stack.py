@@ -71,6 +71,9 @@ class AgentStack(Stack):
     def runner(self) -> subprocess.Popen[bytes]:
         return self._runner
 
+    def _refused(self) -> bool:
+        return hasattr(self, "_runner") and super()._refused()
+
     def hosts_dir(self, job_id: str, attempt: int = 1) -> Path:
         return self.spool.paths.work_dir(job_id, attempt) / "hosts"
 

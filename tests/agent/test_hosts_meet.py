@@ -164,6 +164,28 @@ def test_while_the_volume_is_away_nobody_is_lost(
     assert hosts.poll(30) == Running(0.0)
 
 
+def test_a_volume_that_kept_all_waiting_makes_nobody_lost(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts waited for it, too, and the runner may read before they write."""
+    hosts.arrive(0, 1, 2)
+    assert hosts.poll(5, beating=range(3)) == Running(0.0)
+    with monkeypatch.context() as patch:
+        read = Meeting.beat
+
+        def late(meeting: Meeting, host: int) -> HostBeat | None:
+            hosts.clock.now += SETTINGS.lease_seconds
+            return read(meeting, host)
+
+        patch.setattr(Meeting, "beat", late)
+        assert hosts.poll() == Running(0.0)
+    assert hosts.poll(5) == Running(0.0)
+    ended = hosts.poll(SETTINGS.lease_seconds + 2, beating=range(2))
+    assert isinstance(ended, Ended)
+    assert ended.error is not None
+    assert ended.error.message.startswith("no sign of host 2 (")
+
+
 def test_the_error_of_a_host_goes_before_the_ranks_of_others_and_a_lost_host(hosts: Hosts) -> None:
     hosts.arrive(0, 1, 2)
     hosts.poll(5, beating=range(3))

@@ -40,6 +40,21 @@ class KubernetesStack(AgentStack):
     def jobs(self) -> list[Object]:
         return self.api.objects("Job")
 
+    def names(self) -> list[str]:
+        return [job["metadata"]["name"] for job in self.jobs()]
+
+    def failed(self, name: str) -> bool:
+        """Whether the Job says so itself."""
+        found = [job for job in self.jobs() if job["metadata"]["name"] == name]
+        conditions = [c for job in found for c in job["status"].get("conditions", [])]
+        return any(c["type"] == "Failed" and c["status"] == "True" for c in conditions)
+
+    def delete_jobs(self) -> None:
+        """`kubectl delete jobs --all --cascade=foreground`."""
+        for name in self.names():
+            path = f"/apis/batch/v1/namespaces/ns/jobs/{name}"
+            self.api.answer("DELETE", f"{path}?propagationPolicy=Foreground", b"")
+
     def until_phase(self, words: str) -> None:
         """Waits until a lease says for what its job waits."""
 

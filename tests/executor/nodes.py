@@ -77,7 +77,7 @@ class Nodes:
 
     def left(self) -> list[processes.Process]:
         """Living processes of containers."""
-        return [p for uid in self._running for p in processes.marked(MARK, uid)]
+        return [p for uid in list(self._running) for p in processes.marked(MARK, uid)]
 
     def evict(self, reason: str = "EvictionByEvictionAPI", message: str = "drained") -> None:
         """All pods get the condition, and are deleted."""
@@ -100,7 +100,7 @@ class Nodes:
             self.api.change("Pod", pod["metadata"]["name"], mark)
 
     def kill_for_memory(self) -> None:
-        for uid, process in self._running.items():
+        for uid, process in list(self._running.items()):
             self._oom.add(uid)
             process.kill()
 

@@ -324,6 +324,35 @@ def test_another_runner_finds_the_job_and_deletes_those_of_nobody(cluster):
 
 
 @scripted
+def test_a_job_of_an_old_release_goes_on_as_it_is(cluster):
+    """The chart's template has changed under it. Labels and annotations say which attempt it is."""
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "has not arrived")
+    made = image_of(cluster)
+    path = Path(cluster.runner.variables["TANDEM_JOB_TEMPLATE"])
+    template = json.loads(path.read_text())
+    template["spec"]["template"]["spec"]["containers"][0]["image"] = "tandem-trainer:newer"
+    path.write_text(json.dumps(template))
+    second = cluster.runner.make()
+    assert second.adopts(cluster.runner.files)
+    second.prepare()
+    again = cluster.runner.begin(second)
+    until(again, Waiting, "has not arrived")
+    assert again.make["spec"]["template"]["spec"]["containers"][0]["image"].endswith(":newer")
+    assert image_of(cluster) == made
+    again.kill()
+    gone(cluster)
+
+
+def image_of(cluster: SimpleNamespace) -> str:
+    """The image of the only Job's pods."""
+    (job,) = cluster.api.objects("Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    image: str = container["image"]
+    return image
+
+
+@scripted
 def test_a_runner_that_waits_for_the_api_server_is_not_ready(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_ALIVE_DIR", str(tmp_path))
     monkeypatch.setattr(agents, "REPORT_SECONDS", 0.3)

@@ -1,4 +1,11 @@
-"""Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents."""
+"""Jobs under a real runner whose attempts are Kubernetes Jobs; their pods are real agents.
+
+Whatever happens to a Job, its pods, its queue, the API server or the runner, the job has one end.
+Other files have the rest: an image that is not there, what admission refuses, and another release's
+template (test_kubernetes.py); a second runner (runner/test_runner_lives.py); a cable that is cut,
+and clocks that differ (rank/test_hosts.py); volumes that are slow or gone (spool/test_spool_fence,
+agent/test_one_attempt.py and test_hosts_meet.py).
+"""
 
 import re
 import time
@@ -29,7 +36,8 @@ def stack(running):
     """A runner that goes from test to test, and a node with room, without jobs."""
     (running.spool.root / "go").unlink(missing_ok=True)
     yield running
-    running.nodes.full, running.nodes.lost = "", False
+    running.nodes.full, running.nodes.lost, running.nodes.kueue = "", False, False
+    running.api.quota.clear()
     if running.runner.poll() is not None:
         running.start()
     for key in running.spool.jobs.index.running():
@@ -64,15 +72,16 @@ def test_a_job_is_cancelled_while_its_pods_are_pending(stack):
 
 
 @of_pods
-def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack):
-    job_id = stack.submit(stack.run("evicted"), attempts=1, do="wait", until=1)
+@pytest.mark.parametrize("reason", ["EvictionByEvictionAPI", "PreemptionByScheduler"])
+def test_an_evicted_pod_is_another_attempt_that_does_not_count(stack, reason):
+    job_id = stack.submit(stack.run(reason.lower()), attempts=1, do="wait", until=1)
     stack.until_beating(job_id, ranks=2)
-    stack.nodes.evict(message="node-1 is drained")
+    stack.nodes.evict(reason, message="node-1 is drained")
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2), job.result
     assert stack.counted(job_id) == [("preempted", False)]
     # The pods may be gone before the runner sees them; the Job says it, too.
-    why = r"EvictionByEvictionAPI: node-1 is drained|has condition DisruptionTarget"
+    why = rf"{reason}: node-1 is drained|has condition DisruptionTarget"
     assert re.search(why, stack.job_log(job_id))
     stack.until_empty()
 
@@ -139,6 +148,98 @@ def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
     stack.nodes.lost = False
     state, job = stack.wait(job_id)
     assert (state, job.attempt) == ("succeeded", 2), job.result
+    stack.until_empty()
+
+
+@of_pods
+def test_kueue_admits_preempts_and_admits_the_next_job(stack):
+    """A job waits in Kueue's words, for hours if need be, and its preemption does not count."""
+    stack.nodes.kueue = True
+    job_id = stack.submit(stack.run("queued"), attempts=1, do="wait", until=1)
+    stack.until_phase("waiting: its Job is suspended; Kueue has not said why")
+    assert stack.nodes.pods() == []
+    (first,) = stack.names()
+    words = "couldn't assign flavors to pod set main: insufficient quota for nvidia.com/gpu"
+    stack.nodes.why_not_admitted(first, words)
+    stack.until_phase(f"waiting: Kueue: {words}")
+    stack.nodes.admit(first)
+    stack.until_beating(job_id, ranks=2)
+    stack.nodes.preempt(first)
+    stack.until(lambda: first not in stack.names(), "the end of the preempted Job")
+    # With its pods it would be admitted again as it is.
+    (second,) = stack.until(stack.names, "the Job of the next attempt")
+    assert stack.counted(job_id) == [("preempted", False)]
+    assert "Kueue: Preempted to accommodate a workload" in stack.job_log(job_id)
+    stack.nodes.admit(second)
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 2), job.result
+    stack.until_empty()
+
+
+@of_pods
+def test_a_job_that_kueue_admits_again_without_a_runner_trains_nothing(stack):
+    """Its hosts' tickets are taken, so the same Job ends, and the next runner makes another."""
+    stack.nodes.kueue = True
+    job_id = stack.submit(stack.run("admitted"), attempts=1, do="wait", until=1)
+    (first,) = stack.until(stack.names, "the Job")
+    stack.nodes.admit(first)
+    stack.until_beating(job_id, ranks=2)
+    stack.kill()
+    stack.nodes.preempt(first)
+    stack.until(lambda: not stack.nodes.pods(), "the end of the pods")
+    stack.nodes.admit(first)
+    stack.until(lambda: stack.failed(first), "the end of the Job")
+    stack.start()
+    stack.until(lambda: stack.names() not in ([], [first]), "the Job of the next attempt")
+    (second,) = stack.names()
+    stack.nodes.admit(second)
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 2), job.result
+    assert stack.counted(job_id) == [("preempted", False)]
+    assert stack.job_log(job_id).count("rank 0 of 2 says hello") == 2, "once by each Job"
+    stack.until_empty()
+
+
+@of_pods
+def test_a_quota_that_refuses_the_job_is_waited_for_in_its_words(stack):
+    stack.api.quota["count/jobs.batch"] = 0
+    job_id = stack.submit(stack.run("quota"), attempts=1)
+    stack.until_phase("exceeded quota: of-jobs")
+    assert stack.jobs() == []
+    stack.api.quota.clear()
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 1), job.result
+    stack.until_empty()
+
+
+@of_pods
+def test_while_the_api_server_is_away_ranks_end_well_and_nothing_starts(stack):
+    one = stack.submit(stack.run("one"), attempts=1, do="wait_for_go")
+    stack.until_beating(one, ranks=2)
+    two = stack.submit(stack.run("two"), attempts=1)
+    stack.forget()
+    with stack.api.away():
+        (stack.spool.root / "go").touch()
+        state, job = stack.wait(one)
+        assert (state, job.attempt) == ("succeeded", 1), job.result
+        stack.until_logged("trying again until it answers")
+        assert stack.spool.jobs.get(two)[0] == "queued"
+    state, job = stack.wait(two)
+    assert (state, job.attempt) == ("succeeded", 1), job.result
+    stack.until_empty()
+
+
+@of_pods
+def test_a_job_whose_kubernetes_job_went_with_the_runner_is_begun_again(stack):
+    job_id = stack.submit(stack.run("went"), attempts=2, do="wait", until=1)
+    stack.until_beating(job_id, ranks=2)
+    stack.kill()
+    stack.delete_jobs()
+    stack.until_empty()
+    stack.start()
+    state, job = stack.wait(job_id)
+    assert (state, job.attempt) == ("succeeded", 2), job.result
+    assert stack.counted(job_id) == [("runner_lost", True)]
     stack.until_empty()
 
 

@@ -41,9 +41,12 @@ def test_an_idle_release_asks_for_no_gpu_of_a_trainer(name):
     rendered = of(SETS[name])
     for _, pod in rendered.pods():
         for container in containers(pod):
-            gpus = [r for r in container["resources"].get("limits", {}) if "/" in r]
+            asked = [container["resources"].get(kind, {}) for kind in ("limits", "requests")]
+            gpus = [resource for each in asked for resource in each if "/" in resource]
             assert bool(gpus) == (container["name"] == "inference" and name != "cpu")
+    assert "resourceClaims" not in pod_of(rendered, "trainer")["spec"]
     runner = container_of(rendered, "trainer")
+    assert "claims" not in runner["resources"]
     assert runner["image"] == container_of(rendered, "controller")["image"]
     assert runner["args"] == ["python", "-m", "tandem", "up", "--role", "trainer"]
     assert environment(runner)["NVIDIA_VISIBLE_DEVICES"] == "void"

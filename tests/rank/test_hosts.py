@@ -1,5 +1,6 @@
 """Real ranks on two hosts, which share the spool alone: a runner, and an agent in each of two
-network namespaces. Then the network between the hosts is bad, and the runner dies."""
+network namespaces, and each has another time. Then the network between the hosts is bad, and the
+runner dies."""
 
 import shutil
 import signal
@@ -49,6 +50,8 @@ PACES: dict[str, tuple[Callable[[Routed], AbstractContextManager[None]], float]]
     "50 ms": (lambda net: net.far(0.05), 0.2),
 }
 """With the seconds that a megabyte takes at least."""
+CLOCKS = ("86400", "-7200")
+"""By how many seconds each host's clock differs from the runner's."""
 
 
 def hub_cache(directory: Path, model: Path) -> Path:
@@ -110,7 +113,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Net
             for host, name in enumerate(net.hosts):
                 stack.prefixes[host] = inside(name)
                 cache = hub_cache(directory / name, model)
-                stack.agents[host] = stack.start_agent(host, HF_HOME=str(cache))
+                own = {"HF_HOME": str(cache), "TEST_CLOCK_SECONDS": CLOCKS[host]}
+                stack.agents[host] = stack.start_agent(host, **own)
             yield stack
         finally:
             stack.close()

@@ -88,14 +88,22 @@ class Stack:
         return (job_id, *self.wait(job_id))
 
     def until[T](self, condition: Callable[[], T], awaited: str, timeout: float = 120) -> T:
-        """The first true answer of `condition`."""
+        """The first true answer of `condition`. Fails at once where the runner has refused to run:
+        nobody would make the condition true."""
         end = time.monotonic() + timeout
+        refused = False
         while not (answer := condition()):
+            assert not refused, f"the runner ended before {awaited}\n{self.log.read_text()}"
             assert time.monotonic() < end, (
                 f"waited {timeout} s for {awaited}\n{self.log.read_text()}"
             )
+            refused = self._refused()
             time.sleep(0.05)
         return answer
+
+    def _refused(self) -> bool:
+        """Whether the runner that was started last ended with an error. A test's signal is none."""
+        return bool(self._processes) and (self.runner.poll() or 0) > 0
 
     def until_logged(self, text: str) -> None:
         self.until(lambda: text in self.logged(), repr(text))

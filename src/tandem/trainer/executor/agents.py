@@ -34,6 +34,9 @@ from tandem.trainer.stop import Stop
 log = Log("runner")
 
 LOOK_SECONDS = 0.2
+AWAY_SECONDS = 5.0
+"""The runner looks far more often. If it has not, the volume kept it waiting, and the agents, too,
+who may write later than it reads."""
 SILENT_SECONDS = 10.0
 """An agent beats twice a second. One that has not for so long is not waited for."""
 END_SECONDS = 40.0
@@ -60,6 +63,7 @@ class AgentsExecution:
         self._records: dict[int, HostRecord] = {}
         self._ends: dict[int, HostEnd] = {}
         self._beats: dict[int, tuple[HostBeat, float]] = {}  # and when it changed, by our clock
+        self._polled = time.monotonic()
 
     def start(self) -> None:
         """Gives the order to the agents, unless an earlier runner has."""
@@ -85,8 +89,18 @@ class AgentsExecution:
                 # Without the volume nobody's silence says anything.
                 self._beats = {host: (beat, now) for host, (beat, _) in self._beats.items()}
             else:
+                self._forgive(time.monotonic())
                 self._state = self._judge(now)
+        self._polled = time.monotonic()
         return self._state
+
+    def _forgive(self, now: float) -> None:
+        """The time in which nobody could look says nothing about a host's silence."""
+        if (away := now - self._polled) > AWAY_SECONDS:
+            self._beats = {
+                host: (beat, min(changed + away, now))
+                for host, (beat, changed) in self._beats.items()
+            }
 
     def stop(self) -> None:
         self._ask_agents("stop")
