@@ -56,6 +56,7 @@ def test_arts_pipeline_trainer_and_retention(stack: LocalStack, taught: str) -> 
     assert row["off_policy_steps_max"] <= 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", ["2", "3"])
 def test_openai_through_the_door(stack: LocalStack, taught: str, version: str) -> None:
     newest = stack.client.get_run(taught).newest_step
