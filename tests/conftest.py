@@ -80,7 +80,10 @@ def _group(nodeid: str) -> str:
     return "tests/helm" if file.startswith("tests/helm/") else SHARED.get(file, file)
 
 
-SHARED = {"tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py"}
+SHARED = {
+    "tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py",
+    "tests/integrations/test_tinker_cookbook.py": "tests/integrations/test_clients.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -108,9 +108,7 @@ def export(stack: LocalStack, step: int, directory: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_trained_is_served(
-    name: str, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_what_is_trained_is_served(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     family, first, second = FAMILIES[name], tmp_path / "first", tmp_path / "second"
     model = first / "models" / "tiny"
     tiny_model.write_tokenizer(model)
