@@ -56,47 +56,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip("needs a GPU"))
-    # Workers take groups in this order. The longest come first, so that no worker ends long before
-    # the other.
-    items.sort(
-        key=lambda item: (
-            FIRST.index(group) if (group := _group(item.nodeid)) in FIRST else len(FIRST)
-        )
-    )
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[_group(item.nodeid)].append(item)
+    items[:] = [item for group in sorted(groups.values(), key=_begins) for item in group]
 
 
-FIRST = [
-    "docker",
-    "tests/stack/test_stack.py",
-    "tests/rl/test_rl_stack.py",
-    "tests/integrations/test_clients.py",
-    "tests/stack/test_merged_stack.py",
-    "tests/inference/test_merged_faults.py",
-    "tests/inference/test_whole_vllm.py",
-    "tests/soak/test_soak.py",
-    "tests/inference/test_merged_vllm.py",
-    "tests/stack/test_fine_tuning.py",
-    "tests/stack/test_tinker_cookbook.py",
-    "tests/inference/test_real_vllm.py",
-    "tests/runner/test_shared_gpus.py",
-    "tests/supervise/test_up.py",
-    "tests/model/test_compiled.py",
-    "tests/agent/test_agents.py",
-    "tests/runner/test_resident.py",
-    "tests/runner/test_runner_lives.py",
-]
+def _begins(group: list[pytest.Item]) -> tuple[bool, bool, bool, int]:
+    """A sort key. Workers take groups in this order, so that the last ones are short: the Docker
+    engine's, those that are slow throughout, those with a slow test, and then those with most
+    tests."""
+    slow = [item.get_closest_marker("slow") is not None for item in group]
+    docker = any(item.get_closest_marker("docker") for item in group)
+    return not docker, not all(slow), not any(slow), -len(group)
 
 
 def _group(nodeid: str) -> str:
     """Tests of one group run in one worker, in their order: those of a file, all that share the
-    Docker engine, or all that share a stack."""
+    Docker engine, the chart's renders, or a stack."""
     file = nodeid.partition("::")[0]
     if file.startswith("tests/docker/") or file == "tests/helm/test_live.py":
         return "docker"
-    return SHARED.get(file, file)
+    return "tests/helm" if file.startswith("tests/helm/") else SHARED.get(file, file)
 
 
-SHARED = {"tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py"}
+SHARED = {
+    "tests/stack/test_openai_fine_tuning.py": "tests/stack/test_fine_tuning.py",
+    "tests/integrations/test_tinker_cookbook.py": "tests/integrations/test_clients.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)

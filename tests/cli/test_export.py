@@ -19,6 +19,7 @@ from tandem.spool.schema import LoraShape, RunSpec
 from tiny import write_random_model
 
 LORA = LoraShape(rank=4, alpha=10.0)
+LATENT = LoraShape(rank=4, alpha=10.0, targets=("q_a_proj", "kv_a_proj_with_mqa", "o_proj"))
 SOME = LoraShape(rank=3, alpha=7.0, targets=("q_proj", "down_proj"))
 
 
@@ -39,7 +40,13 @@ def export(tmp_path, base, lora=LORA):
 
 @pytest.mark.parametrize(
     ("family", "lora", "tied"),
-    [("qwen3", LORA, True), ("qwen3", SOME, False), ("gemma3_text", LORA, True)],
+    [
+        ("qwen3", LORA, True),
+        ("qwen3", SOME, False),
+        ("gemma3_text", LORA, True),
+        ("olmo3", LORA, False),
+        ("glm4_moe_lite", LATENT, False),
+    ],
 )
 def test_the_model_is_pefts_merge_and_unload(tmp_path, family, lora, tied):
     base = write_random_model(tmp_path / "base", family=family, tie_word_embeddings=tied)

@@ -11,12 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.lora.layers.column_parallel_linear import (
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-)
-from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
-from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
 from policies import write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
@@ -71,9 +65,14 @@ MOST = 8  # vLLM's largest rank
 INPUTS, OUTPUTS, EXPERTS = 32, 48, 8  # of the tiny mixture of experts; 24 inside of an expert
 
 
-def layer(kind: type, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
-    """A layer of vLLM on one of two workers, with its own functions that cut adapters."""
-    made = object.__new__(kind)
+def layer(kind: str, rank: int, sizes: list[int], inputs: int, **values: Any) -> Any:
+    """A layer of vLLM on one of two workers, with its own functions that cut adapters.
+
+    vLLM takes 5 s to import, so no worker that collects this file imports it.
+    """
+    from vllm.lora import layers
+
+    made = object.__new__(getattr(layers, f"{kind}ParallelLinearWithLoRA"))
     torch.nn.Module.__init__(made)
     made.tp_size, made.tp_rank, made.n_slices = 2, rank, len(sizes)
     made.output_slices, made.input_size = tuple(sizes), inputs
@@ -85,20 +84,21 @@ def layer(kind: type, rank: int, sizes: list[int], inputs: int, **values: Any) -
     return made
 
 
-class Experts(FusedMoEWithLoRA):
-    """Without the layer that has the sizes."""
+def mixture_layer(rank: int) -> Any:
+    """vLLM's experts without the layer that has the sizes."""
+    from vllm.lora.layers import FusedMoEWithLoRA
 
-    intermediate_size_per_partition = 12  # type: ignore[assignment]
-
-    def __init__(self, rank: int) -> None:
-        torch.nn.Module.__init__(self)
-        self.tp_size, self.tp_rank, self.fully_sharded, self._w13_slices = 2, rank, False, 2
-        self.enable_moe_shared_loras = False
-        self.adapter_enabled = torch.zeros(3, dtype=torch.int)
-        self.w13_lora_a_stacked = tuple(torch.zeros(2, EXPERTS, MOST, INPUTS) for _ in range(2))
-        self.w13_lora_b_stacked = tuple(torch.zeros(2, EXPERTS, 12, MOST) for _ in range(2))
-        self.w2_lora_a_stacked = (torch.zeros(2, EXPERTS, MOST, 12),)
-        self.w2_lora_b_stacked = (torch.zeros(2, EXPERTS, INPUTS, MOST),)
+    kind = type("Experts", (FusedMoEWithLoRA,), {"intermediate_size_per_partition": 12})
+    made = object.__new__(kind)
+    torch.nn.Module.__init__(made)
+    made.tp_size, made.tp_rank, made.fully_sharded, made._w13_slices = 2, rank, False, 2
+    made.enable_moe_shared_loras = False
+    made.adapter_enabled = torch.zeros(3, dtype=torch.int)
+    made.w13_lora_a_stacked = tuple(torch.zeros(2, EXPERTS, MOST, INPUTS) for _ in range(2))
+    made.w13_lora_b_stacked = tuple(torch.zeros(2, EXPERTS, 12, MOST) for _ in range(2))
+    made.w2_lora_a_stacked = (torch.zeros(2, EXPERTS, MOST, 12),)
+    made.w2_lora_b_stacked = (torch.zeros(2, EXPERTS, INPUTS, MOST),)
+    return made
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -106,9 +106,9 @@ def test_each_of_two_workers_compares_its_part(rank: int, tmp_path: Path) -> Non
     model = write_random_model(tmp_path / "model", family="qwen3_moe", num_hidden_layers=1)
     adapter = write_random_adapter(tmp_path / "adapter", model, EVERYWHERE)
     attention, mixture = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
-    qkv = layer(MergedQKVParallelLinearWithLoRA, rank, [32, 16, 16], INPUTS)
-    output = layer(RowParallelLinearWithLoRA, rank, [INPUTS], 32)
-    experts = Experts(rank)
+    qkv = layer("MergedQKV", rank, [32, 16, 16], INPUTS)
+    output = layer("Row", rank, [INPUTS], 32)
+    experts = mixture_layer(rank)
     names = [
         f"{mixture}.{expert}.{projection}"
         for expert in range(EXPERTS)
@@ -158,7 +158,7 @@ def test_each_of_two_workers_compares_its_part(rank: int, tmp_path: Path) -> Non
 
 
 def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
-    gate_up = layer(MergedColumnParallelLinearWithLoRA, 0, [24, 24], INPUTS)
+    gate_up = layer("MergedColumn", 0, [24, 24], INPUTS)
     parts = ["mlp.gate_proj", "mlp.up_proj"]
     modules = {"mlp.gate_proj": (torch.ones(4, INPUTS), torch.ones(48, 4))}
     gate_up.set_lora(0, [torch.ones(4, INPUTS), None], [torch.ones(48, 4), None])
@@ -175,8 +175,7 @@ def test_a_layer_that_is_not_in_the_file_must_be_empty() -> None:
 @pytest.mark.parametrize("only", ["", "in_proj_qkv"])
 def test_three_slices_of_a_delta_nets_layer_are_of_one_module(rank: int, only: str) -> None:
     whole, parts = [16, 16, 32, 32], ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]
-    kind = MergedColumnParallelLinearWithLoRA
-    fused = layer(kind, rank, [size // 2 for size in whole], INPUTS, output_sizes=whole)
+    fused = layer("MergedColumn", rank, [size // 2 for size in whole], INPUTS, output_sizes=whole)
     generator = torch.Generator().manual_seed(rank)
     modules = {
         part: tuple(torch.randn(s, generator=generator) for s in ((4, INPUTS), (rows, 4)))

@@ -3,7 +3,6 @@ whole stack."""
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from local_stack import LocalStack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROGRAMS, EXAMPLES = HERE / "programs", ROOT / "examples"
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("clients"), TANDEM_KEEP_SERVED="3") as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +49,7 @@ def test_arts_pipeline_trainer_and_retention(stack: LocalStack, taught: str) -> 
     assert row["off_policy_steps_max"] <= 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", ["2", "3"])
 def test_openai_through_the_door(stack: LocalStack, taught: str, version: str) -> None:
     newest = stack.client.get_run(taught).newest_step

@@ -16,6 +16,7 @@ from tandem.trainer.launch.launcher import rank_environment
 END = Path(__file__).parent.parent / "channel_end.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_weights_arrive_and_all_sockets_are_loopbacks(tmp_path: Path, where: str) -> None:
     if where == "cuda" and torch.cuda.device_count() < 2:

@@ -21,6 +21,8 @@ from tandem.families.adapter import WEIGHTS_FILE
 from tandem.families.registry import read_arch, weight_rules
 from tiny import write_random_model
 
+pytestmark = pytest.mark.slow  # ranks compute all topologies before the first test
+
 SCRIPT = Path(__file__).parent.parent / "cut_rank.py"
 SP: dict[str, Any] = {"tensor": 2, "sequence": True}
 CP: dict[str, Any] = {"context": 2}
@@ -152,7 +154,6 @@ def difference(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.slow
 def test_a_topology_computes_what_one_rank_computes(results, family, world, number):
     (alone,) = results[family, 1][0]
     for rank in results[family, world][number]:

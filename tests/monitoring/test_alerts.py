@@ -66,32 +66,57 @@ HEALTHY = [
 ]
 
 
-def _test(case: Case) -> dict:
-    """One of promtool's tests, with one scrape and one evaluation a minute.
+ABSENT = "TandemTargetAbsent"
+TOGETHER = 8
+"""Most of an evaluation's time is each rule's own; of eight stacks one takes 0.4 of its time alone.
+More take more memory and no less time."""
+
+
+def _apart(cases: list[Case]) -> list[list[Case]]:
+    """The cases in groups of about the same end. A target is absent only where no other stack has
+    it."""
+    alone = [[case] for case in cases if ABSENT in set().union(*case.expected.values())]
+    others = [case for case in cases if [case] not in alone]
+    others.sort(key=lambda case: max(case.expected))
+    return alone + [list(group) for group in itertools.batched(others, TOGETHER)]
+
+
+def _in_namespace(name: str, series: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [
+        one | {"series": re.sub('namespace="[^"]*"', f'namespace="{name}"', one["series"])}
+        for one in series
+    ]
+
+
+def _test(cases: list[Case]) -> dict:
+    """One of promtool's tests: each case is a stack in a namespace of its own, with one scrape and
+    one evaluation a minute.
 
     It also expects each alert that fires to have no labels and texts, which is wrong: so promtool
     prints them.
     """
-    end = max(case.expected) + 1
-    firing = [
-        {
-            "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
-            "eval_time": f"{minute}m",
-            "exp_samples": [
-                {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)
-            ],
-        }
-        for minute, names in case.expected.items()
-    ]
-    texts = [
-        {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
-        for minute, names in case.expected.items()
-        for name in sorted(names)
-    ]
+    inputs, firing, texts = [], [], []
+    for case in cases:
+        inputs += _in_namespace(case.name, input_series(case.stack(), max(case.expected) + 1))
+        mine = f'ALERTS{{alertstate="firing",namespace=~"({re.escape(case.name)})?"}}'
+        firing += [
+            {
+                "expr": f"group by (alertname) ({mine})",
+                "eval_time": f"{minute}m",
+                "exp_samples": [
+                    {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)
+                ],
+            }
+            for minute, names in case.expected.items()
+        ]
+        texts += [
+            {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
+            for minute, names in case.expected.items()
+            for name in sorted(names)
+        ]
     return {
         "interval": "1m",
-        "name": case.name,
-        "input_series": input_series(case.stack(), end),
+        "input_series": inputs,
         "promql_expr_test": firing,
         "alert_rule_test": texts,
     }
@@ -104,7 +129,7 @@ def _run(directory: Path, cases: list[Case]) -> str:
     tests = {
         "rule_files": RULE_FILES,
         "evaluation_interval": "1m",
-        "tests": [_test(case) for case in cases],
+        "tests": [_test(together) for together in _apart(cases)],
     }
     (directory / "cases.yml").write_text(json.dumps(tests))
     done = promtool("test", "rules", "cases.yml", cwd=directory)

@@ -204,6 +204,7 @@ def several(
     return made
 
 
+@pytest.mark.slow  # two ranks train every pair before the first
 @pytest.mark.parametrize(
     ("kind", "topology"), [(kind, one) for kind, several in TOPOLOGIES.items() for one in several]
 )

@@ -12,6 +12,8 @@ from tandem.metrics.metric import PHASES
 from tandem.spool import Spool
 from tandem.spool.schema import Beat, RankMemory, RLLoss, SFTLoss
 
+pytestmark = pytest.mark.slow  # two ranks train every pair before the first test
+
 # Large enough that Adam's first updates are not the mere signs of gradients, which rounding can
 # flip.
 EPS = 1e-2

@@ -18,7 +18,9 @@ from tandem.errors import Conflict, InvalidInput
 from tiny import write_random_model
 from waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+# With one way only: test_real_model.py has a stack that merges, tests/inference/test_whole_vllm.py
+# a real vLLM that gets whole weights from ranks.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.one_of("stack")]
 RUN = "merged"
 ON_GPUS = DEVICES["TANDEM_DEVICE"] == "cuda"
 ERROR = 0.05 if ON_GPUS else 1e-3

@@ -20,8 +20,10 @@ def test_two_steps_of_the_demo_on_the_real_model(
 ) -> None:
     if problem := demo_sums.fetch(MODEL):
         pytest.skip(f"the real model can't be fetched: {problem}")
+    # Its computation grows with the groups; a step asks for another where all rewards are equal.
+    monkeypatch.setattr(demo_sums, "SHOWN", 2)
     text = demo_sums.configuration(2)
-    for name, value in (("groups_per_step", 2), ("group_size", 6), ("groups", 4)):
+    for name, value in (("groups_per_step", 1), ("group_size", 6), ("groups", 2)):
         text, found = re.subn(rf"(?m)^{name} = \d+", f"{name} = {value}", text)
         assert found == 1
     lines: list[str] = []

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,6 @@ pytestmark = [
     pytest.mark.sample(1, of="the cookbook's programs"),
 ]
 RENDERER = "role_colon"
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    root = tmp_path_factory.mktemp("cookbook")
-    with LocalStack(root, TANDEM_MAX_MODEL_LEN="4096") as stack:
-        yield stack
 
 
 @pytest.fixture
