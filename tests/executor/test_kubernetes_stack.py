@@ -17,7 +17,6 @@ from executor.kubernetes_stack import KubernetesStack
 from rank.jobs import make_model, make_run, submit_sft
 from runner.runner_stack import Stack
 
-pytestmark = pytest.mark.timeout(300)
 of_pods = pytest.mark.sample(1, of="jobs in pods")
 
 
