@@ -1,8 +1,11 @@
 import functools
+import importlib.metadata
+import json
 import os
 import random
 import shutil
 import ssl
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,12 @@ EVERY_PROCESS = str(Path(every_process.sitecustomize.__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [EVERY_PROCESS, os.environ.get("PYTHONPATH")])
 )
+# The workers of pytest-xdist inherit it.
+if "EVERY_PROCESS_PACKAGES" not in os.environ:
+    packages = tempfile.NamedTemporaryFile("w", suffix=".json")  # noqa: SIM115
+    json.dump(importlib.metadata.packages_distributions(), packages)
+    packages.flush()
+    os.environ["EVERY_PROCESS_PACKAGES"] = packages.name
 # httpx reads the machine's certificates for every client, so also for every `httpx.get` that polls
 # a port: 20 to 40 ms of CPU. It took a tenth of a vLLM server's start.
 ssl.create_default_context = functools.cache(ssl.create_default_context)

@@ -128,7 +128,7 @@ def check(process: Process, body: bytes, name: str) -> None:
     assert 400 <= answer.status_code < 500, answer.text
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)  # the random bodies have the same beginnings
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_body_takes_more_than_the_estimate(process: Process, name: str) -> None:
     check(process, attack(name), name)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_model
 
+from inference.vllm_server import VllmServer
 from tiny import write_random_model
-from vllm_server import VllmServer
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 100).tolist()
 CPU_LOGPROBS = """

@@ -17,6 +17,7 @@ import tiny_model
 
 from inference import publish_and_stop
 from inference.test_merged_vllm import MergedTrainer, complete
+from inference.vllm_server import VllmServer
 from policies import write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.inference.publisher.publisher import Publisher
@@ -24,7 +25,6 @@ from tandem.spool.schema import LoraShape
 from tandem.system import processes
 from tandem.vllm_client.client import InferenceUnavailable
 from tiny import write_random_model
-from vllm_server import VllmServer
 from waiting import alive, answers, until
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,10 @@ import tiny_model
 
 from inference import publish_and_stop, replica_and_stop
 from inference.test_merged_vllm import EVERYWHERE, MergedTrainer, complete
+from inference.vllm_server import VllmServer
 from tandem.inference.spot_check import SpotCheck
 from tandem.spool.replicas import DEAD_SECONDS
 from tiny import write_random_model
-from vllm_server import VllmServer
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

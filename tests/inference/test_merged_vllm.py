@@ -20,6 +20,7 @@ import tiny_model
 
 from inference.stage import commit, make_run
 from inference.test_real_vllm import SEQUENCES, Trainer, distance
+from inference.vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from tandem.config import Settings
 from tandem.data.inputs import Trajectory, policy_step_of, turn_from_openai
 from tandem.inference.publisher.publisher import Publisher
@@ -29,7 +30,6 @@ from tandem.spool.removal import delete_run
 from tandem.spool.schema import LoraShape
 from tandem.vllm_client.client import VllmClient
 from tiny import write_random_model
-from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_of("vllm")]

@@ -23,6 +23,7 @@ import tiny_model
 from safetensors.torch import load_file, save_file
 
 from inference.stage import commit, make_run, write_identity
+from inference.vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from policies import linear_row, make_policy, write_random_adapter
 from tandem.config import Settings
 from tandem.errors import Unauthorized
@@ -35,7 +36,6 @@ from tandem.supervise.watchdog import parse
 from tandem.vllm_client.client import InferenceRefused, InferenceUnavailable, VllmClient
 from tandem.vllm_client.names import ADMIN_HEADER, PUBLIC_PATHS
 from tiny import write_random_model
-from vllm_server import ADMIN_TOKEN, API_KEY, VllmServer
 from waiting import until
 
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 
 from inference.conftest import write_model
 from inference.stage import make_run
+from inference.whole_weights_sender import Senders
 from inference.worker_models import SCALE, Model, Workers
 from policies import LORA
 from tandem.inference.server.worker import landing
@@ -20,7 +21,6 @@ from tandem.model.transfer import members
 from tandem.spool import Spool
 from tandem.spool.schema import LORA_TARGETS, ONLY, Replica, VllmPlace
 from tandem.system.network import network_name
-from whole_weights_sender import Senders
 
 BOUND = 40.0
 """Seconds in which whoever waits notices that nobody sends any more."""

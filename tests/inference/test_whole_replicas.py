@@ -13,8 +13,8 @@ import pytest
 from inference import publish_and_stop, replica_and_stop
 from inference.test_merged_replicas import Asker, ReplicaB, announced, publishing, ready, two_vllms
 from inference.test_whole_vllm import BOUND, WholeTrainer
+from inference.vllm_server import VllmServer
 from tandem.spool.replicas import DEAD_SECONDS
-from vllm_server import VllmServer
 from waiting import answers, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -14,12 +14,12 @@ import tiny_model
 
 from inference.stage import commit
 from inference.test_merged_vllm import EVERYWHERE, MergedTrainer, complete
+from inference.vllm_server import GPU, SENDERS, VllmServer
+from inference.whole_weights_sender import Senders
 from policies import write_random_adapter
 from tandem.spool.schema import Served
 from tiny import write_random_model
-from vllm_server import GPU, SENDERS, VllmServer
 from waiting import answers, until
-from whole_weights_sender import Senders
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from full import make_full, saved, tensors
+from model.family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close
 from tandem.model.layer.sublayers import SaveLevel
 from tandem.spool.schema import OptimizerSettings

@@ -13,7 +13,7 @@ from tandem.config import Settings
 from tandem.model.transfer.channel import make_meeting
 from tandem.trainer.launch.launcher import rank_environment
 
-END = Path(__file__).parent.parent / "channel_end.py"
+END = Path(__file__).parent / "channel_end.py"
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import cpu_reference
-from cpu_reference import LORA, evaluate
+from model import cpu_reference
+from model.cpu_reference import LORA, evaluate
 from policies import make_policy, write_random_adapter
 from ranks import run_program
 from tandem.families.registry import arch_from_config, weight_rules

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpu_reference import random_row
-from family_cases import CASES
+from model.cpu_reference import random_row
+from model.family_cases import CASES
 from policies import gradients, linear_row, make_policy, write_random_adapter
 from tandem.model import device, fp8, graphs, parallel
 from tandem.model.layer.sublayers import SaveLevel

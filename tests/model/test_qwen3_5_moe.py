@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from model.vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 from policies import load_base, make_policy
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import default_targets, lora_modules
@@ -19,7 +20,6 @@ from tandem.planning.plan import plan
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import QWEN3_5_MOE, SHAPE, write_random_model
-from vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 
 TEXT = {**SHAPE, **QWEN3_5_MOE, "num_hidden_layers": 3, "model_type": "qwen3_5_moe_text"}
 LORA = LoraShape(rank=3, alpha=3.0, targets=("q_proj", "o_proj", *DELTA_NET_TARGETS))

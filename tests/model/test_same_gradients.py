@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
+from model.family_cases import CASES, SEQUENCES, WEIGHTS, packed_row
 from policies import assert_close, gradients, make_policy, merged, write_random_adapter
 from tandem.families.adapter import WEIGHTS_FILE
 from tandem.model.layer.sublayers import SaveLevel

@@ -3,7 +3,7 @@ tied."""
 
 import torch
 
-import tied_rank
+from model import tied_rank
 from ranks import run_program
 from tiny import write_random_model
 

@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A sample of the topologies, the same in each test; with --all-cases all."""
     if {"family", "world", "number"} <= set(metafunc.fixturenames):
         every = metafunc.config.option.all_cases
-        cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 12)
+        cases = CASES if every else random.Random(f"{SEED} topologies").sample(CASES, 8)
         metafunc.parametrize(("family", "world", "number"), cases)
 
 

@@ -13,7 +13,7 @@ from tandem.model.weights.base_memory import BaseWeights
 from tandem.topology.sizes import Sizes
 from tiny import write_random_model
 
-SCRIPT = Path(__file__).parent.parent / "rank_of_two.py"
+SCRIPT = Path(__file__).parent / "rank_of_two.py"
 
 
 def test_a_number_of_ranks_that_does_not_divide_is_refused(alone):

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
+from model.vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 from policies import make_policy, write_random_adapter
 from tandem.errors import InvalidInput, UnknownArchitecture
 from tandem.families.adapter import WEIGHTS_FILE, default_targets, lora_modules
@@ -17,7 +18,6 @@ from tandem.planning.checks import check_sizes
 from tandem.spool.schema import DELTA_NET_TARGETS, LORA_TARGETS, LoraShape
 from tandem.topology.sizes import Sizes
 from tiny import GEMMA4, GEMMA4_MOE, MINISTRAL3, SHAPE, write_random_model
-from vision_checkpoints import assert_merged_beside_the_tower, assert_same_logits, theirs
 
 FAMILIES = {
     "qwen3_vl": 2 * 7,

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import whole_weights_rank
 from inference.worker_models import merged
 from policies import LORA, write_random_adapter
+from rank import whole_weights_rank
 from ranks import run_ranks
 from tandem.families.adapter import stacked_name
 from tandem.families.registry import arch_from_config, read_arch, weight_rules

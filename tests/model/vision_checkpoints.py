@@ -6,7 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from family_cases import SEQUENCES
+from model.family_cases import SEQUENCES
 from policies import all_logits, make_policy, write_random_adapter
 from tandem.families.adapter import lora_modules
 from tandem.families.registry import read_arch
