@@ -1,4 +1,4 @@
-"""From files and trajectories to a job's packed arrays; without torch.
+"""Makes a job's packed arrays from files and trajectories; without torch.
 
 Trajectories, examples and pairs become tokens (`render.py`), then prefix trees and rows
 (`packing.py`), then a job's arrays (`prepare.py`). `formats.py` reads files of examples, and

@@ -53,13 +53,13 @@ from tandem.spool import fs
 
 FORMAT = 5
 FILE = "arrays.npy"
-LARGEST_BYTES = 2**31 - 1  # of a NumPy record
+LARGEST_BYTES = 2**31 - 1  # the size limit of a NumPy record
 Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Arrays = dict[str, NDArray[Any]]  # by the names in the table
+Arrays = dict[str, NDArray[Any]]  # keyed by the names in the table
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PackedRow:
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
 _ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
-# The widest first, so that all are aligned.
+# The widest types come first, so that all arrays are aligned.
 _FIELDS = (
     "format",
     "vocab_size",
@@ -195,7 +195,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         )
 
     def close(self) -> None:
-        """Drops every map. May be called again."""
+        """Drops every map. May be called more than once."""
         self._maps.clear()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -72,7 +72,7 @@ def configure(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    # One line per request of a poll twice a second would bury everything else.
+    # One line per request of a client that polls twice a second would bury everything else.
     for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)
 

@@ -1,4 +1,4 @@
-"""The one place where Tandem chooses TCP ports.
+"""The only module that chooses TCP ports.
 
 A port that is only looked up can be taken before its program listens. Here a socket stays bound to
 it, without listening, until its holder closes it:
