@@ -1,4 +1,4 @@
-"""The memory that a job's events report, attempt by attempt."""
+"""Reads the memory that a job's events report, attempt by attempt."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ class AttemptMemory(BaseModel):
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the largest of all ranks: phases of the last optimizer step that
-    `ranks` lacks."""
+    """Phase -> kind -> bytes, the maximum over all ranks: the phases of the last optimizer step
+    that are not in `ranks`."""
     released: bool = False  # the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # processes that survived SIGKILL
     # UUID -> most bytes in use, by any process, while ranks ran.
