@@ -1,4 +1,4 @@
-"""A body of `forward_backward`: protobuf, perhaps in zstd, to the arrays of its data."""
+"""Reads a body of `forward_backward`: protobuf, optionally compressed by zstd, becomes arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ PROTOBUF = "application/x-protobuf"
 MOST_DATA = 2**14
 _DTYPES: dict[int, Any] = {DTYPE_FLOAT32: np.dtype("<f4"), DTYPE_INT64: np.dtype("<i8")}
 _MEDIA = {"image": "an image", "dmel": "audio"}
-# The largest window; zstd's own programs allow the same.
+# The largest window that zstd's own programs allow.
 _WINDOW_BYTES = 2**27
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A client's request. `config` has numbers, and texts for losses that read some."""
+    """A client's request. One pass. `config` has numbers, and texts for losses that read texts."""
 
     model_id: str
     seq: int
@@ -38,8 +38,9 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The data. `names`: what each has beside its targets, first its factors; `needed`: whether
-        none may be missing. InvalidInput with its field (`data.3.loss_fn_inputs.weights`)."""
+        """The data. The pass's data. `names`: the arrays of each datum beside its targets, its
+        factors first; `needed`: whether all must be there. InvalidInput names the field
+        (`data.3.loss_fn_inputs.weights`)."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")
@@ -47,8 +48,8 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """`encoding`: of the header Content-Encoding; `most`: bytes of the message. InvalidInput where
-    it is none, RequestTooLarge where it is larger."""
+    """The pass in a body. `encoding`: the header Content-Encoding; `most`: the most bytes of the
+    message. InvalidInput if it is not a pass, RequestTooLarge if it is larger."""
     if content_type.partition(";")[0].strip().lower() != PROTOBUF:
         problem = f"the body must be {PROTOBUF}, which tinker sends from 0.25 on"
         raise InvalidInput(f"{problem}; install a newer tinker", field="Content-Type")
@@ -79,7 +80,7 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # A frame's header may lie about its size, so that is not read.
+            # A frame's header may lie about its size, so the size is not read.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is no zstd: {error}", field="body") from error
