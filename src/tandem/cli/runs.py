@@ -61,7 +61,8 @@ def create(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
+    """Create a run. Create a run. Its step 0 equals the base model; `tandem train` makes the next
+    ones."""
     if full and (rank is not None or alpha is not None or target):
         raise typer.BadParameter(
             "--full trains all weights; leave --rank, --alpha and --target out"
@@ -253,7 +254,7 @@ def export(
     complete.
     """
     with data_extra("tandem export"):
-        # Late: NumPy is for this command only.
+        # imported late: only this command needs NumPy.
         from tandem.inference.merged_model import write_merged_model
 
     with partial_directory(dest) as directory:
@@ -306,7 +307,7 @@ def track(
 
     # W&B writes what it holds when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A wrong address or name is told at once; later the controller may be away for long.
+    # A wrong address or name is reported at once; later the controller may be away for long.
     make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
         # The file may appear later.

@@ -171,7 +171,7 @@ def job(
 
 
 def _delete(tandem: Tandem, run: str) -> None:
-    """Vacate vLLM, which serves one run's merged weights."""
+    """Delete the run, so that vLLM, which serves one run's merged weights, is free again."""
     try:
         tandem.delete_run(run, cancel_jobs=True)
         out.print(f"run {run} is deleted, so that vLLM can serve another one")
