@@ -22,7 +22,7 @@ Kernel = Literal["sdpa", "flex"]
 
 @dataclass
 class TreeParams:
-    """What all layers need to know of a row's prefix trees. Megatron carries it to the layers as
+    """A row's prefix trees, as all layers need them. Megatron passes it to the layers as
     `packed_seq_params`, the name of an argument of its own."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
@@ -87,7 +87,7 @@ def rotation(
 
 
 def without_rotation(tree: TreeParams) -> TreeParams:
-    """The same for layers without RoPE."""
+    """The parameters for layers without RoPE."""
     cos, sin = tree.rotation
     return replace(tree, rotation=(torch.ones_like(cos), torch.zeros_like(sin)))
 
@@ -113,7 +113,7 @@ def attend(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key [keys,
     key heads, head_dim], value [keys, key heads, value's dim] -> [length, heads, value's dim].
-    `sinks` [heads]: one more logit of each head's softmax, without a value.
+    `sinks` [heads]: one more logit in each head's softmax, without a value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -121,7 +121,7 @@ def attend(
         depth, out = tree.reach
         output = flex(query, key, value, scale, slots, depth, out, sinks, *tree.mask)
     else:
-        # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
+        # Not `enable_gqa`, with which the backward pass of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         mask, size = tree.mask, value.shape[-1]
@@ -140,9 +140,9 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a key that every query sees and whose value is zero. Its product with each query is the
-    head's sink: eight dimensions are added (kernels want multiples of eight), and the first of them
-    is 1 in queries.
+    """The attention with one more key that every query sees and whose value is zero. Its product
+    with each query is the head's sink. Eight dimensions are added (kernels want multiples of
+    eight), and the first of them is 1 in queries.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

@@ -1,5 +1,5 @@
-"""`W = base + s B A`, rounded once: computed in float64, so that no order of the sums shows in the
-result.
+"""Merges an adapter into weights: `W = base + s B A`, computed in float64 and rounded once, so that
+the order of the sums does not show in the result.
 
 float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
 """
