@@ -1,4 +1,4 @@
-"""The ranks of the running job, from the heartbeats that they write to the attempt's work
+"""Collects the ranks of the running job, from the heartbeats that they write to the attempt's work
 directory."""
 
 import time
@@ -163,13 +163,13 @@ class _AttemptSeries:
     number: int
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
+    # For each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
     # clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
 
 class RanksCollector(SpoolCollector):
-    """`ranks`: how many ranks an attempt starts."""
+    """`ranks`: the number of ranks that an attempt starts."""
 
     name = "ranks"
     metrics = METRICS
@@ -194,7 +194,7 @@ class RanksCollector(SpoolCollector):
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
-                # What a rank counted before this process began, an earlier exporter has counted.
+                # An earlier exporter has counted what a rank counted before this process began.
                 self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
         self._caught_up = True
@@ -208,7 +208,8 @@ class RanksCollector(SpoolCollector):
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 
     def _current_attempt(self, spool: Spool) -> _AttemptSeries | None:
-        """The running attempt. A spool has one runner, which runs one job at a time."""
+        """The running attempt. The attempt that runs now: a spool has one runner, which runs one
+        job at a time."""
         for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
             if lease is None:
@@ -222,8 +223,8 @@ class RanksCollector(SpoolCollector):
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """A rank counts from 0 in each attempt, also a resident one; our counters continue from
-        attempt to attempt."""
+        """Continues the counters from attempt to attempt: a rank's own counts begin at 0 in each
+        attempt, even in a resident rank."""
         for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
                 earlier = 0 if before is None else before.memory.get(key, 0)
@@ -238,7 +239,7 @@ def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
         if beat.steps:
             gauges.set("tandem_train_steps", beat.steps)
     if not up or beat.uuid is None:
-        return  # the memory of a silent rank a minute ago says nothing about now
+        return  # the memory of a rank that was silent for a minute is out of date
     where = {"uuid": beat.uuid, "rank": rank}
     for key in _ALLOCATOR_BYTES:
         for name in (key, f"{key}_peak"):
