@@ -61,8 +61,7 @@ def create(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Create a run. Create a run. Its step 0 equals the base model; `tandem train` makes the next
-    ones."""
+    """Create a run. Its step 0 equals the base model; `tandem train` makes the next ones."""
     if full and (rank is not None or alpha is not None or target):
         raise typer.BadParameter(
             "--full trains all weights; leave --rank, --alpha and --target out"

@@ -48,11 +48,9 @@ _PAGE = 500
 
 
 class Api(Requests):
-    """The controller's API.
-
-    The methods of both clients. The controller's refusals are raised as the classes of
-    `tandem.errors`, with the offending `field`; Unreachable when the controller has not answered
-    for `patience` seconds.
+    """The controller's API: the methods of both clients. The controller's refusals are raised as
+    the classes of `tandem.errors`, with the offending `field`. Raises Unreachable when the
+    controller has not answered for `patience` seconds.
     """
 
     async def create_run(
@@ -105,8 +103,8 @@ class Api(Requests):
         """Delete a run with its checkpoints and ended jobs; vLLM unloads the run's steps. There is
         no way back.
 
-        Conflict while the run has queued or running jobs. `cancel_jobs`: cancel them first, and
-        wait up to `timeout` seconds until they have ended. The request is not repeated: after
+        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel them first,
+        and wait up to `timeout` seconds until they have ended. The request is not repeated: after
         Unreachable, look at the list of runs first.
         """
         until = time.monotonic() + timeout

@@ -24,8 +24,8 @@ OnStep = Callable[[int, Event], object]
 
 
 class Chain:
-    """One training. The chain of one training. InvalidInput (field: the setting, or the file) if
-    its data can't be opened or is too small."""
+    """The chain of one training. Raises InvalidInput (field: the setting, or the file) if its data
+    can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
@@ -56,9 +56,9 @@ class Chain:
         last.
 
         `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed
-        when a job fails, and the chain ends; calling `run` again tries that job once more. Conflict
-        if another training of the run came in between, if the run trains something else than
-        `trainable` and `lora`, or if it is half trained on another content of the same file.
+        when a job fails, and the chain ends; calling `run` again tries that job once more. Raises
+        Conflict if another training of the run came in between, if the run trains something else
+        than `trainable` and `lora`, or if it is half trained on another content of the same file.
         """
         made = False
         try:

@@ -77,7 +77,7 @@ class Tandem:
     `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to
     TANDEM_API_KEY or the file that TANDEM_API_KEY_FILE names. `patience`: seconds for which a
     request is repeated while the controller doesn't answer. Refusals are raised as the classes of
-    `tandem.errors`, with the offending `field`; Unreachable when patience is exhausted.
+    `tandem.errors`, with the offending `field`. Raises Unreachable when patience is exhausted.
     """
 
     def __init__(

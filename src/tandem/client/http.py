@@ -39,7 +39,7 @@ def connection(
     base_url: str | None, api_key: str | None, given_by: str = "base_url"
 ) -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY,
-    TANDEM_API_KEY_FILE. InvalidInput if that file can't be read, or the URL is not a URL."""
+    TANDEM_API_KEY_FILE. Raises InvalidInput if that file can't be read, or the URL is not a URL."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     given_by = given_by if base_url else "TANDEM_URL"
     try:
@@ -249,7 +249,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
-    """An answer of the controller as a model. A newer controller may send unknown fields.
+    """An answer of the controller as a model. A newer controller may send unknown fields. Raises
     TandemError if it does not fit."""
     try:
         return kind.validate_json(content, extra="ignore")

@@ -25,7 +25,7 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
     turn.
 
     None for a trace that failed, that belongs to an agent which is not trained, or that has no
-    sampled token. InvalidInput for a trace without token ids: it was not sampled through a
+    sampled token. Raises InvalidInput for a trace without token ids: it was not sampled through a
     TrainClientConfig.
     """
     if trace.has_error or not trace.agent.trainable:
@@ -57,8 +57,8 @@ def outputs_to_groups(
     """Groups from the outputs of the old API's `env.generate(..., state_columns=["trajectory"])`,
     one group per example.
 
-    `step`: the checkpoint that sampled them. Rollouts with an error are left out. InvalidInput for
-    a step without token ids: it was not sampled through the rollout door.
+    `step`: the checkpoint that sampled them. Rollouts with an error are left out. Raises
+    InvalidInput for a step without token ids: it was not sampled through the rollout door.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -137,8 +137,8 @@ class VerifiersEnvironment:
         return list(self._taskset) if self._taskset.bounded else self._taskset
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
-        """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError if the
-        rollout fails."""
+        """One trajectory, sampled from `sampler.model` with `sampler.options`. Raises TandemError
+        if the rollout fails."""
         wanted = loop_options(sampler.options, self._options, "arguments.sampling.temperature")
         trace = await self._agent(sampler.model, **wanted).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
@@ -155,8 +155,8 @@ class VerifiersEnvironment:
         concurrency: int = 32,
     ) -> AsyncIterator[GroupDict]:
         """A group of trajectories of `<run>@<step>` for each task, in the order in which they end;
-        by default for all tasks. Rollouts that fail are left out; TandemError if all rollouts of a
-        task fail."""
+        by default for all tasks. Rollouts that fail are left out. Raises TandemError if all
+        rollouts of a task fail."""
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)

@@ -41,7 +41,7 @@ def vllm_url(given: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What vLLM says. An answer with any status."""
+    """vLLM's answer, with any status."""
 
     status: int
     content: bytes
@@ -55,7 +55,7 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """The content as JSON; ValueError if it is not JSON."""
+        """The content as JSON. Raises ValueError if it is not JSON."""
         return from_json(self.content)
 
 

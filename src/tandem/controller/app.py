@@ -123,7 +123,7 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """For Prometheus. The controller's metrics. The route needs no key, and shows no names of
+        """The controller's metrics, for Prometheus. The route needs no key, and shows no names of
         runs or jobs."""
         return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 

@@ -72,11 +72,10 @@ class CountRequests:
 
 
 class Authentication:
-    """ASGI middleware.
-
-    With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the
-    Host header must name the loopback interface, so that a web page that rebinds its DNS name to
-    127.0.0.1 is refused. From here on `asking` holds the key's name.
+    """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
+    `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
+    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. From here on `asking`
+    holds the key's name.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:

@@ -139,7 +139,8 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
 
 
 def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
-    """The specification of the requested run. InvalidInput if its base model is another one."""
+    """The specification of the requested run. Raises InvalidInput if its base model is another
+    one."""
     full = request.trainable == "full"
     if request.base_model and not deployment.is_base_model(request.base_model):
         problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
@@ -194,8 +195,7 @@ def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
     responses={200: {"model": RunStatus, "description": "The run existed already."}},
 )
 def create_run(request: CreateRun, response: Response, deployment: CurrentDeployment) -> RunStatus:
-    """Create a run. Create a run. Step 0 of a run of all weights has no files: it is the base
-    model."""
+    """Create a run. Step 0 of a run of all weights has no files: it is the base model."""
     new = make_run(deployment, run_spec(deployment, request))
     return _answer(deployment, request.name, new, response)
 
@@ -208,7 +208,7 @@ def list_runs(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
 ) -> list[RunStatus]:
-    """Runs, by name. List the runs. A damaged run is left out; `tandem doctor` names it."""
+    """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
         # It was removed in between, or has no checkpoint.

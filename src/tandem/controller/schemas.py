@@ -13,7 +13,7 @@ from tandem.spool.schema import Origin, Record, RunName, RunSpec
 LISTED_PENDING = 100
 RENDERED = 1000
 LONGEST_SECONDS = 1e8
-"""Three years. The most seconds that a setting may ask for: ranks can't wait for longer times."""
+"""The most seconds that a setting may ask for, three years: ranks can't wait for longer times."""
 MOST_LABELS = 64
 LABEL_NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256

@@ -100,8 +100,8 @@ class Slice:
 
 
 class ChainPlan:
-    """The jobs of one training. InvalidInput (field: the setting, or the file) if its data can't be
-    opened or is too small."""
+    """The jobs of one training. Raises InvalidInput (field: the setting, or the file) if its data
+    can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config

@@ -113,8 +113,8 @@ def pass_request(
     longest: int = MOST_TOKENS,
 ) -> tuple[PassRequest, Callable[[Path], str]]:
     """The request, and the function that writes its packed arrays, as `RequestLog.append` takes
-    them. The same data gives the same bytes. InvalidInput (fields `data.<i>...`) for data that
-    can't be computed.
+    them. The same data gives the same bytes. Raises InvalidInput (fields `data.<i>...`) for data
+    that can't be computed.
     """
     loss = named_loss(loss_name, config)
     if not data:

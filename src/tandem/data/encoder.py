@@ -19,8 +19,8 @@ _SAMPLE = (
 
 
 class Encoder:
-    """`tokenizer`: transformers'. Encodes texts. No special tokens are added; special tokens in a
-    text are recognised."""
+    """Encodes texts. `tokenizer`: transformers' own. No special tokens are added; special tokens in
+    a text are recognised."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -129,8 +129,8 @@ class Turn(Record):
 
 
 class Trajectory(Record):
-    """One sampled conversation. One sampled conversation. `messages` and `metrics` are for people
-    only; `advantage` replaces the computed one.
+    """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces
+    the computed one.
 
     A turn continues the linear sequence of the turn before it if its prompt starts with that turn's
     prompt and sampled tokens. Any other turn starts another sequence of the trajectory. Both have
@@ -210,7 +210,7 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
     a completion (`prompt_token_ids` in the choice, log-probs in
     `choices[i].logprobs.token_logprobs`). A single choice is accepted if it came through the
-    rollout door. InvalidInput (field: the path in the response) if it is incomplete.
+    rollout door. Raises InvalidInput (field: the path in the response) if it is incomplete.
     """
     data = _as_dict(response)
     choices, where = (
@@ -319,7 +319,7 @@ class TrajectoryBuilder:
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
         """The trajectory. `turn_rewards`: the reward of each sampled turn, in addition to `reward`.
-        InvalidInput without a response, or with a NaN reward."""
+        Raises InvalidInput without a response, or with a NaN reward."""
         turns = self._turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

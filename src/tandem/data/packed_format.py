@@ -119,9 +119,9 @@ def check_size(size: int) -> None:
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file
-    yet; returns the file's SHA-256, lower-case hex. InvalidInput if they are too large;
-    SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file. The
-    caller commits `out` by renaming it."""
+    yet; returns the file's SHA-256, lower-case hex. Raises InvalidInput if they are too large.
+    Raises SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file.
+    The caller commits `out` by renaming it."""
     arrays = {
         "format": np.array(FORMAT, np.int64),
         "vocab_size": np.array(vocab_size, np.int64),
@@ -158,8 +158,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
 
     @classmethod
     def open(cls, path: Path, sha256: str | None = None) -> Self:
-        """Maps a packed directory. InvalidInput if the file is missing, is of another format, or is
-        not the one whose SHA-256 `write_packed` gave."""
+        """Maps a packed directory. Raises InvalidInput if the file is missing, is of another
+        format, or is not the one whose SHA-256 `write_packed` gave."""
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:

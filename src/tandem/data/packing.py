@@ -173,7 +173,7 @@ class PrefixTree:
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
     """Packs trajectories (at least one, in the order of their groups). The same input gives the
-    same arrays. InvalidInput if the arrays are too large.
+    same arrays. Raises InvalidInput if the arrays are too large.
 
     A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest
     first, into the row with the least free slots that suffice (best-fit decreasing). A group larger

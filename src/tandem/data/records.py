@@ -20,7 +20,7 @@ type Records = _Lines | _TableRows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
-    """The records of a file or directory; InvalidInput if it can't be read, or has another
+    """The records of a file or directory. Raises InvalidInput if it can't be read, or has another
     format."""
     try:
         if path.is_dir():

@@ -35,7 +35,8 @@ def options(
 ) -> dict[str, Any]:
     """Variables for the template: `given`, and `day` as today's date (None: really today's).
 
-    InvalidInput for a variable that the template does not read: vLLM would leave it out silently.
+    Raises InvalidInput for a variable that the template does not read: vLLM would leave it out
+    silently.
     """
     given = given or {}
     if unknown := sorted(given.keys() - variables_read(template)):

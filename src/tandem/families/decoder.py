@@ -13,8 +13,8 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family. A family of models. Its fields say what is special; a family that differs in more
-    overrides methods."""
+    """A family of models. Its fields say what is special; a family that differs in more overrides
+    methods."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -140,9 +140,9 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """One layer's rules. The rules of one layer. `parameter` and `source` begin Megatron's and
-        Hugging Face's names. Megatron's `linear_qkv` has one block of rows for each key head: its
-        query heads, the key head, the value head."""
+        """The rules of one layer. `parameter` and `source` begin Megatron's and Hugging Face's
+        names. Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the
+        key head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
         qkv = attention_features(arch)
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}

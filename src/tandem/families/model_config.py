@@ -22,8 +22,8 @@ def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
     """`model` if it is a directory, else the snapshot of that hub name. `files` are downloaded
-    once; with `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if neither
-    exists; HubUnreachable or VolumeFull if a retry can help."""
+    once; with `cached`, nothing is downloaded, and the hub is not asked. Raises InvalidInput if
+    neither exists; HubUnreachable or VolumeFull if a retry can help."""
     if Path(model).is_dir():
         return Path(model)
     # imported late: a local directory needs no hub client

@@ -70,7 +70,7 @@ class SpotCheck:
 
     def adapter_rows(self, adapter: Path, lora: LoraShape) -> ExpectedRows:
         """Rows of each tensor that the adapter in this directory touches, merged into the base
-        model. CheckpointDamaged if it is not an adapter of this shape."""
+        model. Raises CheckpointDamaged if it is not an adapter of this shape."""
         arch = read_arch(self._model)
         factors, rows, expected = adapter_file(adapter, arch, lora, self._model), {}, {}
         for module, (_, count) in lora_modules(arch, lora).items():
@@ -83,9 +83,9 @@ class SpotCheck:
         return ExpectedRows(rows, expected)
 
     def model_rows(self, directory: Path) -> ExpectedRows:
-        """Rows of each matrix of the model in this directory. CheckpointDamaged if its files can't
-        be read. A model that ties its output layer may still have that layer in its files; vLLM
-        does not load it."""
+        """Rows of each matrix of the model in this directory. Raises CheckpointDamaged if its files
+        can't be read. A model that ties its output layer may still have that layer in its files;
+        vLLM does not load it."""
         names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
         try:
             files = {name: of for name, of in model_files(directory).items() if name in names}

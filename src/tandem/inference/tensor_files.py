@@ -30,8 +30,8 @@ their bytes."""
 
 
 class TensorFile(Mapping[str, NDArray[Any]]):
-    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. KeyError for a tensor
-    whose dtype is not in DTYPES."""
+    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. Raises KeyError for a
+    tensor whose dtype is not in DTYPES."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)
@@ -51,14 +51,15 @@ class TensorFile(Mapping[str, NDArray[Any]]):
 
 
 def model_files(directory: Path) -> dict[str, TensorFile]:
-    """The file of each tensor of the model in `directory`. InvalidInput if a file can't be read."""
+    """The file of each tensor of the model in `directory`. Raises InvalidInput if a file can't be
+    read."""
     return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}
 
 
 def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
-    """The tensors of the adapter in `directory`. CheckpointDamaged if they do not form an adapter
-    of shape `lora` for `arch`. `model`: the name of the model with this architecture, for the
-    message."""
+    """The tensors of the adapter in `directory`. Raises CheckpointDamaged if they do not form an
+    adapter of shape `lora` for `arch`. `model`: the name of the model with this architecture, for
+    the message."""
     path = directory / WEIGHTS_FILE
     try:
         file = TensorFile(path)

@@ -53,8 +53,8 @@ that has failed for this long are no longer exported."""
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. A metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`,
-    `_sum` and `_count`."""
+    """A metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum` and
+    `_count`."""
 
     name: str
     help: str

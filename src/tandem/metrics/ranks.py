@@ -208,8 +208,7 @@ class RanksCollector(SpoolCollector):
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 
     def _current_attempt(self, spool: Spool) -> _AttemptSeries | None:
-        """The running attempt. The attempt that runs now: a spool has one runner, which runs one
-        job at a time."""
+        """The attempt that runs now: a spool has one runner, which runs one job at a time."""
         for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
             if lease is None:

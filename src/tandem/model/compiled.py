@@ -111,7 +111,7 @@ class Compiled[**P, T]:
 
 
 def _directory() -> Path:
-    """The directory of the files. SpoolUnusable if another user may have written there."""
+    """The directory of the files. Raises SpoolUnusable if another user may have written there."""
     if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set it
         os.environ |= compiler_caches(os.environ)
     cache = Path(os.environ[INDUCTOR_VARIABLE])

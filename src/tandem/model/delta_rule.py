@@ -63,14 +63,12 @@ class Recurrence:
 
     @functools.cached_property
     def levels(self) -> list[Level]:
-        """Whole segments. The `slots` of a level: its segments' slots, one segment after the
-        other."""
+        """The `slots` of a level: its segments' slots, one segment after the other."""
         return self._levels(self.segments)
 
     @functools.cached_property
     def chunks(self) -> list[Level]:
-        """Segments in chunks. The `slots` of a level in chunks: [chunks, CHUNK], filled with
-        `length`."""
+        """The `slots` of a level in chunks: [chunks, CHUNK], filled with `length`."""
         chunks: list[Segment] = []
         last: list[int] = []  # the last chunk of each segment
         for segment in self.segments:

@@ -46,11 +46,9 @@ class ItemOutputs:
 
 
 class Policy(nn.Module):
-    """Built by `tandem.model.build.build_policy`.
-
-    The model on this rank. `config` is Megatron's TransformerConfig. Only LoRA tensors require
-    gradients. Without `lora` all weights are trained: layers add their gradients to buffers
-    (`tandem.model.gradients`).
+    """The model on this rank, built by `tandem.model.build.build_policy`. `config` is Megatron's
+    TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are trained:
+    layers add their gradients to buffers (`tandem.model.gradients`).
 
     After `backward`, gradients still have to be summed over data-parallel ranks (see
     `tandem.model.lora`).

@@ -1,5 +1,3 @@
-"""Plans, without torch.
-
-Planning: `checks.py` says whether the trainer can cut a model into given sizes, `memory.py`
-computes a rank's GPU memory, and `plan.py` chooses a topology.
+"""Planning, without torch: `checks.py` says whether the trainer can cut a model into given sizes,
+`memory.py` computes a rank's GPU memory, and `plan.py` chooses a topology.
 """

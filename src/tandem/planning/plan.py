@@ -89,8 +89,8 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if
-    none fits."""
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds. Raises
+    InvalidInput if none fits."""
     found = [
         _candidate(workload, sizes, gpu_memory)
         for sizes in all_sizes(gpus)
@@ -125,8 +125,8 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
     """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan,
     for rows of `ROW` slots, or as many as the model has positions, and the largest LoRA that a run
-    may have by default. `gpu_memory`: bytes of the smallest of their GPUs. InvalidInput if it is 0
-    or no topology fits."""
+    may have by default. `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if
+    it is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"

@@ -169,8 +169,8 @@ class Spool:
     """A spool. Many processes may use it at once."""
 
     def __init__(self, root: Path | str) -> None:
-        """Opens an existing spool, even if the volume is full or read-only. SpoolUnusable if it
-        can't be read."""
+        """Opens an existing spool, even if the volume is full or read-only. Raises SpoolUnusable if
+        it can't be read."""
         self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
@@ -195,8 +195,8 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes the directories that a spool lacks, and opens it. SpoolUnusable if it can't; the
-        next call continues from there."""
+        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if it can't;
+        the next call continues from there."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):
@@ -215,12 +215,12 @@ class Spool:
         return cls(paths.root)
 
     def check(self) -> None:
-        """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
+        """Raises SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
         directory, which would look like a spool without runs and jobs."""
         _check_version(self.paths)
 
     def check_writable(self) -> None:
-        """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
+        """Raises SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
         with (
             fs.volume_errors(self.root),
             TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file,

@@ -38,7 +38,7 @@ class Checkpoints:
         return self._runs.directory(run) / "checkpoints"
 
     def steps(self, run: str) -> list[int]:
-        """The run's steps, ascending; NotFound (field `run`) without the run."""
+        """The run's steps, ascending. Raises NotFound (field `run`) if the run does not exist."""
         return [int(name) for name in listing(self._dir(run)) if _is_step(name)]
 
     def discarded(self, run: str) -> list[Path]:
@@ -48,15 +48,15 @@ class Checkpoints:
 
     def size(self, run: str) -> int:
         """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole
-        merged weights; NotFound without the run."""
+        merged weights. Raises NotFound if the run does not exist."""
         directory = self._runs.directory(run)
         return sum(
             _bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged")
         )
 
     def pin(self, run: str, step: int) -> None:
-        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it;
-        NotFound if there is none."""
+        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it.
+        Raises NotFound if there is none."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
@@ -73,12 +73,12 @@ class Checkpoints:
         return self._runs.directory(run) / "pinned"
 
     def changed(self, run: str) -> float:
-        """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without
-        the run."""
+        """When a checkpoint last came or went, Unix seconds by the volume's clock. Raises NotFound
+        if the run does not exist."""
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
-        """The newest step; CheckpointDamaged if the run has none."""
+        """The newest step. Raises CheckpointDamaged if the run has none."""
         newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
         if newest is None:
             raise CheckpointDamaged(
@@ -87,7 +87,7 @@ class Checkpoints:
         return int(newest)
 
     def path(self, run: str, step: int) -> Path:
-        """The checkpoint's directory; NotFound (field `step`) if there is none."""
+        """The checkpoint's directory. Raises NotFound (field `step`) if there is none."""
         directory = self._dir(run) / step_name(min(step, STEPS))
         if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
@@ -101,8 +101,8 @@ class Checkpoints:
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
-        """The manifest; NotFound without the checkpoint, CheckpointDamaged if the manifest is
-        missing, unreadable or of another checkpoint."""
+        """The manifest. Raises NotFound if the checkpoint does not exist, CheckpointDamaged if the
+        manifest is missing, unreadable or of another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
@@ -119,7 +119,7 @@ class Checkpoints:
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
         """The identity of the manifest's file; it changes when the manifest is written again. None
-        if there is no manifest. NotFound without the checkpoint."""
+        if there is no manifest. Raises NotFound if the checkpoint does not exist."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
@@ -156,8 +156,8 @@ class Checkpoints:
         """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename. If
         this fails, `staged_dir` stays where it was. `sha256`: hashes of files whose writer knows
         them. `check` refuses right before the rename. `details`: the manifest's other fields.
-        Conflict (field `step`) if the step exists or does not follow the newest; InvalidInput if
-        the directory holds anything but plain files."""
+        Raises Conflict (field `step`) if the step exists or does not follow the newest. Raises
+        InvalidInput if the directory holds anything but plain files."""
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -196,9 +196,9 @@ class Checkpoints:
 
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
-        their steps. Conflict (field `step`) if jobs of the run are queued or running, since they
-        build on these checkpoints. A crash half-way leaves a shorter chain without gaps; calling
-        again completes the rollback."""
+        their steps. Raises Conflict (field `step`) if jobs of the run are queued or running, since
+        they build on these checkpoints. A crash half-way leaves a shorter chain without gaps;
+        calling again completes the rollback."""
         if self._runs.get(run).session is not None:
             problem = f"run {run!r} is of a session, whose requests can't be undone"
             raise Conflict(f"{problem}; fork it from this step", field="run")
@@ -223,9 +223,9 @@ class Checkpoints:
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
         """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-        Verifies the copy. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has
-        another base model or LoRA shape; CheckpointDamaged; NotFound. The source run may change
-        during the copy, because files that are open outlive their names.
+        Verifies the copy. Raises Conflict (field `name`) if `new.name` exists. Raises InvalidInput
+        if `new` has another base model or LoRA shape; CheckpointDamaged; NotFound. The source run
+        may change during the copy, because files that are open outlive their names.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):
@@ -290,7 +290,7 @@ class MergedFiles:
         return self._runs.directory(run) / "merged"
 
     def steps(self, run: str) -> dict[Path, int]:
-        """The directory of each step's whole weights; NotFound without the run."""
+        """The directory of each step's whole weights. Raises NotFound if the run does not exist."""
         directory = self._dir(run)
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 

@@ -38,7 +38,7 @@ class Events:
     ) -> Event:
         """Adds one event, durably. `data` must fit into JSON; NaN and infinities become null. Ends
         a line that a dead writer left unterminated. Raises SpoolUnusable, and then the file is
-        unchanged; NotFound (field `id`) without the job."""
+        unchanged. Raises NotFound (field `id`) if the job does not exist."""
         with file_lock(self._paths.job_lock(job_id)):
             path = self._paths.events_file(job_id)
             if not path.parent.is_dir():

@@ -19,8 +19,8 @@ _TRIES, _PAUSE_SECONDS = 50, 0.1
 
 
 def end(directory: Path) -> None:
-    """Ends the attempt that has its files in `directory`, for good. SpoolUnusable if the volume
-    does not let the directory go."""
+    """Ends the attempt that has its files in `directory`, for good. Raises SpoolUnusable if the
+    volume does not let the directory go."""
     if not fs.exists(directory):
         return
     with suppress(VolumeFull):  # the names are taken away even so

@@ -7,8 +7,8 @@ from tandem.spool.schema import JobSpec, SessionJob
 
 
 def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
-    """InvalidInput if the loss refers to a checkpoint that will not exist when the job starts.
-    `steps`: the run's steps, ascending."""
+    """Raises InvalidInput if the loss refers to a checkpoint that will not exist when the job
+    starts. `steps`: the run's steps, ascending."""
     if isinstance(spec, SessionJob):
         return
     reference = spec.loss.reference_step
@@ -20,7 +20,7 @@ def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
 
 
 def check_age(spec: JobSpec, most: int | None) -> None:
-    """InvalidInput if a turn was sampled more than `most` steps before the job's base step.
+    """Raises InvalidInput if a turn was sampled more than `most` steps before the job's base step.
     `data.prepare` has compared turns with an earlier base step, before other jobs were queued."""
     oldest = None if isinstance(spec, SessionJob) else spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:

@@ -1,4 +1,4 @@
-"""Reads jobs. `tandem.spool.queue` changes them.
+"""Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
 result is decided, whichever directory it is in. It has ended once its terminal event is written.
@@ -152,7 +152,7 @@ class Jobs:
         self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
-        """The job and its state; NotFound (field `id`) if there is none."""
+        """The job and its state. Raises NotFound (field `id`) if there is none."""
         located = self.locate(job_id, sure=False) or self.located(job_id)
         return self._state(*located), located[1]
 
@@ -165,8 +165,8 @@ class Jobs:
         before: str | None = None,
     ) -> JobList:
         """Jobs of one run or all, in some states or all, oldest first. At most the newest `limit`
-        jobs, all submitted before the job `before`. NotFound (field `before`) if there is no such
-        job."""
+        jobs, all submitted before the job `before`. Raises NotFound (field `before`) if there is no
+        such job."""
         wanted = frozenset(states or _STATES)
         bound = None
         if before is not None and (bound := self.find(before)) is None:
@@ -309,7 +309,7 @@ class Jobs:
             log.error("set a damaged job aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
-        """As `locate`; NotFound (field `id`) if there is no such job."""
+        """As `locate`. Raises NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
             damaged = self._paths.set_aside(job_id)
             why = f": it was damaged, and its directory is {damaged[-1]}" if damaged else ""

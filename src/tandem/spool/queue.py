@@ -82,8 +82,9 @@ class Queue:
         queued while it works. A known id with the same run and fingerprint returns the known job;
         with another, Conflict (field `id`). `base_step`, if given, must be `next_base(run)`:
         Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
-        oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for
-        an older one. `now` tells the time. Any failure, also one of `make`, leaves no trace.
+        oldest of its turns may have been sampled. Raises InvalidInput (field
+        `max_off_policy_steps`) for an older one. `now` tells the time. Any failure, also one of
+        `make`, leaves no trace.
         """
         spec_of_run = self._runs.get(run)
         if job_id is None:
@@ -138,7 +139,7 @@ class Queue:
         return job.model_copy(update={"spec": job.spec.model_copy(update={"data": placed})})
 
     def _check_base(self, run: str, base_step: int | None) -> int:
-        """`next_base`; Conflict if `base_step` is another step."""
+        """`next_base`. Raises Conflict if `base_step` is another step."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
             newest = self._checkpoints.newest(run)
@@ -306,8 +307,8 @@ class Queue:
 
     def finish(self, job: Job, result: JobResult) -> JobState:
         """Ends a running job; returns the terminal state. Idempotent: the first result stands, and
-        a second call completes a change that a crash interrupted. Conflict (field `id`) if the job
-        is queued, or in another attempt."""
+        a second call completes a change that a crash interrupted. Raises Conflict (field `id`) if
+        the job is queued, or in another attempt."""
         with self._job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:

@@ -29,8 +29,8 @@ RESULT_SECONDS = 3600.0
 
 def delete_run(spool: Spool, run: str) -> Path:
     """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
-    (`shutil.rmtree`). Conflict if jobs of the run are queued or running; NotFound. After a death
-    half-way the run is whole but lacks some of its ended jobs; calling again completes the
+    (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running; NotFound. After a
+    death half-way the run is whole but lacks some of its ended jobs; calling again completes the
     removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
@@ -40,9 +40,9 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
-    """Removes a checkpoint. Returns the directory that the caller still has to remove. NotFound;
-    Conflict if it is step 0, the newest, pinned or served, or if a job that is not done needs
-    it."""
+    """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
+    NotFound. Raises Conflict if it is step 0, the newest, pinned or served, or if a job that is not
+    done needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):

@@ -105,7 +105,8 @@ class Replicas:
         return {name: now - since for name, (_, since) in self._seen.items()}
 
     def serves(self, run: str, replica: str) -> ReplicaServed:
-        """The steps of a run that one replica serves; NotFound (field `run`) without the run."""
+        """The steps of a run that one replica serves. Raises NotFound (field `run`) if the run does
+        not exist."""
         return _read_serves(self._of_run(run, replica)) or ReplicaServed()
 
     def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:

@@ -54,8 +54,9 @@ class RequestLog:
         """Logs a request durably; False if it is logged already. `write(directory)` writes the
         packed arrays of a `PassRequest` and returns their SHA-256.
 
-        Conflict (field `seq`) if there is another request with this number, or (field `session`)
-        if the session has ended; NotFound (field `run`) without the run.
+        Raises Conflict (field `seq`) if there is another request with this number, or (field
+        `session`) if the session has ended. Raises NotFound (field `run`) if the run does not
+        exist.
         """
         if (session := self._runs.get(run).session) is None:
             raise Conflict(f"run {run!r} is of no session; submit jobs to it", field="run")
@@ -82,7 +83,8 @@ class RequestLog:
         return False
 
     def get(self, run: str, seq: int) -> LoggedRequest:
-        """The request; NotFound (field `seq`) if there is none, or if its record is damaged."""
+        """The request. Raises NotFound (field `seq`) if there is none, or if its record is
+        damaged."""
         logged = fs.read_undamaged(self._directory(run, seq) / _REQUEST, LoggedRequest)
         if logged is None:
             raise NotFound(f"run {run!r} has no request {seq}", field="seq")
@@ -108,7 +110,7 @@ class RequestLog:
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
         """The log-probs of each sequence's items in an answered pass, in the client's order:
-        float32, little-endian. NotFound (field `seq`) if there are none."""
+        float32, little-endian. Raises NotFound (field `seq`) if there are none."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)

@@ -27,8 +27,8 @@ def write_manifest(
     directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
 ) -> Manifest:
     """Hashes every file under `directory` that is not in `sha256`, and writes `manifest.json` with
-    `files` filled in. InvalidInput (field: the file) if the directory holds anything but plain
-    files and directories.
+    `files` filled in. Raises InvalidInput (field: the file) if the directory holds anything but
+    plain files and directories.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -52,7 +52,8 @@ def write_manifest(
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
     """Compares every file with the manifest. CheckpointDamaged names each file that is missing,
-    truncated, altered or not a regular file; CheckpointIncomplete if files are only missing."""
+    truncated, altered or not a regular file. Raises CheckpointIncomplete if files are only
+    missing."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -100,7 +101,7 @@ class Runs:
         self._paths = paths
 
     def directory(self, name: str) -> Path:
-        """The run's directory; NotFound (field `run`) if there is none."""
+        """The run's directory. Raises NotFound (field `run`) if there is none."""
         path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
             known = ", ".join(listing(path.parent)[:20]) or "none yet"
@@ -116,8 +117,8 @@ class Runs:
     ) -> RunSpec:
         """Makes a run with its checkpoint of step 0. `write_files(directory)` writes the files of
         that checkpoint. `sha256`: hashes of files whose writer knows them; `details`: more fields
-        of its manifest. Conflict (field `name`) if the run exists. The run appears as a whole or
-        not at all."""
+        of its manifest. Raises Conflict (field `name`) if the run exists. The run appears as a
+        whole or not at all."""
         manifest = Manifest(
             run=spec.name, step=0, job=None, created=spec.created, files={}, **details
         )
@@ -141,8 +142,8 @@ class Runs:
         return spec
 
     def get(self, name: str) -> RunSpec:
-        """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't
-        be read."""
+        """The run's specification. Raises NotFound (field `run`) if there is none. Raises
+        RunDamaged if it can't be read."""
         path = self.directory(name) / "run.json"
         try:
             spec = _read_spec(path) or fs.read_record(path, RunSpec)
@@ -192,8 +193,8 @@ class Runs:
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
         """Serialises changes of the run's chain: submission, rollback, removal, and the beginning
-        of a fork. NotFound (field `run`) if there is no run, even if it is deleted while this
-        waits."""
+        of a fork. Raises NotFound (field `run`) if there is no run, even if it is deleted while
+        this waits."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:

@@ -1,5 +1,5 @@
-"""Sessions: `sessions/<id>/`. Sessions, whose clients train by single calls. Each of a session's
-models is a run, `<id>-train-<number>`."""
+"""Sessions (`sessions/<id>/`), whose clients train by single calls. Each of a session's models is a
+run, `<id>-train-<number>`."""
 
 import json
 import os
@@ -33,7 +33,8 @@ def _read_end(path: Path) -> SessionEnd | None:
 
 
 class TrainingSessions:
-    """The sessions. One takes requests until its client ends it, or is not heard of any more."""
+    """All sessions. A session takes requests until its client ends it, or is not heard of any
+    more."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -58,7 +59,8 @@ class TrainingSessions:
         return record
 
     def get(self, session: str) -> SessionRecord:
-        """The session; NotFound (field `session`) if there is none, or if its record is damaged."""
+        """The session. Raises NotFound (field `session`) if there is none, or if its record is
+        damaged."""
         record = fs.read_undamaged(self._paths.session_dir(session) / _RECORD, SessionRecord)
         if record is None:
             raise NotFound(f"there is no session {session!r}", field="session")
@@ -79,7 +81,8 @@ class TrainingSessions:
         fs.write_json_atomic(path, SessionBeat(time=time.time()), durable=False)
 
     def check_open(self, session: str) -> None:
-        """NotFound without the session, Conflict (field `session`) after its end."""
+        """Raises NotFound if the session does not exist, Conflict (field `session`) after its
+        end."""
         self.get(session)
         if (end := self.ended(session)) is not None:
             raise Conflict(f"session {session!r} has ended: {end.reason}", field="session")
@@ -88,8 +91,8 @@ class TrainingSessions:
         return _read_end(self._paths.session_dir(session) / _END)
 
     def end(self, session: str, reason: str) -> None:
-        """Ends a session: it takes no request any more. The first reason stands. NotFound without
-        the session."""
+        """Ends a session: it takes no request any more. The first reason stands. Raises NotFound if
+        the session does not exist."""
         self.get(session)
         if self.ended(session) is None:
             path = self._paths.session_dir(session) / _END
@@ -106,24 +109,24 @@ class TrainingSessions:
         return silent
 
     def put_model(self, session: str, number: int, model: ClientModel) -> None:
-        """Writes a model's record; Conflict (field `model_seq_id`) if another model has this
+        """Writes a model's record. Raises Conflict (field `model_seq_id`) if another model has this
         number."""
         self._put(session, f"model-{number}.json", model, "model_seq_id")
 
     def model(self, session: str, number: int) -> ClientModel:
-        """The model's record; NotFound (field `model_id`) if there is none."""
+        """The model's record. Raises NotFound (field `model_id`) if there is none."""
         path = self._paths.session_dir(session) / f"model-{number}.json"
         if (found := fs.read_undamaged(path, ClientModel)) is None:
             raise NotFound(f"session {session!r} has no model {number}", field="model_id")
         return found
 
     def put_sampler(self, session: str, number: int, sampler: ClientSampler) -> None:
-        """Writes a sampler's record; Conflict (field `sampling_session_seq_id`) if another sampler
-        has this number."""
+        """Writes a sampler's record. Raises Conflict (field `sampling_session_seq_id`) if another
+        sampler has this number."""
         self._put(session, f"sampler-{number}.json", sampler, "sampling_session_seq_id")
 
     def sampler(self, session: str, number: int) -> ClientSampler:
-        """The sampler's record; NotFound (field `sampling_session_id`) if there is none."""
+        """The sampler's record. Raises NotFound (field `sampling_session_id`) if there is none."""
         path = self._paths.session_dir(session) / f"sampler-{number}.json"
         if (found := fs.read_undamaged(path, ClientSampler)) is None:
             problem = f"session {session!r} has no sampler {number}"
@@ -187,13 +190,13 @@ class CheckpointNames:
         self._runs, self._checkpoints = runs, checkpoints
 
     def list(self, run: str) -> list[SavedName]:
-        """The names of a run's checkpoints, in the order in which they were given. NotFound without
-        the run."""
+        """The names of a run's checkpoints, in the order in which they were given. Raises NotFound
+        if the run does not exist."""
         path = self._runs.directory(run) / "names.json"
         return [*(fs.read_undamaged(path, SavedNames) or SavedNames()).names]
 
     def find(self, run: str, group: str, name: str) -> SavedName:
-        """The checkpoint with this name; NotFound (field `name`) if there is none."""
+        """The checkpoint with this name. Raises NotFound (field `name`) if there is none."""
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
                 return saved
@@ -205,7 +208,7 @@ class CheckpointNames:
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
-        """Forgets a name; NotFound if there is none. The checkpoint may then be removed."""
+        """Forgets a name. Raises NotFound if there is none. The checkpoint may then be removed."""
         self._replace(run, self.find(run, group, name), None)
 
     def _replace(self, run: str, old: SavedName, new: SavedName | None) -> None:

@@ -44,7 +44,7 @@ class Uploads:
             fs.rename_dir(staged, self.directory / upload.id)
 
     def get(self, upload_id: str) -> Upload:
-        """The file's record; NotFound (field `file_id`) if there is none."""
+        """The file's record. Raises NotFound (field `file_id`) if there is none."""
         if (
             not _is_upload(upload_id)
             or (upload := _read_upload(self.directory / upload_id / _RECORD)) is None
@@ -58,7 +58,7 @@ class Uploads:
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
     def reader(self, upload: Upload) -> BinaryIO:
-        """The file's content, opened; NotFound if it is gone or is not a regular file."""
+        """The file's content, opened. Raises NotFound if it is gone or is not a regular file."""
         try:
             return open_plain(self.path(upload))
         except (FileNotFoundError, NotPlainError) as error:
@@ -96,8 +96,8 @@ class Tunings:
             fs.write_json_atomic(self._path(tuning.id), tuning)
 
     def get(self, tuning_id: str) -> Tuning:
-        """The fine-tuning's record; NotFound (field `fine_tuning_job_id`) if there is none, or if
-        it is damaged."""
+        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if there is none,
+        or if it is damaged."""
         tuning = None
         if _is_tuning(tuning_id):
             tuning = fs.read_undamaged(self._path(tuning_id), Tuning)

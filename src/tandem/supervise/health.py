@@ -5,8 +5,8 @@ TANDEM_ROLE decides what is checked. `controller` answers /readyz. `trainer` has
 and holds the spool's lock. `inference` has a publisher that runs, and a vLLM that is up, healthy
 and lists the base model. Without a role all of this is checked.
 
-`--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs also
-counts as well.
+`--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
+counts as healthy.
 
 `--live`, for a liveness probe: checks only whether the programs' own loops turn
 (`tandem.system.liveness`), so that nothing is killed while a model loads, a step is published or a

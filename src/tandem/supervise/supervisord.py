@@ -80,8 +80,8 @@ _LEFTOVER_SECONDS = 13
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
     """The programs of a role. Several inference servers are pairs of vLLM and publisher, behind a
-    proxy; with TANDEM_REPLICA this machine has one of them. InvalidInput if there are not enough
-    GPUs for them."""
+    proxy; with TANDEM_REPLICA this machine has one of them. Raises InvalidInput if there are not
+    enough GPUs for them."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs

@@ -77,8 +77,8 @@ def empty_directory(directory: Path) -> None:
 
 
 def private_directory(directory: Path) -> Path:
-    """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user
-    owns or reads it."""
+    """Makes a directory for this user alone, if it does not exist. Raises SpoolUnusable if another
+    user owns or reads it."""
     return _of_this_user(directory, 0o077)
 
 

@@ -30,8 +30,9 @@ class Devices:
     all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
-        """`most`: take only the first `most` devices. InvalidInput if the settings name GPUs that
-        this machine does not have; DriverFailed if the driver does not list its GPUs."""
+        """`most`: take only the first `most` devices. Raises InvalidInput if the settings name GPUs
+        that this machine does not have. Raises DriverFailed if the driver does not list its
+        GPUs."""
         self.uuids: tuple[str, ...] = ()
         self.free_bytes = settings.free_gpu_bytes
         self._failure = ""
@@ -107,8 +108,8 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """InvalidInput if trainer and vLLM of one machine are dedicated but would have the same GPU:
-    jobs would wait for ever. If the driver does not answer, nothing is refused."""
+    """Raises InvalidInput if trainer and vLLM of one machine are dedicated but would have the same
+    GPU: jobs would wait for ever. If the driver does not answer, nothing is refused."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):

@@ -32,7 +32,7 @@ def same_network(name: str) -> bool:
 
 
 def own_address(host: str, port: int = 80) -> str:
-    """This machine's address on the route to `host`. Sends nothing. OSError if there is no
+    """This machine's address on the route to `host`. Sends nothing. Raises OSError if there is no
     route."""
     kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as towards:
@@ -73,7 +73,8 @@ def interface_addresses() -> list[tuple[str, str]]:
 def host_address(chosen: str | None) -> tuple[str, str]:
     """The address by which the other hosts reach this one, and its interface. It is `chosen`, else
     the address of the interface that leads elsewhere, else the first that is not loopback. No name
-    is looked up. InvalidInput if `chosen` is not an address of this host, or the host has none."""
+    is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host has
+    none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:
@@ -98,8 +99,8 @@ def host_address(chosen: str | None) -> tuple[str, str]:
 
 
 def check_interface_names() -> None:
-    """InvalidInput if a variable by which Gloo or NCCL choose their interface names an interface
-    that this host does not have."""
+    """Raises InvalidInput if a variable by which Gloo or NCCL choose their interface names an
+    interface that this host does not have."""
     known = sorted({name for name, _ in interface_addresses()})
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")

@@ -112,8 +112,8 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock. Phases don't nest. Measures phases. `announce(name)` writes the heartbeat
-    when a phase begins, and during long phases."""
+    """One rank's clock, which measures phases. Phases don't nest. `announce(name)` writes the
+    heartbeat when a phase begins, and during long phases."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self.announce, self.watch = announce, watch

@@ -57,9 +57,9 @@ def make_schedule(
 
     Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks (None:
-    `data_parallel` rows). The last step of an epoch may have fewer. InvalidInput if that is not a
-    multiple of `data_parallel`. With `settings.batch_size` the packer chose the rows of each step,
-    and an epoch visits these steps in a permutation drawn the same way.
+    `data_parallel` rows). The last step of an epoch may have fewer. Raises InvalidInput if that is
+    not a multiple of `data_parallel`. With `settings.batch_size` the packer chose the rows of each
+    step, and an epoch visits these steps in a permutation drawn the same way.
     """
     held_out = tuple(np.flatnonzero(batch.row_batch < 0).tolist())
     rows = np.flatnonzero(batch.row_batch >= 0)

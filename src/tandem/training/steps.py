@@ -78,7 +78,7 @@ class Training:
         last one's metrics, which are the same on every rank.
 
         Raises NonFinite, and InvalidInput for log-probs that no sampler can give, before that step
-        is applied; NothingToLearn if no step moved the policy.
+        is applied. Raises NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):

@@ -54,8 +54,8 @@ class InferenceFailed(InferenceRefused):
 
 
 class VllmClient:
-    """One vLLM server. A client of one vLLM server. A timeout bounds every call. Only calls without
-    side effects are retried.
+    """A client of one vLLM server. A timeout bounds every call. Only calls without side effects are
+    retried.
 
     Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and
     Unauthorized.
@@ -65,7 +65,7 @@ class VllmClient:
         self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0
     ) -> None:
         """`timeout`: seconds for answers of the API server itself; `work_timeout`: for answers of
-        the engine. InvalidInput if a file with a secret can't be read."""
+        the engine. Raises InvalidInput if a file with a secret can't be read."""
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
@@ -155,8 +155,8 @@ class VllmClient:
         ]
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load the adapter at `path` (absolute) under an unused name. InferenceRefused if vLLM
-        can't load it."""
+        """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused if
+        vLLM can't load it."""
         # With `load_inplace` some versions read the files again on every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
@@ -201,9 +201,9 @@ class VllmClient:
         them. None: the base model's weights, with the adapter in the directory `path`, times
         `scale`. `again`: the source for a later return to these weights.
 
-        InferenceUnavailable if the same order can succeed later: running requests did not end in
-        time (`requests="wait"`), or the engine did not answer. InferenceRefused if the weights
-        can't be used.
+        Raises InferenceUnavailable if the same order can succeed later: running requests did not
+        end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
+        the weights can't be used.
         """
         order = {
             "name": name,
@@ -278,9 +278,9 @@ class VllmClient:
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. InferenceRefused if memory is missing: vLLM 0.26 then
-        stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can be
-        asked again."""
+        """Wake the engine, if it sleeps. Raises InferenceRefused if memory is missing: vLLM 0.26
+        then stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can
+        be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -297,7 +297,7 @@ class VllmClient:
     def _request(
         self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> httpx.Response:
-        """A successful response. One request. Calls without side effects have three tries.
+        """The successful response to a request. Calls without side effects have three tries.
         `timeout`: seconds, in place of the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):

@@ -52,9 +52,9 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The options of a training loop, temperature included. InvalidInput (with this field) if the
-    own options of a request or an environment set another temperature: the loss computes with the
-    loop's."""
+    """The options of a training loop, temperature included. Raises InvalidInput (with this field)
+    if the own options of a request or an environment set another temperature: the loss computes
+    with the loop's."""
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
         problem = (

@@ -47,8 +47,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One question. A check. `answer` yields its findings, one Answer for each thing that it looks
-    at."""
+    """A check. `answer` yields its findings, one Answer for each thing that it looks at."""
 
     name: str
     asks: str

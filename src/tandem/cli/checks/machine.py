@@ -65,8 +65,8 @@ def packages(_: Asked) -> Iterator[Answer]:
 
 
 def volume(asked: Asked) -> Iterator[Answer]:
-    """Writes, fsyncs, renames and locks files in a temporary directory. VolumeFull if there is no
-    space for them."""
+    """Writes, fsyncs, renames and locks files in a temporary directory. Raises VolumeFull if there
+    is no space for them."""
     root = asked.settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():

@@ -42,7 +42,7 @@ class Evaluations:
 
     async def evaluate(self, step: int, made: int, is_last: bool, show: Show) -> None:
         """Record the evaluations that are due at `step`, the step number `made` after the first.
-        TandemError if every rollout of an evaluation fails for longer than `patience`."""
+        Raises TandemError if every rollout of an evaluation fails for longer than `patience`."""
         async with asyncio.TaskGroup() as sections:
             for section, of in zip(self._sections, self._environments, strict=True):
                 due = made % section.every == 0 or is_last

@@ -36,8 +36,8 @@ async def play(
     pauses: tuple[float, float] = PAUSES,
     watch: Watch | None = None,
 ) -> Trajectory:
-    """One rollout. The trajectory of a rollout. An error is passed to `failed`, and the rollout is
-    repeated after a pause, up to `retries` times. DiscardedError is final."""
+    """The trajectory of a rollout. An error is passed to `failed`, and the rollout is repeated
+    after a pause, up to `retries` times. DiscardedError is final."""
     backoff = Backoff(inf, *pauses)  # a service that an environment needs may be away for a moment
     watch = watch or Watch()
     for left in reversed(range(settings.retries + 1)):

@@ -63,8 +63,8 @@ class Sampler:
         """The message that follows `messages`. A coroutine awaits it; in a plain `def rollout`, the
         call returns it. `options`: vLLM's, such as `tools` or `max_tokens`.
 
-        InvalidInput for options that change the distribution, and for what vLLM refuses, such as a
-        conversation longer than its context.
+        Raises InvalidInput for options that change the distribution, and for what vLLM refuses,
+        such as a conversation longer than its context.
         """
         answer = self._chat(messages, options)
         try:

@@ -57,7 +57,7 @@ def _text(name: str, content: str) -> bytes:
 
 
 class TensorBoard:
-    """DIR/<run>/events.out.tfevents.tandem. TensorBoard's files. A row is one event, whose writer
+    """TensorBoard's files, DIR/<run>/events.out.tfevents.tandem. A row is one event, whose writer
     field holds the row's position."""
 
     replaces = True

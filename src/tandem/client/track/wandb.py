@@ -1,5 +1,5 @@
-"""Weights & Biases. Writes to W&B. W&B's own record of a run, `wandb/*run-*/run-*.wandb`, tells
-which rows exist, even offline.
+"""Writes to Weights & Biases. W&B's own record of a run, `wandb/*run-*/run-*.wandb`, tells which
+rows exist, even offline.
 
 W&B buffers a few rows, which a kill loses; they are sent again. If its server has them already, it
 drops them, because a row's W&B step is not above the last one there.

@@ -68,8 +68,8 @@ def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
 def training(
     tuning: Tuning, values: Hyperparameters, files: Sequence[Path], **more: Any
 ) -> SFTTraining | DPOTraining:
-    """The chain's settings. The training's configuration. `values` are numbers; `files`: the
-    training file, and the validation file if there is one; `more`: other settings."""
+    """The chain's settings. `values` are numbers; `files`: the training file, and the validation
+    file if there is one; `more`: other settings."""
     method = tuning.method
     kind = "sft" if method == "supervised" else "dpo"
     settings: dict[str, Any] = {

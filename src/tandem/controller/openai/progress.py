@@ -62,8 +62,8 @@ def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, J
 
 
 def steps_made(spool: Spool, tuning: Tuning) -> int:
-    """The number of parts that have made their checkpoints. NotFound without the run.
-    CheckpointDamaged if its newest step is another job's."""
+    """The number of parts that have made their checkpoints. Raises NotFound if the run does not
+    exist. Raises CheckpointDamaged if its newest step is another job's."""
     newest = spool.checkpoints.newest(tuning.run)
     made = spool.checkpoints.manifest(tuning.run, newest).job if newest else None
     if made is not None and not made.startswith(f"{tuning.id}."):

@@ -93,7 +93,7 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids after `after`; BadRequest if `after` is not among them."""
+    """The ids after `after`. Raises BadRequest if `after` is not among them."""
     if after is None:
         return ids
     if after not in ids:

@@ -127,7 +127,7 @@ def _origin(deployment: Deployment, model: str) -> Origin | None:
 
 
 def _check_run(deployment: Deployment, tuning: Tuning) -> None:
-    """BadRequest if this deployment can't serve another run like this."""
+    """Raises BadRequest if this deployment can't serve another run like this."""
     spec = spec_of(deployment, tuning)
     if tuning.origin is not None:
         spec = deployment.spool.runs.get(tuning.origin.run).model_copy(update={"name": tuning.run})
@@ -167,7 +167,7 @@ def _validation_file(
 def list_tunings(
     request: Request, deployment: CurrentDeployment, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
-    """Jobs, newest first. List jobs. `metadata[key]=value`: only jobs with these entries;
+    """List jobs, newest first. `metadata[key]=value`: only jobs with these entries;
     `metadata=null`: only jobs without any."""
     wanted = {
         name[len("metadata[") : -1]: value
@@ -268,8 +268,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """Changes the record by `update`; BadRequest if the job has already ended, except as `refuse`
-    allows."""
+    """Changes the record by `update`. Raises BadRequest if the job has already ended, except as
+    `refuse` allows."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -299,8 +299,7 @@ class Tuner:
             raise _Failed("step_refused", f"vLLM can't serve it: {refused.reason}")
 
     def _write_results(self, tuning: Tuning) -> str:
-        """The result file. Writes the result file. Its id is the fine-tuning's, so that it is
-        written once."""
+        """Writes the result file. Its id is the fine-tuning's, so that it is written once."""
         spool = self._deployment.spool
         rows = measured(spool, tuning)
         content = results(rows)

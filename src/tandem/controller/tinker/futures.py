@@ -54,7 +54,7 @@ class Futures:
         self._deployment, self._numbers = deployment, numbers
 
     def look(self, model: Name, number: int | None) -> Outcome:
-        """The model's request's outcome so far; NotFound if there is no such request."""
+        """The model's request's outcome so far. Raises NotFound if there is no such request."""
         spool, run = self._deployment.spool, model.run
         seq = 1
         if number is None:

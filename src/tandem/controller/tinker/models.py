@@ -29,7 +29,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
-    """The base model's name in the client's form, by which the client finds the tokenizer.
+    """The base model's name in the client's form, by which the client finds the tokenizer. Raises
     InvalidInput if it is another model."""
     own = deployment.base_model
     # A directory often has the name that the model has on the hub.
@@ -40,8 +40,7 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
 
 
 def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
-    """The adapter's shape. The LoRA shape of a model. `lm_head` has no adapter, whatever
-    `train_unembed` says."""
+    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says."""
     arch = deployment.arch
     targets: Sequence[Any] = default_targets(arch)
     if arch.moe is not None and deployment.settings.expert_lora:
@@ -64,7 +63,8 @@ def check_optimizer(config: OptimizerConfig | None, field: str) -> None:
 def make_model(
     deployment: Deployment, model: Name, base_model: str, lora: LoraShape, seed: int | None
 ) -> None:
-    """Makes the model's run, unless it exists. InvalidInput if another model has its name."""
+    """Makes the model's run, unless it exists. Raises InvalidInput if another model has its
+    name."""
     spool = deployment.spool
     spool.sessions.check_open(model.session)
     with suppress(NotFound):
@@ -79,14 +79,14 @@ def make_model(
 
 
 def model_run(deployment: Deployment, model: Name) -> RunSpec:
-    """The model's run; NotFound (field `model_id`) if there is none."""
+    """The model's run. Raises NotFound (field `model_id`) if there is none."""
     with suppress(NotFound):
         return deployment.spool.runs.get(model.run)
     raise NotFound(f"there is no model {str(model)!r}", field="model_id")
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. NotFound (with this field) if there is none."""
+    """The step that the path names. Raises NotFound (with this field) if there is none."""
     with suppress(NotFound):
         return deployment.spool.names.find(path.model.run, path.group, path.name).step
     raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)

@@ -28,7 +28,7 @@ _WINDOW_BYTES = 2**27
 
 @dataclass(frozen=True)
 class Pass:
-    """A client's request. One pass. `config` has numbers, and texts for losses that read texts."""
+    """One pass. `config` has numbers, and texts for losses that read texts."""
 
     model_id: str
     seq: int
@@ -38,8 +38,8 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The data. The pass's data. `names`: the arrays of each datum beside its targets, its
-        factors first; `needed`: whether all must be there. InvalidInput names the field
+        """The pass's data. `names`: the arrays of each datum beside its targets, its factors first;
+        `needed`: whether all must be there. InvalidInput names the field
         (`data.3.loss_fn_inputs.weights`)."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
@@ -49,7 +49,7 @@ class Pass:
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
     """The pass in a body. `encoding`: the header Content-Encoding; `most`: the most bytes of the
-    message. InvalidInput if it is not a pass, RequestTooLarge if it is larger."""
+    message. Raises InvalidInput if it is not a pass, RequestTooLarge if it is larger."""
     if content_type.partition(";")[0].strip().lower() != PROTOBUF:
         problem = f"the body must be {PROTOBUF}, which tinker sends from 0.25 on"
         raise InvalidInput(f"{problem}; install a newer tinker", field="Content-Type")

@@ -30,8 +30,7 @@ class Top:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence. One sample. `stopped`: whether a stop token or text ended it, not its
-    length."""
+    """One sampled sequence. `stopped`: whether a stop token or text ended it, not its length."""
 
     tokens: Int32
     logprobs: Float32

@@ -53,8 +53,7 @@ def get_sampler(sampler_id: str, api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/asample")
 async def begin_sample(request: SampleRequest, api: CurrentApi) -> dict[str, Any]:
-    """Begin to sample. Begin a sample. The result is kept in memory until the client has fetched
-    it."""
+    """Begin a sample. The result is kept in memory until the client has fetched it."""
     vllm.check_sample(request)
     name = sampler_of(request.sampling_session_id)
     model = await api.run(_sampled_model, api, name)

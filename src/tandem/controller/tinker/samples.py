@@ -46,8 +46,8 @@ class SampleFutures:
         digest: bytes,
         sample: Callable[[], Coroutine[None, None, bytes]],
     ) -> None:
-        """Begins the sample, unless it has begun. InvalidInput if another request has its number;
-        TooManySamples."""
+        """Begins the sample, unless it has begun. Raises InvalidInput if another request has its
+        number; TooManySamples."""
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:
             if known.digest != digest:
@@ -62,7 +62,7 @@ class SampleFutures:
         self._samples[request_id] = _Sampling(session, digest, task)
 
     async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
-        """The ended task; None if it is still running. KeyError without it."""
+        """The ended task; None if it is still running. Raises KeyError if there is none."""
         found = self._samples[request_id]
         found.waiting += 1
         try:

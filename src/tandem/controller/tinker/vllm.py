@@ -44,7 +44,7 @@ class _NotLoaded(_Again):
 
 
 class VllmSampler:
-    """vLLM's `/v1/completions`. Samples at vLLM, for one event loop.
+    """Samples by vLLM's `/v1/completions`, for one event loop.
 
     httpx is not used: its pool walks all connections for each request, and clients sample by the
     thousand (docs/performance.md, Sampling beside training).
@@ -65,7 +65,7 @@ class VllmSampler:
         self, model: str, request: SampleRequest, want: Callable[[], Awaitable[None]]
     ) -> SampleResult:
         """The samples. Waits while vLLM starts, sleeps or loads the model, which `want` asks for.
-        SampleFailed if vLLM refuses."""
+        Raises SampleFailed if vLLM refuses."""
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
         while True:
@@ -129,8 +129,8 @@ class VllmSampler:
 
 
 def check_sample(request: SampleRequest) -> None:
-    """InvalidInput for a request that vLLM can't follow exactly, so that no other question is
-    answered."""
+    """Raises InvalidInput for a request that vLLM can't follow exactly, so that no other question
+    is answered."""
     for i, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise InvalidInput(f"{chunk.type}: only text is served", field=f"prompt.chunks.{i}")
@@ -154,7 +154,7 @@ def check_sample(request: SampleRequest) -> None:
 def completion(
     model: str, request: SampleRequest, tokens: Sequence[int], room: int
 ) -> dict[str, Any]:
-    """vLLM's request. The request to vLLM. `room`: the tokens that fit behind the prompt."""
+    """The request to vLLM. `room`: the tokens that fit behind the prompt."""
     asked = request.sampling_params
     body: dict[str, Any] = {
         "model": model,
@@ -188,7 +188,7 @@ def completion(
 def sampled(
     request: SampleRequest, tokens: Sequence[int], answer: Mapping[str, Any]
 ) -> SampleResult:
-    """The samples in vLLM's answer. SampleFailed if the answer is incomplete."""
+    """The samples in vLLM's answer. Raises SampleFailed if the answer is incomplete."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     sequences = [_sequence(choice, request.topk_sample_logprobs) for choice in choices]
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}

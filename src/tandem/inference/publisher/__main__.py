@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
-    """The lock of the only publisher, or of a replica's publisher. SpoolUnusable if the spool has
-    both kinds of publishers: each would overwrite what the others announce."""
+    """The lock of the only publisher, or of a replica's publisher. Raises SpoolUnusable if the
+    spool has both kinds of publishers: each would overwrite what the others announce."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

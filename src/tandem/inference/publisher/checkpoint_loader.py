@@ -107,9 +107,9 @@ class CheckpointLoader:
         """Load and verify a checkpoint under `name`, unless both are done. Raises
         CheckpointRefused.
 
-        CheckpointNotVisible for a new checkpoint whose files are missing: it is tried again at
-        every turn. A refused checkpoint is tried again when its files change or the server is lost,
-        and after a pause if vLLM answered 500.
+        Raises CheckpointNotVisible for a new checkpoint whose files are missing: it is tried again
+        at every turn. A refused checkpoint is tried again when its files change or the server is
+        lost, and after a pause if vLLM answered 500.
         """
         served = self._served.get(name)
         try:

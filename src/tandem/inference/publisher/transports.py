@@ -57,7 +57,8 @@ def copies_directory(root: Path, url: str) -> Path:
 
 class AdapterCopies:
     def __init__(self, directory: Path) -> None:
-        """`directory`: the place of the copies. SpoolUnusable if it belongs to another user."""
+        """`directory`: the place of the copies. Raises SpoolUnusable if it belongs to another
+        user."""
         self._directory = Path(os.path.realpath(private_directory(directory.absolute())))
         self._checked: set[Path] = set()  # copies that this object has made or hashed
         self.usage_file = self._directory / "used.json"
@@ -68,7 +69,8 @@ class AdapterCopies:
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
         """The path of this checkpoint's copy, existing or not. A run of all weights has no copy,
-        and the path only names its weights. CheckpointDamaged if the manifest lists no adapter."""
+        and the path only names its weights. Raises CheckpointDamaged if the manifest lists no
+        adapter."""
         content = manifest.weights_sha256
         if run.lora is not None:
             for file in ADAPTER_FILES:
@@ -82,7 +84,7 @@ class AdapterCopies:
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
         """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists.
-        CheckpointDamaged if a file is missing or does not have the manifest's hash."""
+        Raises CheckpointDamaged if a file is missing or does not have the manifest's hash."""
         files = manifest.model_copy(
             update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}}
         )
@@ -171,7 +173,7 @@ class LoraTransport:
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
-        """Forget the server. Forget the adapters: the next server has none."""
+        """Forget the adapters: the next server has none."""
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
@@ -189,8 +191,7 @@ class LoraTransport:
         lists the name."""
 
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002
-        """Remove the name. Unloads a name. Running requests finish with the adapter that they began
-        with."""
+        """Unloads a name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
         path = self.listed.pop(name)
         if self._loaded is not None:  # vLLM may have loaded it although `load` raised
@@ -246,7 +247,7 @@ class MergedTransport:
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
         """Swap the weights, and compare rows of every tensor with the expected values. New requests
-        wait from here to `announce`. InferenceRefused if vLLM then has other weights."""
+        wait from here to `announce`. Raises InferenceRefused if vLLM then has other weights."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)

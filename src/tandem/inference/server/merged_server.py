@@ -45,9 +45,9 @@ _CHECK_SECONDS = 1.0  # seconds between two checks of a waiting call that the en
 
 @dataclass(frozen=True)
 class Version:
-    """Weights. One version of the weights. `path`: the adapter's path, or a name for the content of
-    whole weights; `scale`: the adapter's; `transport`: the way they came; `again`: where to get
-    them again (a source of `worker/landing.py`)."""
+    """One version of the weights. `path`: the adapter's path, or a name for the content of whole
+    weights; `scale`: the adapter's; `transport`: the way they came; `again`: where to get them
+    again (a source of `worker/landing.py`)."""
 
     name: str
     path: str

@@ -20,8 +20,8 @@ Sequence = tuple[int, int]  # the numbers of a prompt and of a sample
 
 @dataclass(eq=False)
 class InFlight:
-    """A sampling request. A running request. `id`: the header X-Request-Id, as vLLM reads it;
-    `first`: the weights that it began with.
+    """A running sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the
+    weights that it began with.
 
     `swaps`: the name after each swap that its running sequences saw, and their numbers of tokens at
     that time.

@@ -99,7 +99,7 @@ def started() -> bool:
 
 
 def wait_until_started() -> Kind:
-    """Wait for the device, make it the calling thread's current device, and return its kind.
+    """Wait for the device, make it the calling thread's current device, and return its kind. Raises
     RuntimeError if the GPU can't be used."""
     global _started
     if not is_cuda():

@@ -182,8 +182,8 @@ class MoeSublayer(Sublayer):
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, slot_experts: torch.Tensor | None) -> Routing:
-        """`slot_experts`: `RowTensors.slot_experts`. The routing by given experts. Their
-        probabilities are the router's, so they have gradients."""
+        """The routing by given experts, `RowTensors.slot_experts`. Their probabilities are the
+        router's, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
         all_probs = None
         if self._shape.router == "sigmoid":

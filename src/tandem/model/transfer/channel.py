@@ -37,13 +37,13 @@ class Pending(Protocol):
 def make_meeting(path: Path) -> FileStore:
     """The store of a new meeting: a file on the volume, so no port is opened for it. Only the owner
     and the group of the file can join, and NCCL's sockets admit only processes with its id from the
-    file. OSError if the file exists or can't be made."""
+    file. Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
 
 def join_meeting(path: Path) -> FileStore:
-    """The store of a meeting. OSError if there is none."""
+    """The store of a meeting. Raises OSError if there is none."""
     os.close(descriptor(path, os.O_RDWR))
     # with a number of processes, the last one would remove the file
     store = FileStore(str(path), -1)

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.01
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
     """Wait for all workers of `servers`, and fix the group: the number of workers of each server,
-    in the order of their ranks. TimeoutError if no server came.
+    in the order of their ranks. Raises TimeoutError if no server came.
 
     `beat` is called at each server that is complete.
     """
@@ -41,7 +41,7 @@ def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) 
 
 
 def read_members(store: Store) -> dict[str, int]:
-    """The list that `fix_members` has fixed. TimeoutError if it does not appear."""
+    """The list that `fix_members` has fixed. Raises TimeoutError if it does not appear."""
     return _checked(json.loads(store.get("members")))
 
 

@@ -104,7 +104,7 @@ def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
 def rank_parts(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[Part]:
-    """See `buffers`. The parts that a rank has. A part has more than `most` elements only if it is
+    """The parts that a rank has (see `buffers`). A part has more than `most` elements only if it is
     one row, or the rows of one head group or one expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):

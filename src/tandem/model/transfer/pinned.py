@@ -8,7 +8,7 @@ import torch
 
 
 def pinned_memory(size: int) -> torch.Tensor:
-    """uint8 [size]. A block of pinned memory; call `release_pinned` before it is freed.
+    """A block of pinned memory, uint8 [size]; call `release_pinned` before it is freed.
 
     It is in huge pages if the kernel has any, because small pages take longer to pin and to read.
     """

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tandem.errors import PATTERN_WORDS
 
 SCHEMA_VERSION = 2
-"""The volume's version. The version of the format on the volume. In version 1 a job's files lay in
-directories by kind and state."""
+"""The version of the format on the volume. In version 1 a job's files lay in directories by kind
+and state."""
 STEPS = 10**8
 """A run has fewer steps than this, because eight digits name a checkpoint."""
 

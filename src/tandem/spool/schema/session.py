@@ -14,7 +14,7 @@ Seq = Annotated[int, Field(ge=1, lt=MOST_SEQUENCE_NUMBER)]
 
 
 class SessionRecord(Record):
-    """`sessions/<id>/session.json`, written once. A session; its runs name it in
+    """A session: `sessions/<id>/session.json`, written once. Its runs name it in
     `RunSpec.session`."""
 
     schema_version: Literal[1] = 1
@@ -132,7 +132,7 @@ class RequestError(Record):
 
 
 class RequestResult(Record):
-    """`runs/<run>/requests/<seq>/result.json`. The result of a request. The log-probs of a pass are
+    """The result of a request: `runs/<run>/requests/<seq>/result.json`. The log-probs of a pass are
     in a file beside it. A request with an error changed nothing, except that a failed optimizer
     step discards the gradients. Names of metrics that are sums over a pass end in `:sum`."""
 

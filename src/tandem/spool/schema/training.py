@@ -15,8 +15,7 @@ _BY_SEQUENCE = ("gspo", "gspo_token")
 
 
 class RLLoss(Record):
-    """The policy loss. The settings of an RL loss. Formulas and sources:
-    `tandem.training.losses`."""
+    """The settings of the policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
     policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro"] = "cispo"

@@ -51,8 +51,7 @@ class TuningPlan(Record):
 
 
 class TuningEnd(Record):
-    """How it ended. The end of a fine-tuning. `code`, `message` and `param` are OpenAI's error if
-    it failed."""
+    """The end of a fine-tuning. `code`, `message` and `param` are OpenAI's error if it failed."""
 
     status: Literal["succeeded", "failed", "cancelled"]
     finished: float  # Unix seconds

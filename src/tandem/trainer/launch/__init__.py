@@ -134,7 +134,7 @@ class Launch(Record):
         return of_parent(self.work, name, None if self.host.store is None else self.host.number)
 
     def open(self) -> Attempt:
-        """The attempt. Raises SpoolUnusable."""
+        """The attempt whose ranks to start. Raises SpoolUnusable."""
         return Attempt(Spool(self.root), self.job, self.attempt)
 
 

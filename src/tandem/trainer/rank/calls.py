@@ -53,11 +53,11 @@ class ModelCalls:
         return self.model.optimizer
 
     def compute(self, seq: int, request: PassRequest) -> tuple[dict[str, float], bytes]:
-        """A pass. The request's metrics, and on rank 0 the log-probs in the form that
+        """A pass. Returns the request's metrics, and on rank 0 the log-probs in the form that
         `RequestLog.answer` takes.
 
-        InvalidInput if its arrays are gone; NonFinite for a loss that is not finite. After either
-        error the gradients are unchanged.
+        Raises InvalidInput if its arrays are gone. Raises NonFinite for a loss that is not finite.
+        After either error the gradients are unchanged.
         """
         with self._opened(seq) as batch:
             if self.probe is None:
@@ -82,8 +82,8 @@ class ModelCalls:
             return metrics, _by_datum(batch, {r: of for part in parts for r, of in part.items()})
 
     def step(self, request: StepRequest) -> dict[str, float]:
-        """An optimizer step. Takes an optimizer step. NonFinite if the gradient is not finite: then
-        the weights are unchanged. The gradients are zero in any case."""
+        """Takes an optimizer step. Raises NonFinite if the gradient is not finite: then the weights
+        are unchanged. The gradients are zero in any case."""
         optimizer = self.optimizer
         optimizer.settings = OptimizerSettings(
             beta1=request.beta1,
@@ -113,8 +113,9 @@ class ModelCalls:
         }
 
     def load(self, request: LoadRequest) -> None:
-        """Takes the weights of a checkpoint. The gradients are zero. InvalidInput for another base
-        model or LoRA shape, NotFound, CheckpointDamaged: then everything is unchanged."""
+        """Takes the weights of a checkpoint. The gradients are zero. Raises InvalidInput for
+        another base model or LoRA shape, NotFound, CheckpointDamaged: then everything is
+        unchanged."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):

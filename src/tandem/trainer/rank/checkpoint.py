@@ -44,8 +44,8 @@ def check_checkpoint(
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
     interpreter's lock.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't
-    fit, or if a trained checkpoint has no optimizer state; NotFound if there is no such checkpoint.
+    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
+    if a trained checkpoint has no optimizer state. Raises NotFound if there is no such checkpoint.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -91,8 +91,8 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
-    """A checkpoint's `adapter_config.json`, which the next checkpoint gets too. CheckpointDamaged
-    if it is not the file of the manifest."""
+    """A checkpoint's `adapter_config.json`, which the next checkpoint gets too. Raises
+    CheckpointDamaged if it is not the file of the manifest."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,

@@ -33,8 +33,7 @@ class NewCheckpoint:
         """On rank 0: the hashes of files that were hashed as they were written."""
 
     def write(self) -> None:
-        """Write the files. Starts to write the files. An adapter's are still being written when
-        this returns."""
+        """Starts to write the files. An adapter's are still being written when this returns."""
         session, assignment, model = self._session, self._assignment, self._model
         if isinstance(model.optimizer, ShardedAdam):
             model_checkpoint.write_model(

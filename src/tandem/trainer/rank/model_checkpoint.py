@@ -41,7 +41,7 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
     """The checkpoint's directory, after its files were hashed; None for the base model, step 0.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
-    optimizer state; NotFound if there is no such checkpoint.
+    optimizer state. Raises NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
     # A fork's step 0 has the files of the checkpoint that it was forked from, which may be a fork's

@@ -129,8 +129,8 @@ def logprobs(
 
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
-    """The items' log-probs in fp32, on every rank, on the CPU. NonFinite if one is NaN or infinite:
-    a manifest can't hold it, and vLLM would serve it."""
+    """The items' log-probs in fp32, on every rank, on the CPU. Raises NonFinite if one is NaN or
+    infinite: a manifest can't hold it, and vLLM would serve it."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(

@@ -65,7 +65,7 @@ class TrainedWeights(Weights):
 
 @dataclass
 class Publication:
-    """One job's. One publication. `offer` and `send` are collectives of all ranks."""
+    """One job's publication. `offer` and `send` are collectives of all ranks."""
 
     settings: RankSettings
     model: Path  # the base model's directory
@@ -153,8 +153,9 @@ class Publication:
         return [result for result, _ in outcomes]
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
-        """The result of `action`, run in a thread. TimeoutError if `action` does not call the
-        function that it gets for a while, because connecting NCCL has no time limit of its own."""
+        """The result of `action`, run in a thread. Raises TimeoutError if `action` does not call
+        the function that it gets for a while, because connecting NCCL has no time limit of its
+        own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:

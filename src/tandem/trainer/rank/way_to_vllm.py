@@ -9,8 +9,8 @@ from tandem.trainer.launch import RankSettings
 
 
 def address_for_vllm(spool: Spool) -> str:
-    """This machine's address for vLLM's workers. RuntimeError if no publisher has published its
-    vLLM's place; OSError if there is no route to it."""
+    """This machine's address for vLLM's workers. Raises RuntimeError if no publisher has published
+    its vLLM's place. Raises OSError if there is no route to it."""
     if not (places := spool.inference.places()):
         raise RuntimeError(
             f"no publisher has written to {spool.root} where its vLLM is; start inference with"

@@ -156,8 +156,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
-        """The factors of an adapter in PEFT's format. On return they are on the device. CannotWrite
-        if the adapter does not fit."""
+        """The factors of an adapter in PEFT's format. On return they are on the device. Raises
+        CannotWrite if the adapter does not fit."""
         factors: Factors = {}
         path = Path(directory, WEIGHTS_FILE)
         entries = read_header(path)
