@@ -120,9 +120,9 @@ def job(
         float, typer.Option(help="Seconds for the job, and again for its step to be served.")
     ] = 1800,
 ) -> None:
-    """Train a small SFT job, wait until its step is served, and sample from it. With merged
-    weights, of which vLLM has one run's: nothing if there is a run, and a run that was made for
-    this is deleted."""
+    """Train a small SFT job, wait until its step is served, and sample from it. With merged weights
+    vLLM serves one run only: if there is a run, nothing is done; otherwise a run is made for this
+    and deleted afterwards."""
     vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:

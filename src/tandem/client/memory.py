@@ -64,7 +64,7 @@ def _ranks(data: Mapping[str, Any]) -> dict[int, RankMemory]:
 
 
 def _step_memory(metrics: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Phase -> kind -> bytes, of the metrics named `memory_<phase>_<kind>_bytes`."""
+    """Phase -> kind -> bytes, from the metrics named `memory_<phase>_<kind>_bytes`."""
     phases: dict[str, dict[str, int]] = {}
     for name, value in metrics.items():
         if value is not None and (

@@ -21,7 +21,8 @@ class LogPart:
 
 
 class _JobOptions(TypedDict, total=False):
-    """Options of a job. The defaults are those of the requests in `tandem.controller.schemas`."""
+    """Options of a job. The defaults are the defaults of the requests in
+    `tandem.controller.schemas`."""
 
     id: str
     base_step: int

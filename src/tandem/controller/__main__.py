@@ -37,8 +37,8 @@ def main() -> int:
         # raises again at its end.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
-        # With an arena for each thread, glibc keeps more of what was freed after each crowd of
-        # requests or streams.
+        # With an arena for each thread, glibc keeps more freed memory after each crowd of requests
+        # or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     # Without this, transformers imports an installed torch with any tokenizer, which costs seconds
     # and gigabytes.

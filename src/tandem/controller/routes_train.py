@@ -72,8 +72,8 @@ def _body(name: str) -> dict[str, Any]:
 async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
-    """Queue a job that starts from the run's newest step, after those queued before it, and makes
-    the next one."""
+    """Queue a job that starts from the run's newest step, after the jobs queued before it, and
+    makes the next one."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)

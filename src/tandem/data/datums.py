@@ -176,7 +176,7 @@ def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, 
 
 
 def _sequence(datum: Datum) -> LinearSequence:
-    """The datum as a sequence of which all positions are items. The last target takes the slot
+    """The datum as a sequence in which every position is an item. The last target takes the slot
     after the last token."""
     logprobs = datum.logprobs
     if logprobs is not None and datum.sequence_ratio_mask is not None:

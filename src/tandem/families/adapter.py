@@ -83,8 +83,8 @@ def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
-    """Raises InvalidInput for targets that the model does not have, and for those in experts whose
-    adapters PEFT and vLLM would name otherwise."""
+    """Raises InvalidInput for targets that the model does not have, and for targets in experts that
+    PEFT and vLLM would name differently."""
     if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
         problem = f"{arch.model_type} has no {', '.join(wrong)}"
         raise InvalidInput(

@@ -1,6 +1,7 @@
-"""Gemma 4's text models: windows in most layers, in the others larger heads, values made of keys
-and RoPE on a part of each head. Norms stand before and after each block and on values; a number
-multiplies each layer's output; logits are capped. Mixtures have experts beside each layer's MLP."""
+"""Gemma 4's text models: windows in most layers; in the others larger heads, values computed from
+keys, and RoPE on a part of each head. Norms stand before and after each block and on values; a
+number multiplies each layer's output; logits are capped. Mixtures have experts beside each layer's
+MLP."""
 
 from dataclasses import replace
 from typing import Any

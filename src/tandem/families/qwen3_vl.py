@@ -20,8 +20,8 @@ class Qwen3VLMoe(Decoder):
         return replace(moe, norm_topk_prob=True, fused_adapters=True)
 
     def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """The rules of the MLP. One tensor has the gates, then the ups, of all experts, another the
-        downs: [experts, in, out] both."""
+        """The rules of the MLP. One tensor has the gates and then the ups of all experts, another
+        tensor the downs, both [experts, in, out]."""
         router, *_experts = super().mlp_rules(arch, layer, parameter, source)
         assert arch.moe is not None
         count, ffn, hidden = arch.moe.num_experts, arch.moe.ffn_hidden_size, arch.hidden_size

@@ -1,10 +1,10 @@
 """Serves the metrics of the trainer's and the inference container to Prometheus (`python -m
 tandem.metrics.exporter`), and lists where each vLLM of the container serves its own.
 
-It does not depend on what it watches: it imports no torch, makes no CUDA context and writes nothing
-but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts
-before the spool and the programs exist; until they do, `tandem_collector_success` is 0. Exits with
-0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
+It does not depend on the watched programs: it imports no torch, makes no CUDA context and writes
+nothing but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects.
+It starts before the spool and the programs exist; until they do, `tandem_collector_success` is 0.
+Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
 """
 
 import json

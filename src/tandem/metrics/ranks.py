@@ -15,7 +15,7 @@ _CPU = "; on the CPU the resident set"
 _RANK = {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
-# Each dictionary's keys are those of a heartbeat's `memory` or `phases`.
+# Each dictionary has the keys of a heartbeat's `memory` or `phases`.
 _ALLOCATOR_BYTES = {
     "allocated": f"in tensors{_CPU}",
     "reserved": f"taken from the device, in use or cached{_CPU}",

@@ -65,8 +65,8 @@ def block_mask(
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those
-    whose subtrees have ended."""
+    """Each slot's depth in its tree: [S]. A slot before it is not an ancestor exactly if its
+    subtree has ended."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
 
@@ -74,8 +74,8 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For each block of queries, the blocks of keys that it sees partly, and those that it sees
-    wholly: bool [query blocks, key blocks].
+    """For each block of queries: which blocks of keys it sees partly, and which wholly: bool [query
+    blocks, key blocks].
 
     `ends`: `subtree_end` of whole blocks; slots from `length` on are padding.
     """

@@ -127,7 +127,7 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
     """Capture the policy's passes if that saves time over `passes` more passes of rows as long as
     `row`, and if the memory is ample.
 
-    Call it right after the backward pass of such a row, so that the allocator's peaks are those of
+    Call it right after the backward pass of such a row, so that the allocator's peaks come from
     that row's passes.
     """
     # Trained base weights, latent attention, and changes to heads' rows are left out, because no

@@ -19,8 +19,8 @@ class _Lane:
     """Sends tensors one after the other to the rank `step` stages further, which receives them in
     this order.
 
-    Each direction has a process group of its own: NCCL runs what is queued in a group in order, so
-    a send that waits for its receiver would stop the other direction.
+    Each direction has its own process group: NCCL runs the operations of a group in order, so a
+    send that waits for its receiver would stop the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
@@ -56,7 +56,7 @@ class Pipeline:
         self.layers = topology.sizes.layers(num_layers, stage)
         self.first, self.last = stage == 0, stage == stages - 1
         self.ahead = stages - 1 - stage
-        """The number of rows that the stage computes before its first backward pass, minus one."""
+        """The number of later stages: so many rows are computed ahead of their backward passes."""
         self._group = topology.pipeline
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 

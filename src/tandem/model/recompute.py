@@ -28,8 +28,8 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
     levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a
-    training step. On the CPU everything is saved. A collective of all ranks; those of a pipeline
-    stage choose the same.
+    training step. On the CPU everything is saved. A collective of all ranks; the ranks of a
+    pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)

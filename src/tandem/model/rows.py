@@ -30,7 +30,7 @@ class Deal:
     place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
     # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank.
     by_rank: torch.Tensor
-    # int64 [rank items], on the device: those of the row that this rank predicts.
+    # int64 [rank items], on the device: the row's items that this rank predicts.
     items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
@@ -101,8 +101,7 @@ class RowTensors:
     subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the
-    # router chooses.
+    # int16 [S, layers, experts per token], which compute the slot; -1 or None: the router chooses.
     slot_experts: torch.Tensor | None = None
     # The other fields except `subtree_end` are then for this rank's slots and items.
     deal: Deal | None = None

@@ -263,10 +263,10 @@ def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[Sa
 def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
-    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): what it
-    keeps, of it the graph between its products, and what the backward pass of that graph has
-    beside it. Computed, not measured. `others`: what an attention layer keeps, whose MLP is the
-    same."""
+    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): the tensors
+    that it keeps, the part of them in the graph between its products, and the extra memory of that
+    graph's backward pass. Computed, not measured. `others`: what an attention layer keeps, whose
+    MLP is the same."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
     own = -(-slots // parts) if sizes.sequence else slots  # width of the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
@@ -278,8 +278,8 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # What the convolution's activation got; queries, keys and values; the chunks' triangular
-    # systems; what heads read, its norm, the gate and what it is made of.
+    # The input of the convolution's activation; queries, keys and values; the chunks' triangular
+    # systems; the heads' outputs, their norm, the gate and its input.
     graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
     # The states of all chunks and their gradients; gradients of the convolution's terms and of
     # queries, keys and values.
@@ -299,9 +299,9 @@ def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int)
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
-    """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
-    in `model/layer/`), and what its backward pass has beside that, where it kept everything and
-    where it kept its input."""
+    """Bytes of a layer's row: the tensors that it keeps (`AttentionSublayer`, `MlpSublayer` and
+    `MoeSublayer` in `model/layer/`), and the extra memory of its backward pass, if it kept
+    everything and if it kept only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
@@ -339,7 +339,7 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
         least += 2 * residual_slots * hidden
     if arch.sinks:  # FlexAttention's own output, kept in addition to the output with the sinks
         least += slots * query
-    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
+    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and q, k and v themselves, which
     # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
     attention = least + residual_slots * hidden

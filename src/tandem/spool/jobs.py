@@ -225,7 +225,7 @@ class Jobs:
         return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest job on this base step that failed; without one, of the newest
+        """State and id of the newest failed job on this base step; if there is none, of the newest
         cancelled job."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):

@@ -62,8 +62,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same
-    thread may take the lock again. If not blocking, raises LockHeldError if somebody else holds it.
-    Raises SpoolUnusable if the volume is read-only or has no locks."""
+    thread may take the lock again. If not blocking, raises LockHeldError when another process or
+    thread holds it. Raises SpoolUnusable if the volume is read-only or has no locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):

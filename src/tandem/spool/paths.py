@@ -1,4 +1,4 @@
-"""The paths of jobs and locks on the volume, and caches of what is read often: listings of
+"""The paths of jobs and locks on the volume, and caches of data that is read often: listings of
 directories, and values computed from files. `runs` and `checkpoints` have the paths inside a run.
 
 A job is one directory. Until the job ends, the directory is `jobs/live/<run>/<bucket>/<key>/`; then

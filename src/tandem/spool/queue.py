@@ -121,9 +121,9 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`, or a time after the run's jobs that have not ended, by whose clocks it may be
-        earlier: who reads a run's jobs in the order of their `created` must not find one before
-        those that it has read.
+        """`now`, or if that is earlier, a time just after the `created` of the run's jobs that have
+        not ended. Their clocks may be ahead, and a reader that follows `created` must not find a
+        job before the ones that it has read.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]

@@ -34,7 +34,7 @@ log = Log("proxy")
 ANSWER_SECONDS = 3700
 """Seconds to wait for an answer; longer than the clients wait."""
 MOST_SESSIONS = 500_000
-"""The most rollouts that are remembered, about 150 bytes each: those with a request within
+"""The most rollouts that are remembered, about 150 bytes each: rollouts with a request within
 SESSION_TIME."""
 SESSION_TIME = "2h"
 RETRIED_BYTES = 131072

@@ -26,8 +26,8 @@ Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or
-    all."""
+    """The GPUs of one side: the ones that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names,
+    or all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
         """`most`: take only the first `most` devices. Raises InvalidInput if the settings name GPUs

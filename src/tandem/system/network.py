@@ -41,8 +41,8 @@ def own_address(host: str, port: int = 80) -> str:
 
 
 def reachable_address() -> str:
-    """The address by which other machines most likely reach this one: that of the interface that
-    leads elsewhere, else of this machine's name, else loopback."""
+    """The address by which other machines most likely reach this one: the address of the interface
+    that leads elsewhere, else of this machine's name, else loopback."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)

@@ -65,8 +65,8 @@ class Sizes:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether the ranks that hold the same part of the same experts are other ranks than those
-        of the data dimension."""
+        """Whether the ranks that hold the same part of the same experts differ from the ranks of
+        the data dimension."""
         return self.expert_ranks > 1 or self.tensor > 1
 
     @property

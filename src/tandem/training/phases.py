@@ -135,8 +135,8 @@ class Phases:
         finally:
             device.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            # Measured even if the phase failed: after running out of memory, this shows what was
-            # allocated.
+            # Measured even if the phase failed: after running out of memory, this shows the
+            # allocated bytes.
             self._memory[name] = self.watch.end_phase(name)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:

@@ -142,8 +142,7 @@ class ShardedAdam:
         return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
-        """Names of the weights whose summed gradients hold NaN or infinity, among those that this
-        rank owns."""
+        """Names of this rank's weights whose summed gradients hold NaN or infinity."""
         return [part.name for part in self._ranges if not self._gradient(part).isfinite().all()]
 
     @torch.no_grad()
@@ -196,7 +195,8 @@ class ShardedAdam:
 
     def _sum_over_tensor_ranks(self) -> None:
         """Sums the gradients of weights that tensor-parallel ranks hold whole. Each rank has only a
-        part of such a gradient: that of its heads and, with sequence parallelism, of its tokens."""
+        part of such a gradient: its heads' part and, with sequence parallelism, its tokens'
+        part."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return

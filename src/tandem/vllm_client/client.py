@@ -194,7 +194,7 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make vLLM's weights those of `path`, within `seconds`. New requests wait until
+        """Make the weights of `path` vLLM's own, within `seconds`. New requests wait until
         `announce_merged`.
 
         `source`: where the workers get whole weights (`worker/landing.py`); `path` then only names

@@ -61,7 +61,7 @@ class EvalSection(Record):
     sampling: dict[str, Any] = Field(default_factory=dict)  # replace those of [rl.sampling]
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the least reward of an answer that passes
-    # End after so many evaluations in a row that are no better than one before.
+    # End after this many evaluations in a row that are no better than an earlier one.
     stop_after: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

@@ -82,7 +82,7 @@ class Limits:
             )
 
     def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
-        """Count a batch of which the controller trains no group; raises `refusal` after too
+        """Count a batch whose groups the controller does not train; raises `refusal` after too
         many."""
         self._refused += 1
         if self._refused >= (

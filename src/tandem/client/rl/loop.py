@@ -41,7 +41,7 @@ _SAMPLE_EVERY = 10  # steps whose record lines have a sample
 
 
 class Loop:
-    """`environments`: those of [[rl.environment]], then those of [eval] that have their own."""
+    """`environments`: those of [[rl.environment]], then the own ones of sections [eval]."""
 
     def __init__(
         self,

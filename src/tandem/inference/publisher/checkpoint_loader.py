@@ -54,7 +54,7 @@ class CheckpointRefused(Exception):
 
 
 class CheckpointNotVisible(Exception):
-    """Files of this new checkpoint are not visible yet. The message says what is done."""
+    """Files of this new checkpoint are not visible yet. The message says what happens next."""
 
 
 @dataclass

@@ -96,8 +96,8 @@ class Recording:
     async def record(
         self, outputs: Any, stops: Mapping[int, str], *, delta: bool
     ) -> AsyncIterator[Any]:
-        """Passes the engine's outputs on, and notes them. `delta`: each output has only what is
-        new."""
+        """Passes the engine's outputs on, and notes them. `delta`: each output contains only the
+        new tokens."""
         first = True
         async with aclosing(outputs):
             async for output in outputs:

@@ -82,7 +82,7 @@ def reset_peaks() -> None:
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # If this is forbidden, the peaks remain those since the process began.
+        # If this is forbidden, the peaks still count from the process's beginning.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

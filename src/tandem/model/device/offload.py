@@ -33,8 +33,8 @@ class Offload:
         return bool(self._parked)
 
     def park(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Free the tensors' device memory, and that of all views of them. Returns the number of
-        bytes freed.
+        """Free the tensors' device memory, and the memory of all views of them. Returns the number
+        of bytes freed.
 
         The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked
         already.

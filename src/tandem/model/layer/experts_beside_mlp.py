@@ -98,7 +98,7 @@ class ExpertsBesideMlp(MoeSublayer):
     def _router_rows_backward(
         self, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of x, from that of `_router_rows`, plus `plus`."""
+        """The gradient of x, from the gradient of `_router_rows`, plus `plus`."""
         scale = self._module.scale
         if gradients.has_gradient_buffer(scale):
             of_weight = kernels.norm_weight_gradient(gradient, x, self._norm.eps)

@@ -135,7 +135,7 @@ class DeltaNetSublayer(Sublayer):
         tree: TreeParams,
     ) -> torch.Tensor:
         """[S, features of in_proj] -> [S, features of out_proj]; everything but the products is
-        computed in fp32. `weights`: those of `DeltaNetWeights`."""
+        computed in fp32. `weights`: the fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None

@@ -247,7 +247,7 @@ def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]
 def _norm_gradient(
     gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the input, from that of `normalised`."""
+    """The gradient of the input, from the gradient of `normalised`."""
     return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
 
 

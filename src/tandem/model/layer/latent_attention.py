@@ -1,8 +1,8 @@
 """The sublayer of multi-head latent attention (`Arch.mla`).
 
-Latents are expanded to a key and a value for each head, so the attention over trees is that of the
-other families; values have their own width. Tensor-parallel ranks each have a part of the heads,
-and the latents of their part of the tokens. These families are mixtures, which need sequence
+Latents are expanded to a key and a value for each head, so attention over trees is the same as in
+the other families; values have their own width. Tensor-parallel ranks each have a part of the
+heads, and the latents of their part of the tokens. These families are mixtures, which need sequence
 parallelism with tensor parallelism.
 """
 

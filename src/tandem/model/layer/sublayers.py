@@ -2,7 +2,7 @@
 (or `moe_sublayer.py`).
 
 Each computes its own backward pass, from the tensors that its forward pass saved. So `SaveLevel`
-decides what is saved, not autograd. Tensors that were not saved are computed again, to the same
+and not autograd decides what is saved. Tensors that were not saved are computed again, to the same
 bits.
 """
 
@@ -69,8 +69,8 @@ class Sublayer:
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the last linear layer's output, from that of `_add_output`; the output is
-        computed again if needed."""
+        """The gradient of the last linear layer's output, from the gradient of `_add_output`; the
+        output is computed again if needed."""
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
@@ -79,8 +79,8 @@ class Sublayer:
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """`gradient`: the sublayer's output's, and so also that of the input which was added to
-        it."""
+        """`gradient`: the sublayer's output's. It is also the gradient of the input that was added
+        to the output."""
         if self._norm is None:
             return grad_normalised + gradient
         return norm_backward(self._norm, grad_normalised, x, gradient)

@@ -40,9 +40,9 @@ class BaseWeights:
     `memory`, flat, and its `sections`. The few small fp32 parameters (`WeightRule.fp32`) are
     outside of it.
 
-    Ranks that need the same weights may share the reading: each reads a share of them from the
-    files, calls `connect` meanwhile, and then `exchange`, which copies the other shares from the
-    other ranks' memory (CUDA IPC).
+    Ranks that need the same weights may share the reading. Each reads a share of them from the
+    files, calls `connect` during the reading, and then `exchange`, which copies the other shares
+    from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(

@@ -210,7 +210,7 @@ class PreferenceLoss(Record):
 
     @property
     def mean_over(self) -> Literal["group"]:
-        return "group"  # of which every pair is one
+        return "group"  # a group of the packer is one pair
 
     @property
     def reference_step(self) -> int | None:

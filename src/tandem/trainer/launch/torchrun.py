@@ -62,7 +62,8 @@ class Torchrun:
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
-        """SIGKILL all of them. Returns those still alive after `timeout` seconds."""
+        """SIGKILL all of them. Returns the processes that are still alive after `timeout`
+        seconds."""
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)

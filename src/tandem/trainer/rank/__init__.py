@@ -26,9 +26,9 @@ A rank overlaps the parts of its start:
 
 A session's job (`session_loop.py`; `calls.py` applies requests to the model) computes requests as
 they come. Ranks load the base model once. Rank 0 looks for the next request each 10 ms and tells
-the others. A pass adds its gradients to those of the passes since the last optimizer step. The step
-sums them over ranks, clips, steps and zeroes, by the code of ordinary jobs. So a pass and a step
-equal a job of the same batch, bit for bit. After `TANDEM_SESSION_IDLE_SECONDS` without a request,
-the ranks make a checkpoint of what is new, and exit. If another job waits, they leave after 2 s
-without a request, and at the latest after that setting's time.
+the others. A pass adds its gradients to the gradients of earlier passes since the last optimizer
+step. The step sums them over ranks, clips, steps and zeroes, by the code of ordinary jobs. So a
+pass and a step equal a job of the same batch, bit for bit. After `TANDEM_SESSION_IDLE_SECONDS`
+without a request, the ranks make a checkpoint of what is new, and exit. If another job waits, they
+leave after 2 s without a request, and at the latest after that setting's time.
 """

@@ -68,8 +68,8 @@ def check_checkpoint(
 
 
 def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes are those of
-    its run.
+    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes fit the
+    checkpoint's run.
 
     Raises CheckpointDamaged if a tensor of it holds NaN or infinity.
     """

@@ -47,8 +47,8 @@ from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
 type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
-"""The checkpoint to start from, after its files were checked: an adapter's, or that of a run that
-trains all weights."""
+"""The checkpoint to start from, after its files were checked: an adapter's checkpoint, or a
+checkpoint of all weights."""
 
 
 @dataclass(frozen=True)

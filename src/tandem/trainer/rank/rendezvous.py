@@ -57,7 +57,7 @@ def meet(
     this process is alone.
 
     Rank 0, and one rank of each other host, downloads the base model if the hub has it. That may
-    take longer than any limit on a wait, so all ranks send heartbeats meanwhile; the job's
+    take longer than any limit on a wait, so all ranks send heartbeats during it; the job's
     `deadline_seconds` bounds it. `prepare`: work of rank 0 before it sends the assignment; it sends
     its own heartbeats.
 

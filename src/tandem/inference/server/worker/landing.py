@@ -250,7 +250,7 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with those of a staged version, like `MergedWeights.swap`."""
+        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:

@@ -209,9 +209,9 @@ class ModelWeights:
 
 
 class MergedWeights(ModelWeights):
-    """Turns vLLM's own weights into those of an adapter merged into the base model, in place and
-    between two engine steps. The second copy always holds the base model's weights, so each merge
-    starts from them and no rounding accumulates.
+    """Merges an adapter into vLLM's own weights, in place and between two engine steps. The second
+    copy always holds the base model's weights, so each merge starts from them and no rounding
+    accumulates.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class MergedWeights(ModelWeights):
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
         """Begin to read the adapter in the directory `version` onto the device, in a thread.
-        `staged` says when it is there. Other adapters are forgotten, except those of the two
+        `staged` says when it is there. Other adapters are forgotten, except the adapters of the two
         versions that were in use last."""
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
@@ -251,7 +251,7 @@ class MergedWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make the weights those of a staged version. Call it between two steps, on the thread that
+        """Make a staged version the current weights. Call it between two steps, on the thread that
         runs them. If it raises, the weights are torn, until a swap to the old version or to another
         one."""
         if not self.staged(version):
