@@ -128,8 +128,8 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for gate and up of all experts. It looks for targets named like an expert's
-    in experts only, so it silently drops adapters of dense layers and shared experts. Experts with
+    PEFT has one layer for gate and up of all experts. For target names that experts have, PEFT looks in experts only, so it silently drops adapters
+    of dense layers and shared experts. Experts with
     gate and up but without down stay at their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}

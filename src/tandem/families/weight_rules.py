@@ -10,7 +10,7 @@ from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
 """The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
-The ranks are tensor-parallel ones, for experts expert-tensor-parallel ones."""
+These are tensor-parallel ranks; for experts, expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
