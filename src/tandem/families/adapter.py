@@ -128,9 +128,9 @@ def peft_keys(module: str) -> tuple[str, str]:
 def misread_by_peft(keys: Collection[str]) -> bool:
     """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    PEFT has one layer for gate and up of all experts. For target names that experts have, PEFT looks in experts only, so it silently drops adapters
-    of dense layers and shared experts. Experts with
-    gate and up but without down stay at their initial values.
+    PEFT has one layer for gate and up of all experts. For target names that experts have, PEFT
+    looks in experts only, so it silently drops adapters of dense layers and shared experts. Experts
+    with gate and up but without down stay at their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
     targets = {module.rpartition(".")[2] for module in modules if ".experts." in module}

@@ -252,8 +252,8 @@ class Decoder:
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside
-        it, `rope_scaling`. If a config has several, the first of these wins, as in transformers: in
-        `rope_scaling`, in `rope_parameters`, beside them."""
+        it, `rope_scaling`. If a config has a value in several places, the first of `rope_scaling`,
+        `rope_parameters` and the top level counts, as in transformers."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default

@@ -342,7 +342,8 @@ class MergedFiles:
 
 @remembered
 def _bytes_of_all(directory: Path) -> int:
-    """Bytes of all files in the subdirectories, which never change while they have their names."""
+    """Bytes of all files in the subdirectories. The sums are remembered by name, because a named
+    subdirectory never changes."""
     return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
