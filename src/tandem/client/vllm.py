@@ -103,10 +103,14 @@ class Vllm:
         session: str | None = None,
         group: str | None = None,
     ) -> HttpAnswer:
-        """Send a request once. With a `session` it goes through the rollout door, which continues
-        the session's tokens. With several inference servers, a session stays on one server, and the
-        sessions of a `group` start on one. Raises Unreachable if vLLM does not answer within
-        `seconds`."""
+        """Send a request once. Raises Unreachable if vLLM does not answer within `seconds`.
+
+        Args:
+            body: JSON.
+            session: the rollout's name. The request goes through the rollout door, which continues
+                the session's tokens; of several inference servers, one keeps the session.
+            group: the name of a group of sessions, which start on one inference server.
+        """
         import aiohttp
 
         arguments: dict[str, Any] = {"allow_redirects": False, "headers": {}}

@@ -142,8 +142,11 @@ class ChainPlan:
     def request(
         self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The request for a job `name` that trains this slice. `start`: the step that the chain's
-        first job starts from, if known."""
+        """The request for a job `name` that trains this slice.
+
+        Args:
+            start: the step that the chain's first job starts from, if known.
+        """
         config, loss = self.config, self.config.loss
         follows = start is not None
         if (

@@ -132,7 +132,11 @@ class Renderer:
         options: Mapping[str, Any],
     ) -> list[SequenceText]:
         """The texts of a conversation. Messages in `trained` are trained; errors call the messages
-        `names`. `options`: see `Conversation`."""
+        `names`.
+
+        Args:
+            options: see `Conversation`.
+        """
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])

@@ -318,8 +318,11 @@ class TrajectoryBuilder:
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory. `turn_rewards`: the reward of each sampled turn, in addition to `reward`.
-        Raises InvalidInput without a response, or with a NaN reward."""
+        """The trajectory. Raises InvalidInput without a response, or with a NaN reward.
+
+        Args:
+            turn_rewards: the reward of each sampled turn, in addition to `reward`.
+        """
         turns = self._turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

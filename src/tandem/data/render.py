@@ -31,10 +31,12 @@ def render(
 ) -> list[list[LinearSequence]]:
     """The sequences of each item. A pair has two, chosen and rejected: the prompt, which is the
     same in both, and the trained answer. `tokenizer` may be None if all items are `token_ids`.
-    `day`: today's date for chat templates (None: the clock's).
 
     InvalidInput (below the item's entry of `fields`) for an item that the template refuses or whose
     mask is ambiguous.
+
+    Args:
+        day: today's date for chat templates (None: the clock's).
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
@@ -97,7 +99,10 @@ def preview(
     vocab_size: int | None = None,
 ) -> list[Rendering]:
     """A preview of each example, then of each pair; places are `examples.<i>` and `pairs.<i>`.
-    `vocab_size`: the model's, if it is known."""
+
+    Args:
+        vocab_size: the model's, if it is known.
+    """
     fields = [f"examples.{i}" for i in range(len(examples))] + [
         f"pairs.{i}" for i in range(len(pairs))
     ]

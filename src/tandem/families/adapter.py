@@ -77,8 +77,11 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over a group of ranks of their own. `lora`: None
-    trains all weights."""
+    """Whether gradients of experts are summed over a group of ranks of their own.
+
+    Args:
+        lora: None trains all weights.
+    """
     return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
 

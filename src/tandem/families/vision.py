@@ -34,7 +34,12 @@ class TextOfVision(Decoder):
 def text_of(
     config: ModelConfig, tied: bool | None, defaults: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """The text model's config. `tied`: see `TextOfVision`; `defaults`: the text model's."""
+    """The text model's config.
+
+    Args:
+        tied: see `TextOfVision`.
+        defaults: the text model's.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise config.invalid("text_config is missing, or is no object")

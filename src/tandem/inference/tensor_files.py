@@ -58,8 +58,11 @@ def model_files(directory: Path) -> dict[str, TensorFile]:
 
 def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
     """The tensors of the adapter in `directory`. Raises CheckpointDamaged if they do not form an
-    adapter of shape `lora` for `arch`. `model`: the name of the model with this architecture, for
-    the message."""
+    adapter of shape `lora` for `arch`.
+
+    Args:
+        model: the name of the model with this architecture, for the message.
+    """
     path = directory / WEIGHTS_FILE
     try:
         file = TensorFile(path)

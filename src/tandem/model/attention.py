@@ -52,12 +52,11 @@ def tree_params(
 
     Args:
         subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself,
-        so no softmax is
-            empty.
-        rotation: of the slots that the layers compute, which are the row's first; all others are
-        padding.
+            so no softmax is empty.
+        rotation: cosines and sines of the slots that the layers compute, which are the row's first;
+            all others are padding.
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
-        deal: which slots of the row this rank computes; None: the row's first.
+        deal: the slots of the row that this rank computes; None: the row's first.
     """
     slots, device = None if deal is None else deal.slots, rotation[0].device
     if kernel == "sdpa":
@@ -80,7 +79,9 @@ def rotation(
     """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim /
     2] each.
 
-    `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
+    Args:
+        positions: [S].
+        inv_freq: [head_dim / 2], radians per position of each pair of dimensions.
     """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -111,9 +112,13 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key [keys,
-    key heads, head_dim], value [keys, key heads, value's dim] -> [length, heads, value's dim].
-    `sinks` [heads]: one more logit in each head's softmax, without a value.
+    """softmax(q k^T * scale) v under the row's mask: [length, heads, value's dim].
+
+    Args:
+        query: [length, heads, head_dim].
+        key: [keys, key heads, head_dim].
+        value: [keys, key heads, value's dim].
+        sinks: [heads], one more logit in each head's softmax, without a value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):

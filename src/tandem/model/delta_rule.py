@@ -105,8 +105,11 @@ class Recurrence:
 
 
 def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> Recurrence:
-    """The recurrence of a row. `subtree_end`: int [slots, or longer], on the host, as in
-    `RowTensors`."""
+    """The recurrence of a row.
+
+    Args:
+        subtree_end: int [slots, or longer], on the host, as in `RowTensors`.
+    """
     return Recurrence(_segments(subtree_end[:slots].cpu().numpy()), slots, device)
 
 

@@ -77,7 +77,8 @@ def seen_blocks(
     """For each block of queries: which blocks of keys it sees partly, and which wholly: bool [query
     blocks, key blocks].
 
-    `ends`: `subtree_end` of whole blocks; slots from `length` on are padding.
+    Args:
+        ends: `subtree_end` of whole blocks; slots from `length` on are padding.
     """
     slots = np.arange(len(ends))
     blocks = len(ends) // BLOCK

@@ -43,10 +43,14 @@ class LayerGraphs:
         tree: TreeParams,
         adapter_fixed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`hidden` and `tree`: inputs of `layers`. Their memory becomes the memory of the graphs'
-        inputs. `adapter_fixed`: the policy's; each forward pass casts the adapters again.
+        """Captures both graphs. Each layer must have computed such a row before, so that all
+        kernels are loaded.
 
-        Each layer must have computed such a row before, so that all kernels are loaded.
+        Args:
+            hidden: [S, 1, hidden], the row's input of `layers`. Its memory becomes the memory of
+                the graphs' input.
+            tree: the row's parameters, whose memory becomes the graphs', too.
+            adapter_fixed: the policy's; each forward pass casts the adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -150,8 +154,11 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
 
 
 def worth_capturing(passes: int, host: float, gpu: float) -> bool:
-    """Whether a capture saves time. `host`, `gpu`: seconds to launch and to compute one pass, or
-    the same part of each."""
+    """Whether a capture saves time.
+
+    Args:
+        host, gpu: seconds to launch and to compute one pass, or the same part of each.
+    """
     return passes * (host - gpu) > CAPTURE * host
 
 

@@ -274,7 +274,11 @@ class LoraLinear(Adapters):
         inner: torch.Tensor | None,
     ) -> None:
         """Add the gradients of the adapters, and of a trained weight and bias, to their buffers.
-        `grad_inner`: from `input_gradient`; `inner`: from the forward pass."""
+
+        Args:
+            grad_inner: from `input_gradient`.
+            inner: from the forward pass.
+        """
         if gradients.has_gradient_buffer(self.weight):
             self._add_base_gradients(gradient, x)
         if grad_inner is None or inner is None:

@@ -115,9 +115,12 @@ def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
     """The least number of inference servers that generate as many tokens as a trainer trains in the
     same time.
 
-    `trained`: slots that the trainer trains per second; `generated`: new tokens that one server
-    generates per second; `share`: of the slots that are new tokens. Prompts that trajectories share
-    are one slot each, and no server generates them.
+    Prompts that trajectories share are one slot each, and no server generates them.
+
+    Args:
+        trained: slots that the trainer trains per second.
+        generated: new tokens that one server generates per second.
+        share: of the slots that are new tokens.
     """
     return max(1, math.ceil(trained * share / generated))
 

@@ -153,11 +153,18 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
         **details: Any,
     ) -> Manifest:
-        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename. If
-        this fails, `staged_dir` stays where it was. `sha256`: hashes of files whose writer knows
-        them. `check` refuses right before the rename. `details`: the manifest's other fields.
-        Raises Conflict (field `step`) if the step exists or does not follow the newest. Raises
-        InvalidInput if the directory holds anything but plain files."""
+        """Makes `staged_dir` the checkpoint `step`, by one rename. If this fails, `staged_dir`
+        stays where it was.
+
+        Raises Conflict (field `step`) if the step exists or does not follow the newest, and
+        InvalidInput if the directory holds anything but plain files.
+
+        Args:
+            staged_dir: anywhere under the root.
+            sha256: hashes of the files whose writer knows them; the others are read.
+            check: raises to refuse, right before the rename.
+            details: the manifest's other fields.
+        """
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -223,9 +230,11 @@ class Checkpoints:
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
         """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-        Verifies the copy. Raises Conflict (field `name`) if `new.name` exists. Raises InvalidInput
-        if `new` has another base model or LoRA shape; CheckpointDamaged; NotFound. The source run
-        may change during the copy, because files that are open outlive their names.
+        Verifies the copy.
+
+        Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
+        model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
+        copy, because files that are open outlive their names.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):

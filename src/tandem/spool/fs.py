@@ -287,10 +287,15 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist. `sure`: list
-    the directory before answering None. Otherwise an NFS client may not see a new file yet. If the
-    path is not a regular file of at most `most` bytes, the content is b"", which every reader takes
-    for damage."""
+    """The content of a file that others replace by rename; None if it does not exist. If the path
+    is not a regular file of at most `most` bytes, the content is b"", which every reader takes for
+    damage.
+
+    Args:
+        sure: list the directory before answering None. Otherwise an NFS client may not see a new
+            file yet.
+        most: bytes.
+    """
     for more in (4, 3, 2, 1, 0):
         try:
             return read_plain(path.absolute(), most=most)

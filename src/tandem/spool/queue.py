@@ -75,16 +75,22 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job; returns it and whether it is new.
+        """Queues a job. Returns the job, and whether it is new. Any failure, also of `make`, leaves
+        no trace.
 
-        `make(id, base_step, directory)` writes the job's data into `directory` and returns its
-        specification, whose `base_step`, `created` and `data.path` are set here: another job may be
-        queued while it works. A known id with the same run and fingerprint returns the known job;
-        with another, Conflict (field `id`). `base_step`, if given, must be `next_base(run)`:
-        Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
-        oldest of its turns may have been sampled. Raises InvalidInput (field
-        `max_off_policy_steps`) for an older one. `now` tells the time. Any failure, also one of
-        `make`, leaves no trace.
+        A known id with the same run and fingerprint returns the known job.
+
+        Args:
+            make: `make(id, base_step, directory)` writes the job's data into `directory` and
+                returns its specification. Its `base_step`, `created` and `data.path` are set here,
+                because another job may be queued while it works.
+            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if it is
+                known with another run or fingerprint.
+            base_step: the step that the client expects to start from. Raises Conflict (field
+                `base_step`) if it is not `next_base(run)`.
+            most_behind: how many steps before the job's base step its oldest turn may have been
+                sampled. Raises InvalidInput (field `max_off_policy_steps`) for an older turn.
+            now: Unix seconds.
         """
         spec_of_run = self._runs.get(run)
         if job_id is None:

@@ -36,10 +36,12 @@ _TIMEOUT_SECONDS = 4.0
 
 
 def problems(settings: Settings, role: str, *, started: bool = False) -> list[str]:
-    """The problems of the programs of `role`; empty if all is well. `started`: the check for
-    `--started`.
+    """The problems of the programs of `role`; empty if all is well.
 
     Raises SpoolUnusable or OSError if the volume can't be read.
+
+    Args:
+        started: the check for `--started`.
     """
     found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":

@@ -55,8 +55,12 @@ def check_installed() -> None:
 
 
 def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str = "") -> str:
-    """HAProxy's configuration. `servers`: `<host>:<port>` of each inference server; `resolve`: one
-    name and port for all of them."""
+    """HAProxy's configuration.
+
+    Args:
+        servers: `<host>:<port>` of each inference server.
+        resolve: one name and port for all of them.
+    """
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host
     # A server that refuses a connection is marked down at once, because the hash would choose it

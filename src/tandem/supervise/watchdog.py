@@ -76,8 +76,12 @@ class Progress:
     ) -> str | None:
         """The reason to kill the process `vllm`, or None.
 
-        `sample` is None if vLLM doesn't answer; before its first answer it is loading. `may_sleep`
-        is called only if vLLM sleeps, `paused` only if nothing else explains the stall.
+        Args:
+            now: monotonic seconds.
+            vllm: its pid and start time.
+            sample: its work; None if it doesn't answer. Before its first answer vLLM is loading.
+            paused: called only if nothing else explains the stall.
+            may_sleep: called only if vLLM sleeps.
         """
         if (vllm.pid, vllm.started) != self._process:
             self._process, self._answered, self._tokens, self._since = (

@@ -30,9 +30,12 @@ class Devices:
     or all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
-        """`most`: take only the first `most` devices. Raises InvalidInput if the settings name GPUs
-        that this machine does not have. Raises DriverFailed if the driver does not list its
-        GPUs."""
+        """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
+        DriverFailed if the driver does not list its GPUs.
+
+        Args:
+            most: take only the first `most` devices.
+        """
         self.uuids: tuple[str, ...] = ()
         self.free_bytes = settings.free_gpu_bytes
         self._failure = ""

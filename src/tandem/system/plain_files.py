@@ -30,8 +30,8 @@ class NotPlainError(OSError):
 
 
 def open_plain(path: Path, *, most: int | None = None, links: Links = "none") -> BufferedReader:
-    """Opens a regular file for reading. Raises NotPlainError for anything else, for more than
-    `most` bytes, and for a link that `links` does not allow."""
+    """Opens a regular file for reading. Raises NotPlainError if the path is anything else, if the
+    file has more than `most` bytes, or if the path has a link that `links` does not allow."""
     fd = descriptor(path, os.O_RDONLY, links=links)
     try:
         size = os.fstat(fd).st_size

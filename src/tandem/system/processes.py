@@ -118,7 +118,10 @@ def kill_all(
 ) -> list[Process]:
     """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it
     is being killed). Returns the processes that still live after `timeout` seconds, in
-    uninterruptible sleep. `known`: as for `reap_orphans`.
+    uninterruptible sleep.
+
+    Args:
+        known: as for `reap_orphans`.
     """
     end = time.monotonic() + timeout
     while True:

@@ -40,11 +40,17 @@ class Stop:
         until: str = "the volume is back",
     ) -> T | None:
         """The result of `action`, which is tried again after `errors`: the volume is full, gone or
-        read-only. `until`: the awaited state, for the log.
+        read-only.
 
         Returns None if the runner is asked to stop in the meantime. Raises errors that are not
-        retriable, and after OTHER_ERROR_SECONDS an OSError that is not the volume's. `what` names
-        the action in the log, which gets a line when it first fails and one when it works again.
+        retriable, and after OTHER_ERROR_SECONDS an OSError that is not the volume's.
+
+        Args:
+            what: the action's name in the log, which gets a line when it first fails and one when
+                it works again.
+            action: what to do.
+            errors: the retriable errors.
+            until: the awaited state, for the log.
         """
         pause, failed, give_up = 0.5, False, time.monotonic() + OTHER_ERROR_SECONDS
         while True:

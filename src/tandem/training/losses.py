@@ -93,16 +93,18 @@ def item_weights(
     """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum
     d`.
 
-    `trajectory_items`, `group_items`: [items], the number of items of the item's trajectory and of
-    its group.
-
     - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
       trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
     - sum: w = d = 1; the caller takes D = 1
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
-      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant"""
+      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
+
+    Args:
+        trajectory_items, group_items: [items], the number of items of the item's trajectory and of
+            its group.
+    """
     ones = np.ones(len(trajectory_items))
     if normalisation in ("token", "sum"):
         return ones, ones
@@ -228,13 +230,18 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
 def kl_estimate(
     logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in
-    nats.
+    """Per-item estimate of KL(policy || reference), [items], in nats, from tokens drawn from the
+    policy.
 
     With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient,
     x grad lp, is an unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would
     be grad lp, which has zero mean for any reference, so k1 takes the KL's score-function gradient
     instead, x grad lp.
+
+    Args:
+        logprobs: the policy's, [items], nats; carries gradients.
+        reference: the reference's, [items], nats.
+        estimator: "k1", "k2" or "k3".
     """
     x = logprobs - reference
     if estimator == "k3":

@@ -57,9 +57,17 @@ def make_schedule(
 
     Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
     epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks (None:
-    `data_parallel` rows). The last step of an epoch may have fewer. Raises InvalidInput if that is
-    not a multiple of `data_parallel`. With `settings.batch_size` the packer chose the rows of each
-    step, and an epoch visits these steps in a permutation drawn the same way.
+    `data_parallel` rows). The last step of an epoch may have fewer. With `settings.batch_size` the
+    packer chose the rows of each step, and an epoch visits these steps in a permutation drawn the
+    same way.
+
+    Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
+
+    Args:
+        batch: the job's packed rows.
+        seed: the run's.
+        base_step: the step that the job starts from.
+        data_parallel: the number of data-parallel ranks.
     """
     held_out = tuple(np.flatnonzero(batch.row_batch < 0).tolist())
     rows = np.flatnonzero(batch.row_batch >= 0)
@@ -101,7 +109,13 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
     """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any
-    rank; 1 for a sum."""
+    rank; 1 for a sum.
+
+    Args:
+        batch: the job's packed rows.
+        steps: the rows of each optimizer step, by number.
+        loss: its normalisation counts.
+    """
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
     rows = {row for step in steps for row in step}

@@ -64,8 +64,12 @@ class VllmClient:
     def __init__(
         self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0
     ) -> None:
-        """`timeout`: seconds for answers of the API server itself; `work_timeout`: for answers of
-        the engine. Raises InvalidInput if a file with a secret can't be read."""
+        """Raises InvalidInput if a file with a secret can't be read.
+
+        Args:
+            timeout: seconds for answers of the API server itself.
+            work_timeout: for answers of the engine.
+        """
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
@@ -194,16 +198,20 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make the weights of `path` vLLM's own, within `seconds`. New requests wait until
-        `announce_merged`.
-
-        `source`: where the workers get whole weights (`worker/landing.py`); `path` then only names
-        them. None: the base model's weights, with the adapter in the directory `path`, times
-        `scale`. `again`: the source for a later return to these weights.
+        """Make the weights of `path` vLLM's own. New requests wait until `announce_merged`.
 
         Raises InferenceUnavailable if the same order can succeed later: running requests did not
         end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
         the weights can't be used.
+
+        Args:
+            name: the model's new name, `<run>@<step>`.
+            path: the adapter's directory, or only a name if `source` has whole weights.
+            scale: the adapter's alpha / rank.
+            seconds: for the whole swap, the wait for running requests included.
+            source: where the workers get whole weights (`worker/landing.py`). None: they merge the
+                adapter into the base model's weights.
+            again: the source for a later return to these weights.
         """
         order = {
             "name": name,

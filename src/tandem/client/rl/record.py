@@ -88,8 +88,12 @@ def batch_numbers(
     sampled: Sequence[float],
     counts: Mapping[Any, int],
 ) -> dict[str, Any]:
-    """The numbers of a batch that are known when it is submitted. `row`: tokens of a row;
-    `sampled`: the rewards of everything sampled for it, including groups that were left out."""
+    """The numbers of a batch that are known when it is submitted.
+
+    Args:
+        row: tokens of a row.
+        sampled: the rewards of everything sampled for it, including groups that were left out.
+    """
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     behind = [base - (turn.policy_step or 0) for turn in turns]
@@ -158,8 +162,11 @@ class RunRecord:
         return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
-        """Record a step; returns when its job ended. `idle_since`: since when the trainer had
-        nothing to do."""
+        """Record a step; returns when its job ended.
+
+        Args:
+            idle_since: since when the trainer had nothing to do.
+        """
         at = {event.type: event.time for event in events}
         numbers, ended = dict(job.numbers), at["succeeded"]
         seconds = {
@@ -185,7 +192,11 @@ class RunRecord:
         more: Mapping[str, Any],
     ) -> None:
         """Record the rewards of [eval]'s tasks, with a sample; if all rewards are 0, with the
-        features that the answers share. `failed`: rollouts without a trajectory."""
+        features that the answers share.
+
+        Args:
+            failed: rollouts without a trajectory.
+        """
         trajectories = [trajectory for group in groups for trajectory in group]
         rewards = [trajectory.reward for trajectory in trajectories]
         line: dict[str, Any] = {

@@ -24,8 +24,12 @@ def job_names(run: str, base: int) -> Iterator[str]:
 def job_request(
     rl: RLSection, batch: Sequence[RolloutGroup], job: str, base: int, first: int
 ) -> dict[str, Any]:
-    """The request for the controller. `base`: the step that the job starts from; `first`: the step
-    that the loop began with."""
+    """The request for the controller.
+
+    Args:
+        base: the step that the job starts from.
+        first: the step that the loop began with.
+    """
     settings = rl.model_dump(include=OF_JOBS, exclude_unset=True)
     optimizer = rl.optimizer
     if optimizer.batch_size:  # one schedule over all jobs

@@ -37,7 +37,14 @@ async def play(
     watch: Watch | None = None,
 ) -> Trajectory:
     """The trajectory of a rollout. An error is passed to `failed`, and the rollout is repeated
-    after a pause, up to `retries` times. DiscardedError is final."""
+    after a pause, up to `retries` times. DiscardedError is final.
+
+    Args:
+        rollout: the user's function, a coroutine or a plain function.
+        failed: called with each error.
+        pauses: the shortest and the longest pause in seconds.
+        watch: follows the rollout's task.
+    """
     backoff = Backoff(inf, *pauses)  # a service that an environment needs may be away for a moment
     watch = watch or Watch()
     for left in reversed(range(settings.retries + 1)):

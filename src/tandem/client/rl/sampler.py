@@ -82,8 +82,11 @@ class Sampler:
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory of all turns so far. `turn_rewards`: the reward of each turn, in addition
-        to `reward`."""
+        """The trajectory of all turns so far.
+
+        Args:
+            turn_rewards: the reward of each turn, in addition to `reward`.
+        """
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         return self._builder.finish(float(reward), metrics=numbers, turn_rewards=turn_rewards)
 

@@ -30,11 +30,17 @@ def track(
     *,
     follow: bool,
 ) -> dict[str, int]:
-    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow`, without end.
-    Returns their numbers. `samples` finds the file in which `tandem rl` keeps its samples.
+    """Write the run's rows to `places`; with `follow`, without end. Returns their numbers. Called
+    again, it continues where it stopped.
 
     Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
-    tracker's own message. Called again, it continues where it stopped.
+    tracker's own message.
+
+    Args:
+        run: the run's name.
+        places: as `tandem track --to` takes them, such as "tensorboard:DIR".
+        samples: finds the file in which `tandem rl` keeps its samples.
+        follow: also wait for later jobs.
     """
     spec = tandem.get_run(run).spec
     with ExitStack() as stack:

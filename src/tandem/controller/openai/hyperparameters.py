@@ -59,8 +59,14 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
     """Slots of a row: a power of two that holds the longest example, and the tokens of an optimizer
-    step up to ROW_SLOTS, since a row has only tokens of one step. `tokens` and `steps` are those of
-    an epoch."""
+    step up to ROW_SLOTS, since a row has only tokens of one step.
+
+    Args:
+        longest: tokens of the longest example.
+        tokens: those of an epoch.
+        steps: optimizer steps of an epoch.
+        positions: the most positions of the model.
+    """
     wanted = max(longest, SHORTEST_ROW, min(ROW_SLOTS, -(-tokens // steps)))
     return min(positions, 1 << (wanted - 1).bit_length())
 

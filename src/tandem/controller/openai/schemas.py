@@ -91,7 +91,11 @@ def file_object(upload: Upload) -> dict[str, Any]:
 
 
 def job_object(tuning: Tuning, status: str, model: str | None) -> dict[str, Any]:
-    """OpenAI's object of a job. `model`: the fine-tuned model's name, if the job has succeeded."""
+    """OpenAI's object of a job.
+
+    Args:
+        model: the fine-tuned model's name, if the job has succeeded.
+    """
     end, plan = tuning.end, tuning.plan
     given = plan.hyperparameters if plan else tuning.hyperparameters
     values = given.model_dump(exclude=None if tuning.method == "dpo" else {"beta"})

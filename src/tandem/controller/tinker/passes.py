@@ -48,8 +48,12 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """The pass in a body. `encoding`: the header Content-Encoding; `most`: the most bytes of the
-    message. Raises InvalidInput if it is not a pass, RequestTooLarge if it is larger."""
+    """The pass in a body. Raises InvalidInput if it is not a pass, RequestTooLarge if it is larger.
+
+    Args:
+        encoding: the header Content-Encoding.
+        most: the most bytes of the message.
+    """
     if content_type.partition(";")[0].strip().lower() != PROTOBUF:
         problem = f"the body must be {PROTOBUF}, which tinker sends from 0.25 on"
         raise InvalidInput(f"{problem}; install a newer tinker", field="Content-Type")

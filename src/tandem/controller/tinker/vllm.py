@@ -154,7 +154,11 @@ def check_sample(request: SampleRequest) -> None:
 def completion(
     model: str, request: SampleRequest, tokens: Sequence[int], room: int
 ) -> dict[str, Any]:
-    """The request to vLLM. `room`: the tokens that fit behind the prompt."""
+    """The request to vLLM.
+
+    Args:
+        room: the tokens that fit behind the prompt.
+    """
     asked = request.sampling_params
     body: dict[str, Any] = {
         "model": model,

@@ -48,8 +48,12 @@ class Publisher:
     def __init__(
         self, settings: Settings, client: VllmClient, *, grace: float = GRACE_SECONDS
     ) -> None:
-        """Opens the spool and vLLM's client. `grace`: see Retention. Raises SpoolUnusable while the
-        volume is missing. Raises InvalidInput for wrong settings."""
+        """Opens the spool and vLLM's client. Raises SpoolUnusable while the volume is missing.
+        Raises InvalidInput for wrong settings.
+
+        Args:
+            grace: see Retention.
+        """
         self._spool = Spool(settings.root)
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1

@@ -76,9 +76,12 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of
-        `runs`. A name that is not `<run>@<step>` of one of `runs` belongs to another program and
-        stays."""
+        """Names of `listed` that can be unloaded now. A name that is not `<run>@<step>` of one of
+        `runs` belongs to another program and stays.
+
+        Args:
+            existing: the steps in the chains of `runs`.
+        """
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
         self._idle_since = {
             name: since for name, since in self._idle_since.items() if name in candidates

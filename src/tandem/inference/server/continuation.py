@@ -96,8 +96,11 @@ class Recording:
     async def record(
         self, outputs: Any, stops: Mapping[int, str], *, delta: bool
     ) -> AsyncIterator[Any]:
-        """Passes the engine's outputs on, and notes them. `delta`: each output contains only the
-        new tokens."""
+        """Passes the engine's outputs on, and notes them.
+
+        Args:
+            delta: each output contains only the new tokens.
+        """
         first = True
         async with aclosing(outputs):
             async for output in outputs:

@@ -34,8 +34,12 @@ class InFlight:
     swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
 
     def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
-        """Notes that the weights became `name`. `tokens`: the number of tokens of each sequence in
-        the engine; `in_engine`: whether this request had reached it when the swap began."""
+        """Notes that the weights became `name`.
+
+        Args:
+            tokens: the number of tokens of each sequence in the engine.
+            in_engine: whether this request had reached it when the swap began.
+        """
         if mine := self._of_this_request(tokens):
             self.swaps.append((name, mine))
         elif not in_engine:

@@ -86,8 +86,11 @@ class DecoderLayer(MegatronModule):
     def compute(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, list[Saved]]:
-        """x [S, hidden] -> the same shape, and the tensors that `go_back` needs. `level`: None if
-        there is no backward pass."""
+        """x [S, hidden] -> the same shape, and the tensors that `go_back` needs.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         kept = []
         for sublayer in self.sublayers:
             x, saved = sublayer.forward(x, tree, level)

@@ -65,7 +65,11 @@ class DeltaNetSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
+        """x [S, hidden] -> the same shape.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         saved = SavedDeltaNet(x)
         projected, inner = self._in(self._normalise(x))
         if level is SaveLevel.ALL:

@@ -223,8 +223,9 @@ def sum_assignments(
 ) -> torch.Tensor:
     """Each token's sum of its assignments' values, plus `plus` [S, features].
 
-    `values`: [N, features], a row for each assignment of a token to an expert. `assignments`: int64
-    [S, k], each token's assignments.
+    Args:
+        values: [N, features], a row for each assignment of a token to an expert.
+        assignments: int64 [S, k], each token's assignments.
     """
     return (plus.float() + values[assignments].float().sum(1)).to(plus.dtype)
 

@@ -58,9 +58,14 @@ class MoeSublayer(Sublayer):
         layer: int,
         shared: MlpSublayer | None = None,
     ) -> None:
-        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations'
-        dtype, and the softmax is fp32. A sigmoid's logits are fp32 too, with `correction_bias`
-        [experts]; as in transformers and vLLM. `layer`: its number, from 0."""
+        """The logits of a softmax router have the activations' dtype, and the softmax is fp32. A
+        sigmoid router's logits are fp32 too, with `correction_bias` [experts]; as in transformers
+        and vLLM.
+
+        Args:
+            router: has the weight [experts, hidden].
+            layer: its number, from 0.
+        """
         super().__init__(norm)
         self._module, self._gate_up, self._down, self._shape, self._layer = (
             router,
@@ -92,7 +97,11 @@ class MoeSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
+        """x [S, hidden] -> the same shape.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         normalised = self._normalise(x)
         routing = self._route(normalised, tree.slot_experts)
         y, tensors = self._add_experts(x, normalised, routing, level)

@@ -40,13 +40,21 @@ def norm_backward(
     norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of the norm's input `x`, added to `plus`; the weight's gradient is added to its
-    buffer. `gradient`: the output's."""
+    buffer.
+
+    Args:
+        gradient: the output's.
+    """
     add_norm_gradient(norm, gradient, x)
     return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
 
 
 def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """Adds the gradient of the norm's weight, if it is trained. `gradient`: the norm's output's;
-    `x`: its input."""
+    """Adds the gradient of the norm's weight, if it is trained.
+
+    Args:
+        gradient: the norm's output's.
+        x: its input.
+    """
     if gradients.has_gradient_buffer(norm.weight):
         gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))

@@ -66,7 +66,11 @@ class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
-        """Meet the others of the group, which has `size` ranks. `address`: this process's own."""
+        """Meet the others of the group, which has `size` ranks.
+
+        Args:
+            address: this process's own.
+        """
         store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":

@@ -12,8 +12,11 @@ def merge(
 ) -> None:
     """Write `base + scale * b @ a` into `out`, which may be a view of a parameter.
 
-    `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`:
-    float32 [n, rows, rank]; `scale`: float64 [1].
+    Args:
+        out, base: [n, rows, columns] of the same dtype.
+        a: float32 [n, rank, columns].
+        b: float32 [n, rows, rank].
+        scale: float64 [1].
     """
     if out.is_cuda:
         # The CPU's vLLM comes without Triton.

@@ -45,8 +45,11 @@ def buffers(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[list[Part]]:
     """The parts that `rank` of a trainer of these sizes sends, in lists of at most `most` elements.
-    Over all ranks, each element is sent once. `targets`: linear layers, as in `LoraShape`; None:
-    every tensor."""
+    Over all ranks, each element is sent once.
+
+    Args:
+        targets: linear layers, as in `LoraShape`; None: every tensor.
+    """
     full: list[Part] = []
     for part in rank_parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:

@@ -53,9 +53,10 @@ class BaseWeights:
         *,
         groups: parallel.ReadingGroups | None = None,
     ) -> None:
-        """`groups`: the ranks that share the reading; None: this rank reads all weights.
+        """Allocates the memory. Raises InvalidInput if the model can't be cut that way.
 
-        Raises InvalidInput if the model can't be cut that way.
+        Args:
+            groups: the ranks that share the reading; None: this rank reads all weights.
         """
         check_sizes(arch, sizes)
         stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0

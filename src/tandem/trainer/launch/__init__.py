@@ -155,8 +155,11 @@ def start_child(
 
 
 def of_parent(work: Path, name: str, host: int | None) -> Path:
-    """The path of a file of the ranks' parent. `host`: the number of one of several hosts, whose
-    agents started the ranks."""
+    """The path of a file of the ranks' parent.
+
+    Args:
+        host: the number of one of several hosts, whose agents started the ranks.
+    """
     return work / name if host is None else work / HOSTS / f"{host}.{name}"
 
 

@@ -166,8 +166,11 @@ def main() -> None:
 
 def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) -> int:
     """Be the parent of this host's ranks: fork them, run their store if this host has it, and wait.
-    Returns 0 when all of them exited with 0. `listener`: the store's socket, if other hosts reach
-    the store."""
+    Returns 0 when all of them exited with 0.
+
+    Args:
+        listener: the store's socket, if other hosts reach the store.
+    """
     runner.close()
     redirect(launch.of_parent(LAUNCHER_LOG))
     stop_requests: list[int] = []

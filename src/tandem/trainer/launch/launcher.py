@@ -44,9 +44,14 @@ class Launcher:
         marker: tuple[str, str],
         defaults: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`marker`: an environment variable and its value for every process that this launcher
-        starts. By it a later runner finds processes that outlived this runner. `defaults`:
-        `own_defaults` of `rank_environment`."""
+        """Starts no process yet.
+
+        Args:
+            entry: the module whose `main` is a rank.
+            marker: an environment variable and its value, for every process that this launcher
+                starts. By it a later runner finds processes that outlived this runner.
+            defaults: `own_defaults` of `rank_environment`.
+        """
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings, defaults) | dict([marker])
         # A killed process leaves its temporary files, and a rank is often killed.

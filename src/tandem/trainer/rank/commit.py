@@ -58,10 +58,12 @@ class NewCheckpoint:
         self, metrics: dict[str, float], probe: Probe, seq: int | None = None
     ) -> Manifest | None:
         """Make the files the run's next checkpoint. Returns its manifest on rank 0, else None.
-        `seq`: the last request, for a session's run.
 
         The ranks wait in short collectives and send heartbeats, because hundreds of gigabytes may
         have to be hashed.
+
+        Args:
+            seq: the last request, for a session's run.
         """
         committed: Future[Manifest] | None = None
         if self._written is not None:

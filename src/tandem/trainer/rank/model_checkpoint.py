@@ -101,7 +101,10 @@ def write_model(
     """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all
     ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `base_model`: the directory of the model's other files. `beat` is called now and then.
+    `beat` is called now and then.
+
+    Args:
+        base_model: the directory of the model's other files.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)

@@ -255,10 +255,16 @@ def reference_policy(
     reference: int | Literal["base"],
 ) -> Iterator[None]:
     """Within the block the policy is the reference. Its trained tensors wait in host memory, and
-    are back afterwards, bit for bit. `beat` is called while files are hashed and read.
+    are back afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it
     is not whole.
+
+    Args:
+        base_model: its directory.
+        field: the setting that names the reference, for errors.
+        beat: called while files are hashed and read.
+        reference: "base", or the step of a checkpoint of the run.
     """
     full = policy.lora is None
     if reference == "base" and not full:

@@ -120,7 +120,13 @@ def score_long(
 def logprobs(
     policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device
 ) -> list[list[float]]:
-    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
+    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1.
+
+    Args:
+        sequences: token ids.
+        row_length: slots of the job's rows; the sequences are packed into rows of this length.
+        device: the rank's.
+    """
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
         values = _scores(policy, probe_row(together, row_length, device))
@@ -170,8 +176,14 @@ def probe_row(
     """One row of sequences that don't see one another; every token except each sequence's first is
     an item.
 
-    Only the slots in use are computed, padded to a multiple of `multiple`. The attention's row is
-    as long as the job's own rows, so that the kernels compiled for them are used.
+    The attention's row is as long as the job's own rows, so that the kernels compiled for them are
+    used.
+
+    Args:
+        sequences: token ids.
+        row_length: slots of the job's rows.
+        device: of the row's tensors.
+        multiple: only the slots in use are computed, padded to a multiple of this number.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

@@ -58,12 +58,14 @@ def meet(
 
     Rank 0, and one rank of each other host, downloads the base model if the hub has it. That may
     take longer than any limit on a wait, so all ranks send heartbeats during it; the job's
-    `deadline_seconds` bounds it. `prepare`: work of rank 0 before it sends the assignment; it sends
-    its own heartbeats.
+    `deadline_seconds` bounds it.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
     own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its
     message on the others.
+
+    Args:
+        prepare: work of rank 0 before it sends the assignment; it sends its own heartbeats.
     """
 
     def read() -> Assignment:

@@ -112,11 +112,14 @@ def swap(
     """Runs in the engine, between two steps: either all workers get the weights of `version`, or
     all keep the old ones.
 
-    `call`: the engine's `collective_rpc`; `deadline`: a value of `time.monotonic`. Returns
-    `seconds`, and the `tokens` that each sequence has got from the old weights. Otherwise returns
-    `late`; or `error`; or `torn` if the old weights can't be restored: then all requests are ended.
-    Also returns `late` if vLLM sleeps: the program that ordered the swap has died, and a trainer
-    has the GPU.
+    Returns `seconds`, and the `tokens` that each sequence has got from the old weights. Otherwise
+    returns `late`; or `error`; or `torn` if the old weights can't be restored: then all requests
+    are ended. Also returns `late` if vLLM sleeps: the program that ordered the swap has died, and a
+    trainer has the GPU.
+
+    Args:
+        call: the engine's `collective_rpc`.
+        deadline: a value of `time.monotonic`.
     """
     if time.monotonic() > deadline or core.is_sleeping():
         return {"late": True}

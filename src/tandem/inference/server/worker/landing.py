@@ -105,9 +105,12 @@ class LandingWeights(ModelWeights):
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
         """Begin to bring a version into the second copy, in a thread, unless it is there or on its
-        way from this source. The version that was in the copy is lost. `source`: where whole
-        weights come from; None: they are merged from the base model's files and the adapter in the
-        directory `version` (for BASE: without an adapter)."""
+        way from this source. The version that was in the copy is lost.
+
+        Args:
+            source: where whole weights come from; None: they are merged from the base model's files
+                and the adapter in the directory `version` (for BASE: without an adapter).
+        """
         before = self._arrival
         coming = (
             (before.version, before.source) == (version, source)
@@ -284,10 +287,13 @@ def receive(
 ) -> Iterator[tuple[Part, torch.Tensor]]:
     """Each part that the ranks send, with its values. The next part may overwrite the values.
 
-    `source`: an offer (`trainer/rank/publication.py`), with the name of this worker's server;
-    `rank`: this worker's number among the `workers` of the server; `beat` is called whenever
-    something has arrived. Raises torch's error if a rank or another worker is gone or stands still,
-    and RuntimeError if the ranks send without this server.
+    Raises torch's error if a rank or another worker is gone or stands still, and RuntimeError if
+    the ranks send without this server.
+
+    Args:
+        source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
+        rank: this worker's number among the `workers` of the server.
+        beat: called whenever something has arrived.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"])

@@ -64,12 +64,13 @@ class ModelWeights:
         place: CopyPlace | float,
         targets: frozenset[str] | None = None,
     ) -> None:
-        """`place`: where the copy goes, or the bytes that are left beside the model, by which
-        `automatic_copy` decides; `targets`: names of the linear layers that may change; None: every
-        tensor may.
-
-        Proves the layout: the base model's files, put through it, must equal the loaded weights,
+        """Proves the layout: the base model's files, put through it, must equal the loaded weights,
         byte for byte. Else CannotWrite.
+
+        Args:
+            place: where the copy goes, or the bytes that are left beside the model, by which
+                `automatic_copy` decides.
+            targets: names of the linear layers that may change; None: every tensor may.
         """
         self._parameters = dict(model.named_parameters())
         self._base = stored_tensors(base_model)
