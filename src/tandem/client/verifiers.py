@@ -90,11 +90,15 @@ class VerifiersEnvironment:
     """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
     `use = "verifiers:<taskset>"`, and the other arguments are under `arguments`.
 
-    `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name;
-    `inference_url`: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the key
-    in TANDEM_API_KEY; `harness`: its programs run as processes on this machine; `renderer`: a
-    RendererConfig or its fields, by default the model's own; `sampling`: vLLM's options; `agent`:
-    other fields of vf.AgentConfig (`max_turns`, `timeout`).
+    Args:
+        name: the taskset's id, or a taskset.
+        tokenizer: the base model's directory or hub name.
+        inference_url: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the
+            key in TANDEM_API_KEY.
+        harness: its programs run as processes on this machine.
+        renderer: a RendererConfig or its fields, by default the model's own.
+        sampling: vLLM's options.
+        agent: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
 
     def __init__(

@@ -317,17 +317,25 @@ class PreferencePair(Record):
 
 
 class Rendering(Record):
-    """A preview of an example or a pair: what is trained of it, or why it is refused (`error`, at
-    `field`). `parts`: of each sequence (a pair's: prompt and chosen, prompt and rejected) the texts
-    and their weights in the loss, 0 for context; `lengths`: the sequences' tokens; `slots`: what
-    must fit a row, the longest sequence, or both of a pair with what they begin with once;
-    `trained`: how many tokens are trained; `left_out`: what the chat template has no place for,
-    `reasoning` of a trained message or `tools`.
+    """A preview of an example or a pair: how it is trained, or why it is refused.
 
-    Of conversations also: `trained_turns`; of these, `endless_turns` do not end with a token at
-    which vLLM stops (`endless`: what to do), and `empty_thoughts` train a thought without a word;
-    `control_tokens`: how often messages have the text of each special token, and so the token;
-    `date`: today's, where the template prints it."""
+    Attributes:
+        parts: for each sequence (a pair has two) its texts and their weights in the loss, 0 for
+            context.
+        lengths: the sequences' tokens.
+        slots: the slots that must fit a row: of the longest sequence, or of both of a pair with
+            their common beginning once.
+        trained: the number of trained tokens.
+        left_out: parts for which the chat template has no place: `reasoning` of a trained message,
+            `tools`.
+        trained_turns: of a conversation.
+        endless_turns: trained turns that do not end with a token at which vLLM stops.
+        empty_thoughts: trained turns that train a thought without a word.
+        control_tokens: how often messages contain the text of each special token, and so the token.
+        endless: what to do about the endless turns.
+        date: today's, if the template prints it.
+        error: why it is refused, at `field`.
+    """
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)

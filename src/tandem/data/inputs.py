@@ -74,16 +74,21 @@ TokenIds = Annotated[
 
 
 class Turn(Record):
-    """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the
-    sampled tokens, the end-of-turn token included; `logprobs`: of each sampled token, in nats, at
-    the sampling temperature (where that is not 1, run vLLM with `--logprobs-mode
-    processed_logprobs`); `policy_step`: the checkpoint that sampled it; `routed_experts`: of a
-    mixture, the experts of each token but the last, as vLLM returns them under
-    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers,
-    experts per token]); training then uses these.
+    """One sampled assistant message.
 
-    `reward`: of this turn, beside the trajectory's. `advantage`: in place of the computed one;
-    `advantages`: of each sampled token, added to the turn's."""
+    Attributes:
+        prompt_token_ids: its whole context.
+        token_ids: the sampled tokens, the end-of-turn token included.
+        logprobs: of each sampled token, in nats, at the sampling temperature (if that is not 1, run
+            vLLM with `--logprobs-mode processed_logprobs`).
+        policy_step: the checkpoint that sampled it.
+        routed_experts: for a mixture, the experts of each token but the last, as vLLM returns them
+            under `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens
+            - 1, layers, experts per token]); training then uses these experts.
+        reward: this turn's, in addition to the trajectory's.
+        advantage: in place of the computed one.
+        advantages: of each sampled token, added to the turn's.
+    """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)

@@ -25,12 +25,19 @@ OPEN_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class LinearSequence:
-    """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of
-    the trained ones, rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to
-    predict there; `weights` [k] float32: the factors of their losses; `logprobs` [k] float32: the
-    sampler's, nats; NaN where nothing was sampled; `policy_steps` [k] int32: the checkpoints that
-    sampled them, or -1; `expert_ids` int16 [.., layers, experts per
-    token]: `slot_experts` of the first tokens, as many as are known.
+    """A sequence of tokens, some of them trained.
+
+    Attributes:
+        tokens: int32 [n]; the last is trained.
+        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, rising, the first >=
+            1.
+        targets: int32 [k]: the tokens to predict there.
+        weights: float32 [k]: the factors of their losses.
+        logprobs: float32 [k]: the sampler's, nats; NaN for tokens that were not sampled.
+        policy_steps: int32 [k]: the checkpoints that sampled them, or -1.
+        expert_ids: int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as
+            far as known.
+        rejected: whether this is a pair's rejected answer.
     """
 
     tokens: Int32

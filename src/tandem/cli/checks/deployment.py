@@ -273,7 +273,7 @@ _TRANSPORTS = {
 
 
 def _second_copy(settings: Settings) -> str:
-    """Where vLLM keeps the second copy of the weights, and why."""
+    """The place where vLLM keeps the second copy of the weights, and why."""
     ordered = ordered_copy(settings)
     with suppress(InvalidInput):  # vLLM is on another machine
         if serving_device(settings) == "cpu":

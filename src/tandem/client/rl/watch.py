@@ -130,8 +130,8 @@ def at(file: str, line: int | str | None) -> str:
 
 
 def whose(file: str) -> str:
-    """Whose code is in the file: "own", "installed", or "" for this package and the standard
-    library."""
+    """The owner of the code in the file: "own", "installed", or "" for this package and the
+    standard library."""
     if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
         return ""
     if {"site-packages", "dist-packages"} & set(Path(file).parts):

@@ -266,8 +266,8 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
 
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
-    """Where merged serving keeps its second copy of the base weights: on vLLM's GPU or in pinned
-    host memory. `auto`: vLLM's workers decide once the model is loaded."""
+    """The place of merged serving's second copy of the base weights: vLLM's GPU or pinned host
+    memory. `auto`: vLLM's workers decide once the model is loaded."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
         return "host"  # a copy on the GPU would have to be moved at each sleep
     return settings.second_copy

@@ -21,8 +21,8 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """What another process needs to copy from `tensor` by `imported`; `tensor`'s memory must exist
-    until then.
+    """The handle by which another process copies from `tensor` (`imported`); `tensor`'s memory must
+    exist until then.
 
     None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
     """

@@ -136,7 +136,7 @@ class AttentionSublayer(Sublayer):
         return y, saved
 
     def recompute_output(self, saved: Saved) -> torch.Tensor:
-        """What `forward` returned."""
+        """The output that `forward` returned."""
         assert saved.x is not None
         features = self._features(saved.tensors["output"], saved.x, saved)
         return self._add_output(self._proj, features, saved.x)[0]

@@ -195,7 +195,7 @@ class Lease(BaseModel):
 
 
 class RankMemory(BaseModel):
-    """What one rank held at the end of each phase of an attempt, in the order of the phases' first
+    """One rank's memory at the end of each phase of an attempt, in the order of the phases' first
     ends.
 
     Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`

@@ -139,17 +139,22 @@ class LongProbe(Record):
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences, with which the publisher compares vLLM's.
 
-    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint,
-    at temperature 1; `previous` is the same under the checkpoint before it, `base` with the adapter
-    switched off; where all weights are trained, as `previous`. The trainer computes all three.
-    Their differences cancel the rounding that vLLM doesn't share.
+    The trainer computes all three kinds of log-probs. Their differences cancel the rounding that
+    vLLM doesn't share.
+
+    Attributes:
+        tokens: the sequences.
+        logprobs: `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under
+            this checkpoint, at temperature 1.
+        previous: the same under the checkpoint before it.
+        base: the same with the adapter switched off; for a run of all weights equal to `previous`.
+        long: None if the job's rows are no longer than the other sequences.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     previous: list[list[float]]
     base: list[list[float]]
-    # None if the job's rows are no longer than the other sequences.
     long: LongProbe | None = None
 
 

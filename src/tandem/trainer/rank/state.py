@@ -20,8 +20,8 @@ _libc = ctypes.CDLL(None)
 
 
 class RankState:
-    """What a rank that stays (`launch=resident`) keeps from one job to the next: process groups and
-    the model.
+    """The state that a rank that stays (`launch=resident`) keeps from one job to the next: process
+    groups and the model.
 
     Between jobs it gives the model's device memory back. A job that needs other groups or another
     model starts without them.

@@ -24,9 +24,12 @@ NAMED = 3  # the most differences that a message names
 class Held(NamedTuple):
     """One matrix of an adapter in a layer of vLLM, or the matrices of all experts of a layer.
 
-    `name`: the file's module and matrix; `buffer`: [..., rows, columns] in the slot, larger than
-    the matrix if the adapter's rank is below vLLM's largest; `matrix`: the file's, as vLLM casts,
-    scales and cuts it; None: the file has none, and the buffer must be zero.
+    Attributes:
+        name: the file's module and matrix.
+        buffer: [..., rows, columns] in the slot, larger than the matrix if the adapter's rank is
+            below vLLM's largest.
+        matrix: the file's, as vLLM casts, scales and cuts it. None: the file has none, and the
+            buffer must be zero.
     """
 
     name: str
