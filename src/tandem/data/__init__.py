@@ -15,4 +15,6 @@ Query q may attend to key k exactly when k <= q < subtree_end[k]. The layout is 
 is the whole mask, for trees of any depth. The trained tokens are a list of items apart from the
 slots: several trajectories with different advantages may train one shared token. The trainer
 computes logits only at the parents of trained tokens. `packed_format.py` lists every array.
+
+A sequence longer than a row is refused, left out or cut, as `packing.too_long` says (`prepare.py`).
 """

@@ -88,11 +88,12 @@ job has ended, the files that only a living job needs are removed. Then one rena
 directory to `jobs/ended/`, with the state in its name.
 
 Names carry order: a job's key says when it was submitted, its base step, run and id. So the queue,
-the lists and the counts come from names; a program reads only the job that it needs. A program that
-wants the running jobs reads the jobs that `jobs/active/` names. A name in `jobs/active/` comes
-before the change of the state and goes after it. The next claim removes a name that is left over. A
-directory that has not changed is not listed again (`listing` in `paths.py`, `Index` in `jobs.py`).
-These memories are caches: a process may drop them at any time.
+the lists and the counts come from names; a program reads only the job that it needs. A claim takes
+the oldest queued job whose run has no running job. A program that wants the running jobs reads the
+jobs that `jobs/active/` names. A name in `jobs/active/` comes before the change of the state and
+goes after it. The next claim removes a name that is left over. A directory that has not changed is
+not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These memories are caches: a
+process may drop them at any time.
 
 Removal by rename (`removal.py`): the controller removes what the settings don't keep. A run, a
 checkpoint or an ended job gets a temporary name, and then its files are removed.

@@ -6,6 +6,11 @@ has the ways by which weights get into vLLM, and the local copies of adapters. `
 log-probs. `place.py` publishes vLLM's address. `shared_gpus.py` puts vLLM to sleep for the trainer
 and wakes it.
 
+A step whose tensors or log-probs differ from the checkpoint's is unloaded and recorded as refused,
+and the older step stays served (`checkpoint_loader.py`). Requests that run while a step is loaded
+keep the adapter that they began with. With merged weights their later tokens come from the new
+weights, or the swap waits for them (`TANDEM_SWAP_REQUESTS`).
+
 Several inference servers: each vLLM has a publisher of its own, and both have a name,
 `TANDEM_REPLICA`. The publisher that verifies a step last announces it, and tells the job
 (`spool/replicas.py`). vLLM answers requests while its publisher permits it, for 15 s at a time. So
