@@ -145,7 +145,7 @@ class Settings(BaseSettings):
             parts = urlsplit(value or "http://default")
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 return value
-        raise ValueError(f"{value!r} is no URL such as http://127.0.0.1:8000")
+        raise ValueError(f"{value!r} is not a URL such as http://127.0.0.1:8000")
 
     @model_validator(mode="after")
     def _launch_by_the_ancestors_names(self) -> Self:

@@ -45,9 +45,9 @@ def connection(
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidInput(f"{url!r} is no URL: {error}", field=given_by) from error
+        raise InvalidInput(f"{url!r} is not a URL: {error}", field=given_by) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidInput(f"{url!r} is no URL such as http://127.0.0.1:8080", field=given_by)
+        raise InvalidInput(f"{url!r} is not a URL such as http://127.0.0.1:8080", field=given_by)
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:

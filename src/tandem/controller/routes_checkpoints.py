@@ -163,7 +163,7 @@ def _open(path: Path, size: int) -> BinaryIO:
         file = open_plain(path)
     except (FileNotFoundError, NotPlainError) as error:
         raise CheckpointDamaged(
-            f"{path.name} of checkpoint {path.parent} is missing, or no regular file"
+            f"{path.name} of checkpoint {path.parent} is missing, or not a regular file"
         ) from error
     actual = os.fstat(file.fileno()).st_size
     if actual != size:

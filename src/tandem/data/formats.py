@@ -201,7 +201,7 @@ class Examples:
         self.format = self._detect() if format == "auto" else format
         if self.format not in FORMATS:
             raise InvalidInput(
-                f"{format!r} is no format; use auto or one of {', '.join(FORMATS)}",
+                f"{format!r} is not a format; use auto or one of {', '.join(FORMATS)}",
                 field="--format",
             )
         self.kind: Kind = FORMATS[self.format][0]

@@ -29,7 +29,7 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
     if turn.routed_experts is None:
         return None
     if mixture is None:
-        raise InvalidInput("the base model is no mixture of experts; leave it out", field=field)
+        raise InvalidInput("the base model is not a mixture of experts; leave it out", field=field)
     try:
         data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
         experts: Int16 = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]

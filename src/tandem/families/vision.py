@@ -42,7 +42,7 @@ def text_of(
     """
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise config.invalid("text_config is missing, or is no object")
+        raise config.invalid("text_config is missing, or is not an object")
     # transformers ties by the first key, vLLM by the second.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))

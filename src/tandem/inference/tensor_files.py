@@ -70,7 +70,7 @@ def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> Te
         raise CheckpointDamaged(error.message) from error
     found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     if found != {name: ("F32", shape) for name, shape in adapter_shapes(arch, lora).items()}:
-        raise CheckpointDamaged(f"{path} is no adapter of rank {lora.rank} in F32 for {model}")
+        raise CheckpointDamaged(f"{path} is not an adapter of rank {lora.rank} in F32 for {model}")
     return file
 
 

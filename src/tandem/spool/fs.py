@@ -36,7 +36,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
     **dict.fromkeys(
         NOT_PLAIN,
-        ("it is no regular file, or a link leads there", "remove it, or restore it from a copy"),
+        ("it is not a regular file, or a link leads there", "remove it, or restore it from a copy"),
     ),
     errno.ENOTDIR: (
         "a part of the path is a file, not a directory",

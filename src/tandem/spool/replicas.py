@@ -190,7 +190,7 @@ class Replicas:
 
     def _file(self, replica: str) -> Path:
         if not re.fullmatch(REPLICA_PATTERN, replica):
-            raise InvalidInput(f"{replica!r:.100} is no replica's id", field="TANDEM_REPLICA")
+            raise InvalidInput(f"{replica!r:.100} is not a replica's id", field="TANDEM_REPLICA")
         return self._paths.replicas / f"{replica}.json"
 
     def _of_run(self, run: str, replica: str) -> Path:

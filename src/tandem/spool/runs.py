@@ -178,7 +178,7 @@ class Runs:
         for name in listing(self._paths.runs):
             try:
                 if not is_run_name(name):
-                    raise RunDamaged(f"{self._paths.runs / name} is no run; remove it")
+                    raise RunDamaged(f"{self._paths.runs / name} is not a run; remove it")
                 self.get(name)
                 if not listing(self.directory(name) / "checkpoints"):
                     raise RunDamaged(

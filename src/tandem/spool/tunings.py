@@ -63,7 +63,7 @@ class Uploads:
             return open_plain(self.path(upload))
         except (FileNotFoundError, NotPlainError) as error:
             raise NotFound(
-                f"the content of {upload.id} is missing, or no regular file", field="file_id"
+                f"the content of {upload.id} is missing, or not a regular file", field="file_id"
             ) from error
 
     def ids(self) -> list[str]:

@@ -93,7 +93,7 @@ def host_address(chosen: str | None) -> tuple[str, str]:
             if ipaddress.ip_address(address) == ipaddress.ip_address(chosen):
                 return address, interface
     raise InvalidInput(
-        f"{chosen} is no address of this host, which has {names}; name one of these",
+        f"{chosen} is not an address of this host, which has {names}; name one of these",
         field="TANDEM_HOST_ADDRESS",
     )
 

@@ -71,7 +71,7 @@ def _target(run: RunSpec, place: str) -> Target:
     name, _, where = place.partition(":")
     if name not in TARGETS or not (where or name == "wandb"):
         known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI"
-        raise InvalidInput(f"{place!r} is no tracker; use one of {known}", field="--to")
+        raise InvalidInput(f"{place!r} is not a tracker; use one of {known}", field="--to")
     with _telling(place):
         return TARGETS[name](run, where)
 

@@ -75,7 +75,7 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
     """Refuses a record that `tandem.data` would ignore or take for another format."""
     if unknown := sorted(record.keys() - _KEYS[method]):
         hint = _HINTS.get(unknown[0], "remove it")
-        raise _bad(number, f"{unknown[0][:64]!r} is no key of an example for {method}; {hint}")
+        raise _bad(number, f"{unknown[0][:64]!r} is not a key of an example for {method}; {hint}")
     conversations = {"messages": record.get("messages")}
     if method == "dpo":
         if missing := sorted(_KEYS["dpo"] - record.keys()):
@@ -83,7 +83,7 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
         if not isinstance(record["input"], dict):
             raise _bad(number, "input must be an object with messages")
         if unknown := sorted(record["input"].keys() - _INPUT_KEYS):
-            raise _bad(number, f"input.{unknown[0][:64]} is no key of input; remove it")
+            raise _bad(number, f"input.{unknown[0][:64]} is not a key of input; remove it")
         conversations = {
             "input.messages": record["input"].get("messages"),
             "preferred_output": record["preferred_output"],

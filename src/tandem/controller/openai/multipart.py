@@ -46,7 +46,7 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
+            raise BadRequest(f"the body is not multipart/form-data: {error}", param=None) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -105,7 +105,7 @@ async def receive_form(request: Request, path: Path) -> Form:
     try:
         form = Form(path, options[b"boundary"])
     except FormParserError as error:
-        raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
+        raise BadRequest(f"the body is not multipart/form-data: {error}", param=None) from error
     try:
         with fs.volume_errors(path):
             async for part in request.stream():

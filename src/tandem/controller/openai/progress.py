@@ -68,7 +68,7 @@ def steps_made(spool: Spool, tuning: Tuning) -> int:
     made = spool.checkpoints.manifest(tuning.run, newest).job if newest else None
     if made is not None and not made.startswith(f"{tuning.id}."):
         raise CheckpointDamaged(
-            f"the run {tuning.run} was trained by {made}, which is no part of {tuning.id}",
+            f"the run {tuning.run} was trained by {made}, which is not a part of {tuning.id}",
             field="run",
         )
     return newest

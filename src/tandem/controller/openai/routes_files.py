@@ -97,7 +97,7 @@ def after_id(ids: list[str], after: str | None) -> list[str]:
     if after is None:
         return ids
     if after not in ids:
-        raise BadRequest(f"{after[:100]!r} is no id of this list; leave it out", param="after")
+        raise BadRequest(f"{after[:100]!r} is not an id of this list; leave it out", param="after")
     return ids[ids.index(after) + 1 :]
 
 

@@ -25,7 +25,7 @@ def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callabl
     config = dict[str, float]()
     for name, value in asked.config.items():
         if isinstance(value, str):
-            raise InvalidInput("is no number", field=f"loss_fn_config.{name[:64]}")
+            raise InvalidInput("is not a number", field=f"loss_fn_config.{name[:64]}")
         config[name] = value
     supervised = isinstance(named_loss(asked.loss, config), SFTLoss)
     names = ("weights",) if supervised else ("advantages", "logprobs")

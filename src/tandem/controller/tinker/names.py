@@ -90,7 +90,7 @@ def path_of(text: str, field: str = "path") -> SavedPath:
     model."""
     if (found := _is_path(text)) is None:
         form = "tinker://<model>/weights/<name>, or .../sampler_weights/<name>"
-        raise InvalidInput(f"{text[:200]!r} is no path of a checkpoint: {form}", field=field)
+        raise InvalidInput(f"{text[:200]!r} is not a path of a checkpoint: {form}", field=field)
     return SavedPath(model_of(found[1], field), _SEGMENTS[found[2]], found[3])
 
 
@@ -98,5 +98,5 @@ def check_saved_name(name: str, field: str = "path") -> str:
     """Raises InvalidInput if a checkpoint can't have this name."""
     if not _is_saved(name):
         rule = "use letters, digits, '.', '_' and '-', at most 200; a letter or digit first"
-        raise InvalidInput(f"{name[:100]!r} is no name of a checkpoint: {rule}", field=field)
+        raise InvalidInput(f"{name[:100]!r} is not a name of a checkpoint: {rule}", field=field)
     return name

@@ -69,7 +69,7 @@ def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
         message = ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise InvalidInput(
-            f"the body is no ForwardBackwardRequest: {error}", field="body"
+            f"the body is not a ForwardBackwardRequest: {error}", field="body"
         ) from error
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -87,7 +87,7 @@ def _decompressed(body: bytes, most: int) -> bytes:
             # A frame's header may lie about its size, so the size is not read.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
-        raise InvalidInput(f"the body is no zstd: {error}", field="body") from error
+        raise InvalidInput(f"the body is not zstd: {error}", field="body") from error
     if len(content) > most:
         remedy = "send fewer data at once, or raise TANDEM_MAX_REQUEST_BYTES"
         problem = f"the body has more than {most} bytes without its compression"
@@ -136,7 +136,7 @@ def _tokens(chunks: Any, field: str) -> Int32:
     if not len(tokens):
         raise InvalidInput("there is no token", field=field)
     if tokens.min() < 0:
-        raise InvalidInput(f"{tokens.min()} is no token id", field=field)
+        raise InvalidInput(f"{tokens.min()} is not a token id", field=field)
     return tokens.astype(np.int32)
 
 
@@ -151,7 +151,7 @@ def _tensor(message: Any, length: int, field: str) -> NDArray[Any]:
         problem = f"its shape is {shape}; several targets per position are not served"
         raise InvalidInput(f"{problem}: send one value per position", field=field)
     if len(message.dense) % dtype.itemsize:
-        raise InvalidInput("its bytes are no whole number of values", field=field)
+        raise InvalidInput("its bytes are not a whole number of values", field=field)
     values = np.frombuffer(message.dense, dtype)
     if len(values) != length or (shape and shape[0] != length):
         problem = f"{len(values)} values for {length} tokens of model_input"

@@ -185,8 +185,8 @@ def follow(engine: Any) -> None:
 def malformed_call(name: str) -> str:
     """The problem with a call in the history that vLLM can't render."""
     return (
-        f"the arguments of the call of {name!r} in the history are no JSON object, and vLLM would"
-        f" render a call without arguments: send the answer back as it came, with the header"
+        f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
+        f" would render a call without arguments: send the answer back as it came, with the header"
         f" X-Session-ID in all requests of the rollout, or leave the call out"
     )
 

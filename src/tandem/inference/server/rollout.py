@@ -267,7 +267,7 @@ def _complete(answer: Options) -> Options:
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
     """The field and the reason for which the door refuses a request."""
     if session is not None and not NAME.fullmatch(session):
-        return HEADER, f"{session!r} is no name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
+        return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):
         problem = (
             "missing: name the rollout in the header X-Session-ID (default_headers of the client);"

@@ -196,7 +196,7 @@ class Manifest(Record):
     def _files_are_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
             if "\0" in name or len(name) > 255 or {"", ".."} & set(name.split("/")):
-                raise ValueError(f"{name!r:.100} is no path below the checkpoint")
+                raise ValueError(f"{name!r:.100} is not a path below the checkpoint")
         return files
 
 
