@@ -203,7 +203,7 @@ def test_bodies_that_are_none_are_refused() -> None:
         read_pass("application/json", "", b"{}", MOST)
     with pytest.raises(InvalidInput, match="not a ForwardBackwardRequest"):
         read(good[:-1])
-    with pytest.raises(InvalidInput, match="no zstd"):
+    with pytest.raises(InvalidInput, match="not zstd"):
         read(good, "zstd")
     with pytest.raises(InvalidInput, match="gzip"):
         read(good, "gzip")

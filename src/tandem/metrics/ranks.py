@@ -1,4 +1,4 @@
-"""Collects the ranks of the running job, from the heartbeats that they write to the attempt's work
+"""The ranks of the running job, from the heartbeats that they write to the attempt's work
 directory."""
 
 import time
@@ -15,7 +15,7 @@ _CPU = "; on the CPU the resident set"
 _RANK = {"rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
-# Each dictionary has the keys of a heartbeat's `memory` or `phases`.
+# Each dictionary's keys are those of a heartbeat's `memory` or `phases`.
 _ALLOCATOR_BYTES = {
     "allocated": f"in tensors{_CPU}",
     "reserved": f"taken from the device, in use or cached{_CPU}",
@@ -208,7 +208,7 @@ class RanksCollector(SpoolCollector):
         gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
 
     def _current_attempt(self, spool: Spool) -> _AttemptSeries | None:
-        """The attempt that runs now: a spool has one runner, which runs one job at a time."""
+        """The running attempt. A spool has one runner, which runs one job at a time."""
         for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
             if lease is None:

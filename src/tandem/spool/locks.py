@@ -172,8 +172,8 @@ class Leases:
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
     def write(self, job: Job, runner: str, phase: str) -> None:
-        """The runner's heartbeat. Writes without a check: only the spool's runner, which holds the
-        runner lock, writes leases."""
+        """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock,
+        is the one writer."""
         lease = Lease(
             job=job.spec.id,
             runner=runner,

@@ -26,7 +26,7 @@ def queue_waiting(spool: Spool) -> None:
 
 
 def others_wait(spool: Spool, run: str) -> bool:
-    """Whether another run of a session has an uncomputed request. The runner queues no job for it
+    """Whether another run of a session has a request to compute. The runner queues no job for it
     while one runs."""
     return any(other != run for _, other, _ in _waiting(spool))
 

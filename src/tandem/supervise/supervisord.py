@@ -254,10 +254,10 @@ class Console:
 
 
 def how_it_ended(logs: Path, program: str) -> str:
-    """A program's last end in the words of supervisord's log: "exit status 1", "terminated by
+    """How supervisord's log describes a program's last end: "exit status 1", "terminated by
     SIGKILL".
 
-    supervisord itself forgets it when it starts the program again.
+    supervisord itself has forgotten it as soon as it starts the program again.
     """
     pattern = rf"(?:exited|stopped): {re.escape(program)} \(([^;\n]+?)(?:; .*)?\)$"
     ends = re.findall(pattern, last_lines(log_path(logs, "supervisord")), re.MULTILINE)
