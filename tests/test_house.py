@@ -167,6 +167,36 @@ def test_every_package_says_what_it_is():
     assert len((SOURCE.parents[1] / "docs" / "architecture.md").read_text().splitlines()) <= 200
 
 
+def docstrings(tree: ast.AST) -> list[str]:
+    """The docstrings of a file's module, classes and functions."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [text for text in found if text]
+
+
+def test_docstrings_begin_with_the_noun():
+    """A relative clause or a pronoun leaves the reader to find the noun, and so does the name of an
+    error without a verb: "NotFound if …" is "Raises NotFound if …"."""
+    clause = re.compile(r"(What|Which|Where|Whose|Who|Of|Those|That) ")
+    error = re.compile(r"[A-Z][a-z]+[A-Z]?\w*( \(.*?\))? (if|where|without|unless) ")
+    assert clause.match("Which rows are read.")
+    assert not clause.match("Whether rows are read.")
+    assert error.match("NotFound (field `run`) if there is none.")
+    paths = list(SOURCE.rglob("*.py"))
+    texts = [(path, text) for path in paths for text in docstrings(ast.parse(path.read_text()))]
+    assert [text for _, text in texts if clause.match(text)] == []
+    errors = {
+        node.name
+        for path in paths
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    verbless = [
+        (path.name, text) for path, text in texts if error.match(text) and text.split()[0] in errors
+    ]
+    assert verbless == []
+
+
 def test_one_module_knows_the_header_of_safetensors():
     """Others read it by `read_header` and write it by `lay_out`; no other library parses it."""
     knows = re.compile(r"data_offsets|^\s*(?:from|import) safetensors\b", re.MULTILINE)

@@ -167,7 +167,7 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, co
     "url", ["vllm:8000", "127.0.0.1:8000", "http://vllm:port", "http://", "ftp://vllm:8000"]
 )
 def test_an_inference_url_that_is_none_is_refused(url):
-    with pytest.raises(ValidationError, match="is no URL such as"):
+    with pytest.raises(ValidationError, match="is not a URL such as"):
         Settings(inference_url=url)
     assert (
         Settings(inference_url="https://vllm/prefix").resolved_inference_url

@@ -1,4 +1,4 @@
-"""The chart's README: how to install it (readme-head.md), and a table of its values."""
+"""The chart's README: an introduction (readme-head.md), and a table of its values."""
 
 import json
 from pathlib import Path

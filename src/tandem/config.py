@@ -45,9 +45,9 @@ class Settings(BaseSettings):
     gpu_mode: Literal["dedicated", "shared"] = "dedicated"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     free_gpu_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """A CUDA context alone takes more than the default; the driver's own bookkeeping takes less."""
+    """The default is less than a CUDA context takes and more than the driver's own bookkeeping."""
     log_dir: Path | None = None
-    """None: `logs` under the root, for a role `logs/<role>`."""
+    """None: `logs` under the root; for a role `logs/<role>`."""
     log_format: Literal["text", "json"] = "text"
 
     # ---- secrets
@@ -80,7 +80,7 @@ class Settings(BaseSettings):
     trainer_hosts: int = Field(default=1, ge=1)
     host_index: int | None = Field(default=None, ge=0)
     host_address: str | None = None
-    """None: of the interface that leads to other machines."""
+    """None: the address of the interface that leads to other machines."""
     start_seconds: float = Field(default=900.0, gt=0)
     orphan_seconds: float = Field(default=900.0, gt=0)
     topology: Literal["given", "auto"] = "given"
@@ -145,7 +145,7 @@ class Settings(BaseSettings):
             parts = urlsplit(value or "http://default")
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 return value
-        raise ValueError(f"{value!r} is no URL such as http://127.0.0.1:8000")
+        raise ValueError(f"{value!r} is not a URL such as http://127.0.0.1:8000")
 
     @model_validator(mode="after")
     def _launch_by_the_ancestors_names(self) -> Self:
@@ -193,7 +193,8 @@ class Settings(BaseSettings):
         return self
 
     def _check_ranks(self) -> None:
-        """What the model says is checked by `planning.checks.check_sizes`."""
+        """Checks the settings of ranks among one another. `planning.checks.check_sizes` compares
+        them with the model."""
         ranks, of = self.trainer_ranks, f"TANDEM_TRAINER_RANKS={self.trainer_ranks}"
         model = ("tensor_parallel", "context_parallel", "pipeline_parallel")
         for names in (model, ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")):
@@ -273,7 +274,7 @@ class Settings(BaseSettings):
 
     @property
     def local_replicas(self) -> int:
-        """Inference servers of this machine. With a name of its own it has one of them."""
+        """The number of inference servers on this machine. With `replica` set it is 1."""
         return 1 if self.replica is not None else self.inference_replicas
 
     @property
@@ -287,8 +288,8 @@ class Settings(BaseSettings):
         return self.inference_url or f"http://{host}:{self.inference_port}"
 
     def model_path(self) -> str:
-        """The base model's path in this container, or its hub name. Raises InvalidInput where none
-        is set."""
+        """The base model's path in this container, or its hub name. Raises InvalidInput if none is
+        set."""
         if self.base_model is None:
             raise InvalidInput(
                 "not set: name a Hugging Face directory or a hub name", field="TANDEM_BASE_MODEL"
@@ -296,7 +297,7 @@ class Settings(BaseSettings):
         return resolve_model(self.root, self.base_model)
 
     def check_bind(self, server: Literal["controller", "inference"] = "controller") -> None:
-        """Raises InvalidInput where other machines may reach the server and no key is set."""
+        """Raises InvalidInput if other machines may reach the server and no key is set."""
         host = self.controller_host if server == "controller" else self.inference_host
         if not self.api_keys and not is_loopback(host):
             problem = f"no API key is set, and {host} can be reached from other machines"
@@ -311,8 +312,8 @@ class Settings(BaseSettings):
 
     @property
     def named_keys(self) -> dict[str, str]:
-        """Key → its name. Keys in a file may have one (`name:key`); a key without has an empty
-        name. A name may have several keys, so that they can be exchanged."""
+        """Key → its name. A key in a file may have a name (`name:key`); a key without has an empty
+        name. A name may have several keys, so that a key can be replaced without a gap."""
         entries = [key for key in re.split(r"[,\s]+", self.secret("api_key") or "") if key]
         if self.api_key is not None:
             return dict.fromkeys(entries, "")
@@ -329,14 +330,14 @@ class Settings(BaseSettings):
 
     @property
     def inference_key(self) -> str | None:
-        """The first API key. vLLM accepts only one from its environment, which unlike its command
-        line is private; `inference.server.api_keys` takes the others."""
+        """The first API key, for vLLM's environment, which unlike its command line is private. vLLM
+        accepts only one key there; `inference.server.api_keys` takes the others."""
         return next(iter(self.api_keys), None)
 
     def secret(self, name: Literal["api_key", "admin_token"]) -> str | None:
-        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None where
-        neither is set. Raises InvalidInput where the file can't be read, or a header can't carry
-        the value."""
+        """The secret's value, from its variable or the file that `<NAME>_FILE` names; None if
+        neither is set. Raises InvalidInput if the file can't be read, or a header can't carry the
+        value."""
         value: SecretStr | None = getattr(self, name)
         path: Path | None = getattr(self, f"{name}_file")
         field = f"TANDEM_{name.upper()}"
@@ -358,7 +359,7 @@ class Settings(BaseSettings):
                 raise InvalidInput(
                     f"{path} is not text; write the secret in base64 or hex", field=field
                 ) from error
-        # Keys may stand in lines of their own.
+        # Each key may stand on a line of its own.
         parts = text.split() if name == "api_key" else [text]
         if not all(part.isascii() and part.isprintable() for part in parts):
             raise InvalidInput(

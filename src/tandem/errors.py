@@ -13,7 +13,7 @@ _WORDS = {
     "missing": "is missing; add it",
     "union_tag_not_found": "kind is missing; add rl, sft or dpo",
 }
-"""Words for pydantic's types of errors that say what to do."""
+"""For each of pydantic's types of errors, words that say what to do."""
 
 PATTERN_WORDS: dict[str, str] = {}
 """Regular expression -> what to do where a text does not match it."""
@@ -24,8 +24,8 @@ class TandemError(Exception):
 
     `code` is a stable word for programs: the `type` in HTTP errors and in failed jobs. `field` is
     the dotted path of the wrong input (`groups.3.trajectories.0.reward`) or the name of the wrong
-    setting, where there is one. `retriable`: whether trying the same job again can help. A kind of
-    error says with class arguments what differs from the class above it.
+    setting, if there is one. `retriable`: whether trying the same job again can help. A class of
+    errors gives, as class arguments, what differs from its base class.
     """
 
     code = "error"
@@ -89,21 +89,21 @@ class SpoolUnusable(TandemError, code="spool_unusable", http_status=503, retriab
 
 
 class VolumeFull(SpoolUnusable):
-    """The volume has no space left. Programs that need some to start wait for it."""
+    """The volume has no space left. Programs that need space to start wait for it."""
 
     ERRNOS = errno.ENOSPC, errno.EDQUOT
-    """Of the OSErrors that mean this."""
+    """The errno values that mean a full volume."""
 
 
 class HubUnreachable(TandemError, code="hub_unreachable", http_status=503, retriable=True):
-    """The model hub did not answer, or not with the files."""
+    """The model hub did not answer, or did not send the files."""
 
 
 class JobFailed(TandemError, code="job_failed"):
     """A job ended `failed` or `cancelled`; raised by clients that wait for one.
 
     `reason` is the type of the job's error (`rank_crashed`, `deadline`, `cancelled`, ...). The
-    message ends with the last lines of the job's log where there is one.
+    message ends with the last lines of the job's log, if there are any.
     """
 
     def __init__(
@@ -138,17 +138,17 @@ class Unreachable(TandemError, code="unreachable", http_status=503, retriable=Tr
 
 
 def from_validation_error(error: "ValidationError") -> InvalidInput:
-    """`invalid_input` at the first error's place."""
+    """pydantic's first error, made by `invalid_input`, at its place."""
     errors = error.errors()
-    # Without the tags of unions, which no key of ours looks like.
+    # Without the tags of unions, which look like no key of Tandem's.
     return invalid_input(
         errors, [part for part in errors[0]["loc"] if not str(part).startswith("as ")]
     )
 
 
 def invalid_input(errors: Sequence[Mapping[str, Any]], path: Sequence[str | int]) -> InvalidInput:
-    """The first of pydantic's errors as InvalidInput, with `path` as its `field`; the message
-    counts the others."""
+    """pydantic's first error as InvalidInput, with `path` as its `field`; the message counts the
+    others."""
     first = errors[0]
     known = _WORDS.get(first["type"]) or PATTERN_WORDS.get(first.get("ctx", {}).get("pattern", ""))
     message = known or str(first["msg"]).removeprefix("Value error, ")

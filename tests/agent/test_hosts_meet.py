@@ -300,7 +300,9 @@ def test_an_address_is_chosen_without_a_name_and_a_wrong_one_is_refused(
         assert network.host_address(None) == ("10.1.0.7", "ib0")
     assert network.host_address("10.1.0.7") == ("10.1.0.7", "ib0")
     assert network.host_address("fd00:0::7") == ("fd00::7", "eth0")
-    with pytest.raises(InvalidInput, match=r"TANDEM_HOST_ADDRESS: 10\.9\.9\.9 is no .*10\.1\.0\.7"):
+    with pytest.raises(
+        InvalidInput, match=r"TANDEM_HOST_ADDRESS: 10\.9\.9\.9 is not .*10\.1\.0\.7"
+    ):
         network.host_address("10.9.9.9")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")
     network.check_interface_names()

@@ -143,7 +143,7 @@ def test_an_unreachable_controller_is_exit_status_5(tandem, monkeypatch):
 def test_an_address_that_is_no_url_is_refused_at_once(tandem, monkeypatch, url):
     monkeypatch.setenv("TANDEM_URL", url)
     status, _, err = tandem("run", "list")
-    assert (status, f"TANDEM_URL: {url!r} is no URL" in err) == (1, True), err
+    assert (status, f"TANDEM_URL: {url!r} is not a URL" in err) == (1, True), err
 
 
 def test_the_reach_of_a_stack(tandem, monkeypatch, server):

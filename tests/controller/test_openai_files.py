@@ -84,8 +84,8 @@ BAD_LINES = {
     "a list": ("[]", "is a list"),
     "no messages": ({}, "messages must be a list"),
     "empty": ({"messages": []}, "messages must be a list of messages, and not empty"),
-    "another format": ({"prompt": "a", "completion": "b"}, "'completion' is no key"),
-    "unknown key": ({**GOOD, "extra": 1}, "'extra' is no key of an example for supervised"),
+    "another format": ({"prompt": "a", "completion": "b"}, "'completion' is not a key"),
+    "unknown key": ({**GOOD, "extra": 1}, "'extra' is not a key of an example for supervised"),
     "functions": ({**GOOD, "functions": []}, "give tools and tool_calls"),
     "role": ({"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role is 'bot'"),
     "a message that is none": ({"messages": ["a"]}, "messages.0.role is None"),
@@ -124,7 +124,7 @@ BAD_PAIRS = {
     ),
     "same": ({**PAIR, "non_preferred_output": PAIR["preferred_output"]}, "the same"),
     "user answers": ({**PAIR, "preferred_output": SAID[:1]}, "chosen must be the assistant's"),
-    "unknown in input": ({**PAIR, "input": {**PAIR["input"], "n": 1}}, "input.n is no key"),
+    "unknown in input": ({**PAIR, "input": {**PAIR["input"], "n": 1}}, "input.n is not a key"),
 }
 
 
@@ -354,7 +354,7 @@ def test_a_listed_file_that_is_a_link_is_not_read(sdk: OpenAI, server: Server) -
     path = server.spool.uploads.directory / made.id / f"{made.id}.jsonl"
     path.unlink()
     path.symlink_to("/etc/passwd")
-    with refused(404, "file_id", "no regular file"):
+    with refused(404, "file_id", "not a regular file"):
         sdk.files.content(made.id)
 
 

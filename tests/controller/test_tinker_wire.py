@@ -201,9 +201,9 @@ def test_bodies_that_are_none_are_refused() -> None:
     good = encoded(datum([1, 2]))
     with pytest.raises(InvalidInput, match=r"tinker sends from 0\.25"):
         read_pass("application/json", "", b"{}", MOST)
-    with pytest.raises(InvalidInput, match="no ForwardBackwardRequest"):
+    with pytest.raises(InvalidInput, match="not a ForwardBackwardRequest"):
         read(good[:-1])
-    with pytest.raises(InvalidInput, match="no zstd"):
+    with pytest.raises(InvalidInput, match="not zstd"):
         read(good, "zstd")
     with pytest.raises(InvalidInput, match="gzip"):
         read(good, "gzip")

@@ -282,7 +282,7 @@ def test_refused_with_place_field_and_remedy(
             "text.jsonl",
             {"format": "chatml"},
             "--format",
-            "'chatml' is no format; use auto or one of messages",
+            "'chatml' is not a format; use auto or one of messages",
         ),
         (
             "text.jsonl",

@@ -38,7 +38,7 @@ def test_an_address_that_is_none_is_refused_by_its_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TANDEM_INFERENCE_URL", "here")
-    with pytest.raises(InvalidInput, match="TANDEM_INFERENCE_URL: 'here/v1' is no URL"):
+    with pytest.raises(InvalidInput, match="TANDEM_INFERENCE_URL: 'here/v1' is not a URL"):
         open_vllm()
     monkeypatch.setenv("TANDEM_INFERENCE_URL", "http://me:password@vllm:8000")
     monkeypatch.setenv("TANDEM_API_KEY", "secret")

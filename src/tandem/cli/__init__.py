@@ -1,4 +1,9 @@
-"""The `tandem` command."""
+"""The `tandem` command: `app` has all subcommands.
+
+A module has the commands about one subject (`runs.py`, `jobs.py`, `train.py`, ...), and this file
+adds them to `app`. `common.py` has what they share: the client, `--json`, tables, exit statuses.
+`checks/` has the checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`.
+"""
 
 import os
 import sys
@@ -73,7 +78,8 @@ def up(
     it can't start; 2 wrong settings; 70 a program can't be started; 71 it crashes again and again;
     72 supervisord ended.
     """
-    from tandem.supervise.up import up as start  # late: only this command needs supervisord
+    # imported late: only this command needs supervisord
+    from tandem.supervise.up import up as start
     from tandem.system.environment import Role
 
     chosen: Role | None = next((known for known in get_args(Role) if known == role), None)
@@ -95,15 +101,15 @@ def up(
 def _name_merged_on_the_cpu(settings: Settings) -> None:
     from tandem.inference.server.command import serving_device
 
-    with suppress(InvalidInput):  # where no vLLM is installed, the stack itself says so
+    with suppress(InvalidInput):  # if no vLLM is installed, the stack itself says so
         if settings.weights == "adapter" and serving_device(settings) == "cpu":
             hint = "TANDEM_WEIGHTS=merged samples faster from one run (docs/merged.md)"
             err.print(f"vLLM runs on the CPU, with adapters: {hint}", soft_wrap=True)
 
 
 def _become(module: str) -> Callable[[], None]:
-    """A command that replaces this process by a program, which then gets the signals and sets the
-    exit status."""
+    """A command that replaces this process by a program, which then receives the signals and sets
+    the exit status."""
     return lambda: os.execv(sys.executable, [sys.executable, "-m", module])
 
 

@@ -1,4 +1,4 @@
-"""What commands share: the client, arguments, files of settings, tables, JSON, errors on stderr,
+"""Shared by commands: the client, arguments, files of settings, tables, JSON, errors on stderr,
 exit statuses."""
 
 import json as jsonlib
@@ -36,7 +36,7 @@ PATIENCE = 10.0
 
 
 def _console(stream: TextIO, **options: Any) -> Console:
-    """Where no terminal wraps them, lines and tables are whole."""
+    """A console that does not wrap lines and tables if its output is not a terminal."""
     return Console(width=None if stream.isatty() or "COLUMNS" in os.environ else 240, **options)
 
 
@@ -62,7 +62,7 @@ def make_client() -> Tandem:
 
 
 def show[T](data: T, json: bool, render: Callable[[T], object]) -> None:
-    """Print `data` as one JSON document, or what `render` returns, unless that is None."""
+    """Print `data` as one JSON document, or the result of `render` unless it is None."""
     if json:
         print(to_json(data, indent=2, inf_nan_mode="constants").decode())
     elif (rendered := render(data)) is not None:
@@ -75,8 +75,8 @@ def show_line(data: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose name ends with `#` are aligned to the right. The first is whole: what
-    it has is typed."""
+    """A table; columns whose name ends with `#` are aligned to the right. The first column is never
+    cut, because people copy its values."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for i, column in enumerate(columns):
         made.add_column(
@@ -108,7 +108,7 @@ def size(count: int | None) -> str | None:
 
 @contextmanager
 def data_extra(what: str, field: str | None = None) -> Iterator[None]:
-    """InvalidInput where a package is missing that the extra `data` brings."""
+    """Raises InvalidInput if a package of the extra `data` is missing."""
     try:
         yield
     except ImportError as error:
@@ -159,7 +159,7 @@ def fields(data: Mapping[str, Any], names: Sequence[str]) -> str:
 def read_toml[M: BaseModel](
     path: Path | None, model: type[M], change: Callable[[dict[str, Any]], object] = lambda _: None
 ) -> M:
-    """The file's content, or without a file nothing, after `change`, as `model`. Raises
+    """The file's content as `model`, after `change`; without a file, an empty one. Raises
     InvalidInput."""
     try:
         text = path.read_text() if path else ""
@@ -178,9 +178,9 @@ def read_toml[M: BaseModel](
 
 
 def _keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    """The keys of the record at `loc`; none where records of several kinds may be there."""
+    """The keys of the record at `loc`; none if records of several kinds may be there."""
     for name in loc:
-        if name in model.model_fields:  # not a number in a list, nor a tag
+        if name in model.model_fields:  # a key, not an index in a list or a tag
             kinds = _records(model.model_fields[str(name)].annotation)
             if len(kinds) != 1:
                 return []
@@ -196,7 +196,7 @@ def _records(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _line(text: str, loc: tuple[int | str, ...]) -> int:
-    """The line that sets `loc`, else that of the nearest table around it."""
+    """The line that sets `loc`, else the line of the nearest table around it."""
     lines: dict[tuple[int | str, ...], int] = {(): 1}
     counts: dict[str, int] = {}
     table: tuple[int | str, ...] = ()
@@ -212,6 +212,6 @@ def _line(text: str, loc: tuple[int | str, ...]) -> int:
             lines.setdefault(table, number)
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault((*table, *key[1].split(".")), number)
-    # A table may stand for a list of one.
+    # The file may have a table where the settings have a list: then it is the list's only item.
     loc = tuple(part for i, part in enumerate(loc) if part != 0 or (*loc[:i], 0) in lines)
     return next(lines[loc[:end]] for end in range(len(loc), -1, -1) if loc[:end] in lines)

@@ -118,7 +118,7 @@ def check(
 
 
 class _Tally:
-    """Counts of the records. `most`: how many records are shown."""
+    """Counts over the records. `most`: how many records are shown."""
 
     def __init__(self, sequence_length: int, strict: bool, most: int) -> None:
         self._sequence_length, self._strict, self._most = sequence_length, strict, most
@@ -131,7 +131,7 @@ class _Tally:
         self.shown: list[tuple[str, Rendering]] = []
         self.too_long: list[str] = []
         self.duplicates: list[str] = []
-        # By what the record has: the places.
+        # Feature of records -> their places.
         self.places = defaultdict[str, list[str]](list)
         self.date: str | None = None
 
@@ -208,8 +208,8 @@ def _template_kwargs(settings: list[str]) -> dict[str, Any]:
 def _rendered(
     parse: Callable[[int], Any], indices: tuple[int, ...], render: _Render
 ) -> Iterator[tuple[str, Any, Rendering]]:
-    """The places, examples and renderings of these records, in order; a broken one has an error and
-    no example."""
+    """The places, examples and renderings of these records, in order; a broken record has an error
+    and no example."""
     places, parsed, errors = [], [], {}
     for i in indices:
         try:
@@ -271,7 +271,7 @@ def _counted(places: list[str], more: str = "") -> str | None:
 
 
 def _refusal(kind: str, sequence_length: int) -> str:
-    """What training does with what is too long, and what helps."""
+    """How training treats records that are too long, and what helps."""
     remedy = "raise its --sequence-length, or give it --too-long drop" + (
         " or truncate" if kind == "sft" else ""
     )
@@ -293,7 +293,7 @@ def _page(
     broken: list[tuple[str, str]],
     shown: list[tuple[str, Rendering]],
 ) -> str:
-    """All of it as HTML."""
+    """The whole report as HTML."""
     page = Console(
         record=True, file=StringIO(), width=100, color_system="truecolor", highlight=False
     )
@@ -325,7 +325,7 @@ def _print(console: Console, shown: list[tuple[str, Rendering]]) -> None:
                 ("bright_black", "black on #b9e6c3", "black on #f3b6b0")[(w > 0) + 2 * (w < 0)]
                 for _, w in parts
             )
-            # Without colours, brackets mark what is trained.
+            # Without colours, brackets mark the trained text.
             texts = (
                 text if console.color_system or not weight else f"⟦{text}⟧"
                 for text, weight in parts

@@ -114,7 +114,7 @@ def _follow(tandem: Tandem, job: str, json: bool) -> None:
     offset, last_seq = 0, -1
     decode = getincrementaldecoder("utf-8")("replace").decode  # a part may end within a character
     while True:
-        # Read first: all of the log and the events of an ended job are written.
+        # Read first: then the whole log and all events of an ended job are there.
         status = tandem.get_job(job)
         for event in tandem.job_events(job, last_seq):
             last_seq = event.seq

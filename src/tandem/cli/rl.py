@@ -120,7 +120,7 @@ def samples(
 
 
 class _Named(TyperGroup):
-    """`tandem rl CONFIG` is `tandem rl train CONFIG`."""
+    """The command group: `tandem rl CONFIG` means `tandem rl train CONFIG`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
@@ -195,7 +195,8 @@ async def _run(config: Path, state: Path, json: bool, from_served: bool) -> None
 
 
 def sparkline(values: list[float], width: int = 50) -> str:
-    """The last `width` values as bars between their least and greatest, and the last one."""
+    """The last `width` values as bars between their minimum and maximum, followed by the last
+    value."""
     shown = values[-width:]
     low, span = min(shown), (max(shown) - min(shown)) or 1.0
     return (

@@ -253,7 +253,7 @@ def export(
     complete.
     """
     with data_extra("tandem export"):
-        # Late: NumPy is for this command only.
+        # imported late: only this command needs NumPy.
         from tandem.inference.merged_model import write_merged_model
 
     with partial_directory(dest) as directory:
@@ -306,7 +306,7 @@ def track(
 
     # W&B writes what it holds when it is closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A wrong address or name is told at once; later the controller may be away for long.
+    # A wrong address or name is reported at once; later the controller may be away for long.
     make_client().get_run(run)
     with Tandem(patience=math.inf) as tandem:
         # The file may appear later.

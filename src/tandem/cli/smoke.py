@@ -120,9 +120,9 @@ def job(
         float, typer.Option(help="Seconds for the job, and again for its step to be served.")
     ] = 1800,
 ) -> None:
-    """Train a small SFT job, wait until its step is served, and sample from it. With merged
-    weights, of which vLLM has one run's: nothing if there is a run, and a run that was made for
-    this is deleted."""
+    """Train a small SFT job, wait until its step is served, and sample from it. With merged weights
+    vLLM serves one run only: if there is a run, nothing is done; otherwise a run is made for this
+    and deleted afterwards."""
     vllm = services.inference_url(Asked(Command.REACH, inference=inference))
     with Tandem() as tandem, ExitStack() as behind:
         try:
@@ -171,7 +171,7 @@ def job(
 
 
 def _delete(tandem: Tandem, run: str) -> None:
-    """Vacate vLLM, which serves one run's merged weights."""
+    """Delete the run, so that vLLM, which serves one run's merged weights, is free again."""
     try:
         tandem.delete_run(run, cancel_jobs=True)
         out.print(f"run {run} is deleted, so that vLLM can serve another one")

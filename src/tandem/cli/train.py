@@ -1,5 +1,5 @@
-"""`tandem train`: a file of examples or pairs becomes a chain of jobs (`sft`, `dpo`), or a file
-becomes one (`job`)."""
+"""`tandem train`: makes a chain of jobs from a file of examples or pairs (`sft`, `dpo`), or one job
+from a file (`job`)."""
 
 import json as jsonlib
 import sys
@@ -46,7 +46,7 @@ _SHOWN = [
     "learning_rate",
     "tokens_per_second",
 ]
-_LINE_EVERY = 10  # optimizer steps, where the output is no terminal
+_LINE_EVERY = 10  # optimizer steps between two lines, if the output is not a terminal
 Wait = StrEnum("Wait", ["NO", "JOB", "SERVED"])
 Run = Annotated[
     str | None, typer.Argument(metavar="RUN", help="The run; it is made if it does not exist.")
@@ -145,7 +145,7 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
 
 
 def _progress(json: bool) -> Progress:
-    """A bar on stderr, where that is a terminal. Tasks have the field `shown`."""
+    """A progress bar on stderr, if stderr is a terminal. Tasks have the field `shown`."""
     counted = SpinnerColumn(), "{task.description}", BarColumn(bar_width=24), MofNCompleteColumn()
     times = TimeElapsedColumn(), TimeRemainingColumn()
     return Progress(
@@ -283,7 +283,7 @@ def read_request(text: str) -> dict[str, Any]:
         )
     if not items:
         raise InvalidInput("the file is empty", field="FILE")
-    # What only items of this kind have: a pair may have a prompt or messages, too.
+    # Keys that only items of this kind have: a pair may have a prompt or messages, too.
     marks = {
         "groups": {"trajectories"},
         "pairs": {"chosen"},

@@ -1,5 +1,5 @@
-"""Every method of the client, written once: `AsyncTandem` inherits them, `Tandem` runs the same
-coroutines blocking."""
+"""Every method of the client, written once: `AsyncTandem` inherits the methods, `Tandem` runs the
+same coroutines blocking."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -35,24 +35,22 @@ from tandem.spool.schema import TERMINAL, Event, JobState, LoraShape, Manifest, 
 JOB_SECONDS = 24 * 3600.0
 SERVED_SECONDS = 600.0
 DELETE_SECONDS = 120.0
-# The answer to a training request comes once its batch is packed, after the batches before it.
+# The controller answers a training request once its batch and the batches before it are packed.
 _PACKING_SECONDS = 900.0
 _FORK_SECONDS = 4 * 3600.0  # the controller copies and hashes the checkpoint before it answers
 _SERVED_POLL_SECONDS = 0.25
 _ENDED_POLL_SECONDS = 0.05
 # The controller sends a keep-alive every 10 s; after 35 s without one the connection is dead.
 _SILENCE = httpx.Timeout(35.0, connect=CONNECT_SECONDS)
-# Pause before a stream that the controller ended (because it restarts, for example) is opened
-# again.
+# Pause before reopening a stream that the controller ended, for example because it restarts.
 _REOPEN_SECONDS = 0.5
 _PAGE = 500
 
 
 class Api(Requests):
-    """The controller's API.
-
-    Refusals are raised as the classes of `tandem.errors`, with the offending `field`; Unreachable
-    when the controller has not answered for `patience` seconds.
+    """The controller's API: the methods of both clients. The controller's refusals are raised as
+    the classes of `tandem.errors`, with the offending `field`. Raises Unreachable when the
+    controller has not answered for `patience` seconds.
     """
 
     async def create_run(
@@ -102,12 +100,12 @@ class Api(Requests):
     async def delete_run(
         self, run: str, *, cancel_jobs: bool = False, timeout: float = DELETE_SECONDS
     ) -> None:
-        """Delete a run with its checkpoints and ended jobs; vLLM unloads what it serves of it.
-        There is no way back.
+        """Delete a run with its checkpoints and ended jobs; vLLM unloads the run's steps. There is
+        no way back.
 
-        Conflict while the run has queued or running jobs. `cancel_jobs`: cancels them, and waits up
-        to `timeout` seconds until they have ended. The request is not repeated: after Unreachable,
-        look at the list of runs first.
+        Raises Conflict while the run has queued or running jobs. `cancel_jobs`: cancel them first,
+        and wait up to `timeout` seconds until they have ended. The request is not repeated: after
+        Unreachable, look at the list of runs first.
         """
         until = time.monotonic() + timeout
         params = {"cancel_jobs": cancel_jobs}
@@ -125,12 +123,13 @@ class Api(Requests):
         await self._request("PUT", "runs", run, "checkpoints", str(step), "pin")
 
     async def unpin(self, run: str, step: int) -> None:
-        """End `pin`; a step that is not pinned stays as it is."""
+        """End `pin`. A step that is not pinned stays as it is."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), "pin")
 
     async def delete_checkpoint(self, run: str, step: int) -> None:
-        """Delete a checkpoint; Conflict for step 0, the newest, and one that is pinned, served or
-        needed by a job. The request is not repeated, like that of `delete_run`."""
+        """Delete a checkpoint. Raises Conflict for step 0, for the newest, and for a checkpoint
+        that is pinned, served or needed by a job. Like that of `delete_run`, the request is not
+        repeated."""
         await self._request("DELETE", "runs", run, "checkpoints", str(step), idempotent=False)
 
     async def rollback(self, run: str, step: int) -> RolledBack:
@@ -153,7 +152,8 @@ class Api(Requests):
             # After a rollback the record names a discarded step until the publisher has followed.
             if served is not None and served.step >= step and status.served_in_chain:
                 return served
-            # The newest refused step is told. What is between that and the served one is refused.
+            # The record has only the newest refused step. Steps between it and the served one were
+            # refused too.
             if (no := status.refused_step()) and step <= no.step <= status.newest_step:
                 reason = f"the publisher refused {run}@{no.step}: {no.reason}"
                 raise StepRefused(reason, served=served.step if served else None)
@@ -182,7 +182,7 @@ class Api(Requests):
         """Queue an RL job. `wait`: return when the job has succeeded ("job") or its checkpoint is
         served ("served").
 
-        Raises NothingToLearn where no group has any variance in its rewards, JobFailed, NotServed,
+        Raises NothingToLearn if no group has any variance in its rewards, JobFailed, NotServed, and
         TimeoutError after `timeout` seconds of waiting for the job.
         """
         request = {"kind": "rl", "groups": groups, **options}
@@ -234,7 +234,7 @@ class Api(Requests):
     async def train(self, run: str, request: Mapping[str, Any]) -> JobStatus:
         """Queue the job of a whole request, as it would be sent by HTTP (`kind` is "rl", "sft" or
         "dpo")."""
-        # With an id from here, a request that is repeated after a lost answer is the same job.
+        # With an id made here, a request that is repeated after a lost answer is the same job.
         body = {**request, "id": request.get("id") or new_ulid()}
         return await self._call(
             JobStatus, "POST", "runs", run, "train", body=body, seconds=_PACKING_SECONDS
@@ -243,7 +243,7 @@ class Api(Requests):
     async def render(
         self, examples: Sequence[SFTExample] = (), pairs: Sequence[PreferencePair] = ()
     ) -> list[Rendering]:
-        """How examples, and then pairs, would be trained: at most 1000 of each."""
+        """A preview of how examples, and then pairs, would be trained: at most 1000 of each."""
         body = {
             name: [one.model_dump(exclude_none=True) for one in ones]
             for name, ones in (("examples", examples), ("pairs", pairs))
@@ -263,13 +263,13 @@ class Api(Requests):
         limit: int = 200,
         before: str | None = None,
     ) -> list[JobStatus]:
-        """The newest `limit` jobs, at most 1000, oldest first; only of this run, in these states
-        and older than the job `before` where these are given."""
+        """The newest `limit` jobs, at most 1000, oldest first. `run`, `states` and `before` (a job)
+        narrow the choice."""
         params = {"run": run, "state": list(states), "limit": limit, "before": before}
         return await self._call(list[JobStatus], "GET", "jobs", params=params)
 
     async def cancel(self, job: str) -> JobStatus:
-        """Request that a job stops; a job that has ended stays as it is."""
+        """Ask for a job to stop. A job that has ended stays as it is."""
         return await self._call(JobStatus, "POST", "jobs", job, "cancel")
 
     async def wait_job(
@@ -297,7 +297,7 @@ class Api(Requests):
         """A job's events as they happen, from the beginning or after seq `after`, to the terminal
         event.
 
-        Reconnects where a connection breaks. Raises TimeoutError after `timeout` seconds.
+        Reconnects when a connection breaks. Raises TimeoutError after `timeout` seconds.
         """
         until, backoff, ended = time.monotonic() + timeout, Backoff(self._patience), False
         while not ended:
@@ -335,12 +335,12 @@ class Api(Requests):
         return events_of(response.content)
 
     async def memory(self, job: str) -> list[AttemptMemory]:
-        """For each attempt: the memory of each rank after each phase, and what was left on the
+        """For each attempt: the memory of each rank after each phase, and the memory left on the
         devices."""
         return by_attempt(await self.job_events(job))
 
     async def logs(self, job: str) -> str:
-        """Everything that the job's ranks have printed."""
+        """The whole output of the job's ranks."""
         data = b""
         while (part := await self.log_part(job, len(data))).data:
             data += part.data
@@ -371,8 +371,8 @@ class Api(Requests):
     async def download(
         self, run: str, step: int, dest: Path | str, *, weights_only: bool = False
     ) -> Manifest:
-        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers
-        where the run trains all weights. Checks each file's SHA-256. `weights_only`: without the
+        """Fetch a checkpoint into the new directory `dest`, which PEFT can load, or transformers if
+        the run trains all weights. Checks each file's SHA-256. `weights_only`: without the
         optimizer's state."""
         backoff, target, most = Backoff(self._patience), Path(dest), 0
         parts, params = (
@@ -387,7 +387,7 @@ class Api(Requests):
                         with archive.open("wb") as file:
                             async for chunk in chunks:
                                 file.write(chunk)
-                                if file.tell() > most:  # further than the attempts before
+                                if file.tell() > most:  # further than earlier attempts
                                     most = file.tell()
                                     backoff.reset()
                     return await self._http.offload(lambda: unpack(archive, target))

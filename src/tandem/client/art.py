@@ -1,10 +1,10 @@
-"""ART (openpipe-art) trains on Tandem: `TandemBackend()` takes the place of ART's own backends.
+"""A backend for ART (openpipe-art): `TandemBackend()` takes the place of ART's own backends.
 
 model = art.TrainableModel(name="my-run", project="p", base_model="Qwen/Qwen3-8B")
 await model.register(TandemBackend())
 
-Rollouts go through the rollout door, so that each `Choice` of a trajectory has the token ids and
-log-probs that it was sampled with. Nothing is tokenised again.
+Rollouts go through the rollout door, so each `Choice` of a trajectory carries its sampled token ids
+and log-probs. Nothing is tokenised again.
 """
 
 import re
@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError("tandem.client.art needs ART: pip install 'openpipe-art>=0.5.18'") from error
 
-# Options of ART that Tandem does not have, and the values with which they do nothing.
+# Options of ART that Tandem does not have, with the values at which they do nothing.
 _NEUTRAL: dict[str, object] = {
     "advantage_balance": 0.0,
     "mask_prob_ratio": False,
@@ -55,7 +55,7 @@ _PEFT_NEUTRAL: list[tuple[str, object]] = [
 _PEFT_SPEED = ("random_state", "use_gradient_checkpointing", "max_seq_length", "temporary_location")
 _PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _PEFT_DEFAULTS = {"rank": 8, "alpha": 16}
-# Of a model's `_internal_config`: what the deployment chooses here.
+# Keys of a model's `_internal_config` that the deployment decides here.
 _DEPLOYMENTS = (
     "peft_args",
     "engine_args",
@@ -67,7 +67,7 @@ _DEPLOYMENTS = (
     "tinker_args",
     "tinker_native_args",
 )
-_TEMPLATE = "chat_template_kwargs"  # ART's own client sends it too
+_TEMPLATE = "chat_template_kwargs"  # ART's own client sends this header too
 _POLICIES = {"cispo": "cispo", "ppo": "ppo", "importance_sampling": "cispo"}
 _UNBOUNDED = 1e9  # sg(ratio) * advantage * log-prob has the gradient of ratio * advantage
 _METRICS = {
@@ -87,11 +87,11 @@ _AUTO_BATCH = 8
 
 class TandemBackend:
     """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`:
-    vLLM's, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: where ART keeps its own
-    files; `sequence_length`: of a packed row, at least the longest conversation; `options`: more
-    settings of each job (`stall_seconds`, `labels`, ...).
+    vLLM's, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: the directory of ART's
+    own files; `sequence_length`: slots of a packed row, at least the longest conversation;
+    `options`: further settings of each job (`stall_seconds`, `labels`, ...).
 
-    A model is the run of its name; its newest served step is what `get_inference_name()` says.
+    A model is the run of its name; `get_inference_name()` names its newest served step.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class TandemBackend:
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         """Delete the other checkpoints that ART knows, except those that Tandem still needs."""
         for info in await self._tandem.checkpoints(_run(model)):
-            # ART lists what to keep of those with a directory; others may be of another program or
-            # machine.
+            # ART's list covers checkpoints with a directory; others may belong to another program
+            # or machine.
             if info.step not in steps_to_keep and _marker(model, info.step).is_dir():
                 with suppress(Conflict, NotFound):
                     await self._tandem.delete_checkpoint(_run(model), info.step)
@@ -171,8 +171,8 @@ class TandemBackend:
     ) -> TrainResult:
         """One job, and one optimizer step over all groups; returns when vLLM serves the new step.
 
-        InvalidInput names an option that Tandem can't follow (docs/art.md), and a choice that did
-        not come through the rollout door. Without any variance in the rewards nothing is trained.
+        InvalidInput names an option that Tandem can't follow (docs/art.md), or a choice that did
+        not come through the rollout door. If the rewards have no variance, nothing is trained.
         """
         groups = [
             {
@@ -206,7 +206,7 @@ class TandemBackend:
     ) -> AsyncIterator[dict[str, float]]:
         """One job for consecutive batches of one learning rate; yields the metrics of each
         optimizer step."""
-        # The variables with which ART's client renders the rollouts' prompts.
+        # The chat template's variables with which ART's client renders the rollouts' prompts.
         template = (model._internal_config or {}).get(_TEMPLATE) or {}
         size = _AUTO_BATCH if config.batch_size == "auto" else config.batch_size
         batches = list(batched((_example(one, template) for one in trajectories), size))
@@ -237,16 +237,16 @@ class TandemBackend:
             await self._arrived(model, step)
 
     def _with_options(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The backend's options, joined with a call's own. Where both have a value, the call's
-        counts, also ART's default."""
+        """The backend's options, joined with a call's own. If both have a value, the call's counts,
+        even if it is ART's default."""
         merged = {
             name: {**dict(self._options.get(name, {})), **own} for name, own in settings.items()
         }
         return self._options | merged
 
     async def _arrived(self, model: Any, step: int) -> int:
-        """`step`, once vLLM serves it. ART looks for a directory of each checkpoint to know what it
-        may delete."""
+        """Returns `step` once vLLM serves it. Makes a directory for the checkpoint, because ART
+        looks for one to know what it may delete."""
         await self._tandem.wait_served(_run(model), step)
         self._served[_run(model)] = step
         _marker(model, step).mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ class TandemBackend:
 
 
 def _lora(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's `_internal_config` asks for of the LoRA's shape."""
+    """The LoRA shape that a model's `_internal_config` asks for."""
     for name, value in config.items():
         if value and name not in (*_DEPLOYMENTS, _TEMPLATE):
             raise InvalidInput(
@@ -282,7 +282,8 @@ def _marker(model: Any, step: int) -> Path:
 
 
 def _trajectory(trajectory: Any, where: str) -> dict[str, Any]:
-    """Every `Choice` is a turn; those of additional histories start sequences of their own."""
+    """A trajectory in which every `Choice` is a turn. Choices of additional histories start
+    sequences of their own."""
     turns = []
     for history in (trajectory, *trajectory.additional_histories):
         for i, item in enumerate(history.messages_and_choices):
@@ -313,7 +314,8 @@ def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
 def _job_settings(
     learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """ART's options of `train` as Tandem's. Takes the options that it knows out of `options`."""
+    """Tandem's job settings for ART's options of `train`. Removes the options that it knows from
+    `options`."""
     take = options.pop
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:

@@ -1,9 +1,9 @@
-"""A training longer than a job: a file of examples or pairs as a chain of jobs, each of which makes
-a checkpoint.
+"""Runs a training that is longer than a job: a file of examples or pairs becomes a chain of jobs,
+each of which makes a checkpoint.
 
-The content of the file and the settings name the jobs, so the same training started again goes on
-where it was: the run's checkpoints say which jobs have succeeded. Only the slice of one job is in
-memory.
+The jobs' names come from the content of the file and the settings. So the same training, started
+again, continues where it was: the run's checkpoints say which jobs have succeeded. Only the slice
+of one job is in memory.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ OnStep = Callable[[int, Event], object]
 
 
 class Chain:
-    """One training. InvalidInput (field: the setting, or the file) if its data can't be opened or
-    is too little."""
+    """The chain of one training. Raises InvalidInput (field: the setting, or the file) if its data
+    can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
@@ -37,7 +37,8 @@ class Chain:
             if isinstance(config.held_out, str)
             else str(config.held_out)
         )
-        # What may be changed to go on after a refusal in mid-training names no job.
+        # Jobs are not named by settings that may be changed to continue after a refusal in
+        # mid-training.
         settings = config.model_dump_json(
             exclude={"data", "held_out", "sequence_length", "too_long", *LIMITS}
         )
@@ -51,12 +52,13 @@ class Chain:
         self.name = f"{config.kind}-{hashlib.sha256('\n'.join(content).encode()).hexdigest()[:20]}"
 
     def run(self, tandem: Tandem, on_step: OnStep = lambda *_: None) -> JobStatus:
-        """Submit what is not done yet, one job ahead of the one that trains, and wait for the last.
+        """Submit the jobs that are not done yet, one ahead of the job that trains, and wait for the
+        last.
 
-        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises
-        JobFailed, with which the chain ends; `run` again takes that job up once more. Conflict if
-        another training of the run came between, if it trains something else than `trainable` and
-        `lora` say, or if the run is half trained on another content of the same file.
+        `on_step(optimizer steps so far, event)` is called for each event of a job. Raises JobFailed
+        when a job fails, and the chain ends; calling `run` again tries that job once more. Raises
+        Conflict if another training of the run came in between, if the run trains something else
+        than `trainable` and `lora`, or if it is half trained on another content of the same file.
         """
         made = False
         try:
@@ -94,7 +96,7 @@ class Chain:
                     lambda event: on_step(_steps(part, event), event),  # noqa: B023
                 )
             except Conflict:
-                # Raises JobFailed if it failed before the next one was submitted.
+                # Raises JobFailed if the job failed before the next one was submitted.
                 tandem.wait_job(job.id, math.inf)
                 raise
             except JobFailed:
@@ -105,8 +107,8 @@ class Chain:
         return done
 
     def _done(self, tandem: Tandem) -> tuple[int, int | None]:
-        """How many of the jobs have made their checkpoints, and the step that the first one started
-        from, if known."""
+        """The number of jobs that have made their checkpoints, and the step that the first job
+        started from, if known."""
         for checkpoint in reversed(tandem.checkpoints(self.config.run)):
             name, _, rest = (checkpoint.job or "").partition(".")
             if name == self.name:
@@ -115,15 +117,15 @@ class Chain:
         return 0, None
 
     def _raise_if_changed(self, tandem: Tandem) -> None:
-        """Conflict where the run's newest job is a part, not the last, of a training with these
-        settings and other data: the same command would begin anew on a half-trained run."""
+        """Raises Conflict if the run's newest job is an inner part of a training with these
+        settings and other data: the same command would start over on a half-trained run."""
         run = self.config.run
         jobs, last = tandem.list_jobs(run, PENDING), tandem.checkpoints(run)[-1]
-        with suppress(NotFound):  # it was removed, and nothing is known of its training
+        with suppress(NotFound):  # the job was removed, and nothing is known of its training
             if last.job:
                 jobs.insert(0, tandem.get_job(last.job))
         if not jobs or any(job.spec.labels.get("training") == self.name for job in jobs):
-            return  # its own first jobs are on their way
+            return  # the first jobs of this training are under way
         newest = jobs[-1].spec.labels
         done, _, total = newest.get("part", "").partition("/")
         if newest.get("settings") != self._labels["settings"] or done == total:
@@ -141,7 +143,7 @@ class Chain:
         )
 
     def _submit(self, tandem: Tandem, part: Slice, start: int | None) -> JobStatus:
-        """The job of this part: the one that waits, runs or has succeeded, or else a new one."""
+        """The job of this slice: the job that waits, runs or has succeeded, or else a new one."""
         tries = (
             f"{self.name}.{part.number:05}" + (f".{again}" if again else "")
             for again in range(1000)
@@ -161,7 +163,8 @@ class Chain:
         )
 
     def _rolled_back(self, tandem: Tandem, job: JobStatus) -> bool:
-        """Whether the job has succeeded and its step has left the run's chain since."""
+        """Whether the job has succeeded but a rollback has removed its step from the run's
+        chain."""
         if job.state != "succeeded":
             return False
         return discarded(job.id, job.spec.base_step, tandem.checkpoints(self.config.run))
@@ -172,13 +175,13 @@ class Chain:
         return self._plan.request(part, name, start, labels)
 
     def _raise_if_written(self) -> None:
-        """Conflict where the file has other content than when this training was opened."""
+        """Raises Conflict if the file's content has changed since this training was opened."""
         path = Path(self.config.data)
         with suppress(OSError):
             if (state := _state(path)) == self._data_state:
                 return
             if _digest(path)[:20] == self._labels["data"]:
-                self._data_state = state  # it was copied or touched
+                self._data_state = state  # the file was copied or touched
                 return
         raise Conflict(
             f"{path} has changed while it trains. Restore it as it was; then the same command goes"
@@ -188,20 +191,20 @@ class Chain:
 
 
 def _steps(part: Slice, event: Event) -> int:
-    """Optimizer steps of the training that are done after this event of a part's job."""
+    """Optimizer steps of the training that are done after this event of a slice's job."""
     if event.type == "succeeded":
         return part.last
     return part.first + (int(event.data["step"]) if event.type in ("step", "evaluated") else 0)
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """A file's inode, size and mtime, which change when it is written; empty: a directory."""
+    """A file's inode, size and mtime, which change when it is written; empty for a directory."""
     found = path.stat()
     return () if path.is_dir() else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file; of a directory's files by name and size."""
+    """SHA-256 of a file; for a directory, of its files' names and sizes."""
     if path.is_dir():
         names = sorted(
             (str(file.relative_to(path)), file.stat().st_size)

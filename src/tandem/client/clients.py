@@ -1,5 +1,5 @@
 """The two clients: `AsyncTandem` has the coroutines of `tandem.client.api`, `Tandem` runs them over
-I/O that blocks."""
+blocking I/O."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from functools import wraps
@@ -13,7 +13,7 @@ from tandem.spool.schema import Event
 
 
 class AsyncTandem(Api):
-    """`tandem.client.Tandem` with coroutines; use it in one event loop."""
+    """`tandem.client.Tandem` with coroutines, for one event loop."""
 
     def __init__(
         self, base_url: str | None = None, api_key: str | None = None, *, patience: float = 30.0
@@ -37,8 +37,8 @@ class AsyncTandem(Api):
 
 
 def _run[T](coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over `BlockingHttp`: it ends at its first step, because nothing
-    suspends it."""
+    """The result of a coroutine over `BlockingHttp`. The coroutine ends at its first step, because
+    nothing suspends it."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -62,7 +62,7 @@ def _iterate[T](items: AsyncGenerator[T, None]) -> Iterator[T]:
 def _blocking[**P, T](
     method: Callable[Concatenate[Api, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["Tandem", P], T]:
-    """The same method, blocking: same arguments, and the coroutine's result."""
+    """The blocking form of a method: same arguments, and the coroutine's result."""
 
     @wraps(method)
     def call(self: "Tandem", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,7 +77,7 @@ class Tandem:
     `base_url` and `api_key` default to TANDEM_URL (else http://127.0.0.1:8080) and to
     TANDEM_API_KEY or the file that TANDEM_API_KEY_FILE names. `patience`: seconds for which a
     request is repeated while the controller doesn't answer. Refusals are raised as the classes of
-    `tandem.errors`, with the offending `field`; Unreachable when patience is exhausted.
+    `tandem.errors`, with the offending `field`. Raises Unreachable when patience is exhausted.
     """
 
     def __init__(

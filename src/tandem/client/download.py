@@ -1,5 +1,5 @@
-"""Directories that appear only when they are complete, and a checkpoint's archive as one; no
-network I/O here."""
+"""Makes directories that appear only when they are complete, and unpacks a checkpoint's archive
+into one. It does no network I/O."""
 
 import os
 import tarfile
@@ -12,10 +12,11 @@ from tandem.spool.schema import Manifest
 
 
 def partial_directory(target: Path) -> TemporaryDirectory[str]:
-    """A directory beside `target`, in which `target` is made before it is renamed.
+    """A directory beside `target` in which the content is made. At the end it is renamed to
+    `target`.
 
-    Raises InvalidInput if `target` exists and is not an empty directory, or one that nothing can be
-    renamed onto.
+    Raises InvalidInput if `target` exists and is not an empty directory, or is a place that nothing
+    can be renamed to.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(
@@ -32,7 +33,7 @@ def unpack(archive: Path, target: Path) -> Manifest:
     """Unpack a checkpoint's tar beside it, compare each file's SHA-256 with the manifest, and
     rename it to `target`.
 
-    Raises CheckpointDamaged where a file is missing or differs.
+    Raises CheckpointDamaged if a file is missing or differs.
     """
     content = archive.parent / "content"
     with tarfile.open(archive) as tar:

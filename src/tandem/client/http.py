@@ -1,5 +1,5 @@
 """HTTP for both clients: the controller's address and key, its paths, its errors, the I/O, and
-requests that are repeated."""
+repeated requests."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ _CLASSES = [
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, TandemError)
 ]
-# Base classes come first in the module: of several classes with one code the base is raised.
+# Base classes come first in the module: if several classes have one code, the base is raised.
 _KINDS = {kind.code: kind for kind in reversed(_CLASSES)}
 
 
@@ -39,15 +39,15 @@ def connection(
     base_url: str | None, api_key: str | None, given_by: str = "base_url"
 ) -> dict[str, Any]:
     """Arguments for httpx's clients: URL and key as given, else TANDEM_URL, TANDEM_API_KEY,
-    TANDEM_API_KEY_FILE. InvalidInput where that file can't be read, or the URL is none."""
+    TANDEM_API_KEY_FILE. Raises InvalidInput if that file can't be read, or the URL is not a URL."""
     url = base_url or os.environ.get("TANDEM_URL") or "http://127.0.0.1:8080"
     given_by = given_by if base_url else "TANDEM_URL"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidInput(f"{url!r} is no URL: {error}", field=given_by) from error
+        raise InvalidInput(f"{url!r} is not a URL: {error}", field=given_by) from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidInput(f"{url!r} is no URL such as http://127.0.0.1:8080", field=given_by)
+        raise InvalidInput(f"{url!r} is not a URL such as http://127.0.0.1:8080", field=given_by)
     key = api_key or os.environ.get("TANDEM_API_KEY")
     if not key and (file := os.environ.get("TANDEM_API_KEY_FILE")):
         try:
@@ -67,7 +67,7 @@ def connection(
         {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     )
     timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
-    # Each wait and stream holds one.
+    # Each waiting call and each stream holds a connection.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     return {"base_url": url.rstrip("/"), "headers": headers, "timeout": timeout, "limits": limits}
 
@@ -85,8 +85,8 @@ def _unreachable(error: httpx.TransportError) -> Unreachable:
 
 
 def error_of(response: httpx.Response) -> TandemError:
-    """The exception that the controller raised, from a response whose body has been read;
-    `retriable` where another attempt may help."""
+    """The exception that the controller raised, made from a response whose body has been read;
+    `retriable` if another attempt may help."""
     retriable = response.status_code in _RETRIED_STATUSES
     try:
         detail = ErrorBody.model_validate_json(response.content, extra="ignore").error
@@ -113,8 +113,8 @@ def raise_if_failed(job: JobStatus) -> None:
 
 
 def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> None:
-    """Raises Conflict, with this field, where an existing run trains something else than the
-    `trainable` and `lora` that are given."""
+    """Raises Conflict, with this field, if an existing run differs from the given `trainable` and
+    `lora`."""
     existing, lora = run.spec.lora, wanted.get("lora") or {}
     other = lora.items() - (existing.model_dump() if existing else {}).items()
     if other or wanted.get("trainable", run.spec.trainable) != run.spec.trainable:
@@ -124,19 +124,19 @@ def raise_if_other(run: RunStatus, wanted: Mapping[str, Any], field: str) -> Non
 
 
 def discarded(job: str, base: int, checkpoints: Iterable[CheckpointInfo]) -> bool:
-    """Whether a rollback took the step that the job made from step `base` out of the run's chain,
-    which now has these checkpoints."""
-    # A damaged one names no job.
+    """Whether a rollback removed the step that the job made from step `base`. `checkpoints` are the
+    run's present chain."""
+    # A damaged job has no name.
     made, step = {info.step: info.job for info in checkpoints}, base + 1
     return made[step] not in (job, None) if step in made else max(made) < step
 
 
 class Backoff:
-    """Pauses between attempts: doubling from `first` to `longest` seconds, with jitter so that
-    clients don't retry in step.
+    """Pauses between attempts, doubling from `first` to `longest` seconds. Jitter keeps clients
+    from retrying in step.
 
-    They end `patience` seconds after the first failure since the last success, so a request that
-    takes longer than that is repeated too.
+    The pauses end `patience` seconds after the first failure since the last success, so a single
+    request may take longer than `patience` and is still repeated.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class Backoff:
 
 
 class AsyncHttp:
-    """I/O that suspends the coroutine. `arguments` are those of `httpx.Client.request`; so are the
-    errors raised."""
+    """I/O that suspends the coroutine. `arguments` are the arguments of `httpx.Client.request`, and
+    errors are httpx's."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -174,7 +174,7 @@ class AsyncHttp:
 
     @asynccontextmanager
     async def stream(self, url: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of the response's body; raises `error_of` a response without success."""
+        """The parts of the response's body; raises `error_of` for a response without success."""
         async with self._client.stream("GET", url, **arguments) as response:
             if not response.is_success:
                 await response.aread()
@@ -185,13 +185,12 @@ class AsyncHttp:
         await asyncio.sleep(seconds)
 
     async def offload[T](self, work: Callable[[], T]) -> T:
-        """The result of work that takes long, done in a thread."""
+        """The result of slow work, done in a thread."""
         return await asyncio.to_thread(work)
 
 
 class BlockingHttp:
-    """`AsyncHttp` that blocks the thread instead: coroutines that do their I/O by it are never
-    suspended."""
+    """`AsyncHttp` that blocks the thread instead: coroutines that use it are never suspended."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -220,7 +219,7 @@ async def _as_async[T](items: Iterator[T]) -> AsyncIterator[T]:
 
 
 async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes, cut behind ends of lines."""
+    """The same bytes, re-cut at the ends of lines."""
     rest = b""
     async for chunk in chunks:
         whole, _, rest = (rest + chunk).rpartition(b"\n")
@@ -230,15 +229,15 @@ async def whole_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 def events_of(content: bytes) -> list[Event]:
     """The events in whole lines of Server-Sent Events; their data repeats the other fields.
 
-    Split as bytes, because str.splitlines and httpx also split at U+2028 and the like, which text
-    may contain.
+    Splits bytes, because str.splitlines and httpx also split at U+2028 and similar characters,
+    which text may contain.
     """
     lines = (line for line in content.split(b"\n") if line.startswith(b"data:"))
     return [event for line in lines if (event := _event(line.removeprefix(b"data:"))) is not None]
 
 
 def _event(line: bytes) -> Event | None:
-    """None for a type that only a newer controller knows."""
+    """The event; None for a type that only a newer controller knows."""
     try:
         return Event.model_validate_json(line, extra="ignore")
     except ValidationError as error:
@@ -250,8 +249,8 @@ def _event(line: bytes) -> Event | None:
 
 
 def parsed[T](kind: TypeAdapter[T], content: bytes) -> T:
-    """An answer of the controller, which may be newer than this client and say more. TandemError
-    where it is none."""
+    """An answer of the controller as a model. A newer controller may send unknown fields. Raises
+    TandemError if it does not fit."""
     try:
         return kind.validate_json(content, extra="ignore")
     except ValidationError as error:
@@ -272,7 +271,7 @@ class Requests:
         self._patience = patience
 
     async def _call[T](self, kind: type[T], method: str, *parts: str, **options: Any) -> T:
-        """`_request`, and its response as a `kind`."""
+        """The response of `_request`, parsed as a `kind`."""
         response = await self._request(method, *parts, **options)
         return parsed(TypeAdapter(kind), response.content)
 
@@ -285,10 +284,10 @@ class Requests:
         idempotent: bool = True,
         seconds: float = ANSWER_SECONDS,
     ) -> httpx.Response:
-        """Send a request to /v1/<parts> until it is answered, for up to `patience` seconds; without
-        what is None.
+        """Send a request to /v1/<parts>, repeatedly for up to `patience` seconds until it is
+        answered. Arguments that are None are left out.
 
-        A request that is not idempotent is repeated only where it cannot have arrived. Raises the
+        A request that is not idempotent is repeated only if it cannot have arrived. Raises the
         controller's error, or Unreachable.
         """
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
@@ -315,7 +314,7 @@ class Requests:
     @asynccontextmanager
     async def _stream(self, *parts: str, **arguments: Any) -> AsyncIterator[AsyncIterator[bytes]]:
         """The parts of the body of a GET of /v1/<parts>. Raises the controller's error, or
-        Unreachable, also in the middle of it."""
+        Unreachable, even in the middle of the body."""
         try:
             async with self._http.stream(path(*parts), **arguments) as chunks:
                 yield chunks

@@ -1,4 +1,4 @@
-"""The memory that a job's events report, attempt by attempt."""
+"""Reads the memory that a job's events report, attempt by attempt."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ class AttemptMemory(BaseModel):
     device: str | None = None  # "cpu", "cuda:0", ...; None until the ranks have started
     ranks: dict[int, RankMemory] = Field(default_factory=dict)
     last_step: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Phase -> kind -> bytes, the largest of all ranks: phases of the last optimizer step that
-    `ranks` lacks."""
+    """Phase -> kind -> bytes, the maximum over all ranks: the phases of the last optimizer step
+    that are not in `ranks`."""
     released: bool = False  # the ranks have ended; until then `most` and `left` are empty
     processes: int = 0  # processes that survived SIGKILL
     # UUID -> most bytes in use, by any process, while ranks ran.
@@ -64,7 +64,7 @@ def _ranks(data: Mapping[str, Any]) -> dict[int, RankMemory]:
 
 
 def _step_memory(metrics: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Phase -> kind -> bytes, of the metrics named `memory_<phase>_<kind>_bytes`."""
+    """Phase -> kind -> bytes, from the metrics named `memory_<phase>_<kind>_bytes`."""
     phases: dict[str, dict[str, int]] = {}
     for name, value in metrics.items():
         if value is not None and (

@@ -1,4 +1,4 @@
-"""reasoning-gym: its tasks with their own scorers, as an environment of `tandem rl`.
+"""Makes reasoning-gym's tasks, with their own scorers, an environment of `tandem rl`.
 
 [[rl.environment]]
 use = "reasoning_gym:chain_sum"
@@ -18,9 +18,10 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 class GymEnvironment:
     """A dataset of reasoning-gym, by its name (`chain_sum`).
 
-    `size` and `seed`: how many tasks, and which; `instruction`: the system message, none where it
-    is ""; `parameters`: the dataset's own, such as `max_terms`. The reward is the dataset's score,
-    0 to 1, of what is between <answer> and </answer>, or of the whole answer where neither is.
+    `size` and `seed`: the number of tasks, and their choice; `instruction`: the system message,
+    none if it is ""; `parameters`: the dataset's own, such as `max_terms`. The reward is the
+    dataset's score, 0 to 1, of the text between <answer> and </answer>, or of the whole answer if
+    it has no such tags.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class GymEnvironment:
         self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **parameters)
 
     def tasks(self) -> list[int]:
-        """Numbers of the dataset's entries: it makes each when it is asked."""
+        """The numbers of the dataset's entries; the dataset makes each entry on demand."""
         return list(range(len(self._dataset)))
 
     async def rollout(self, task: int, sampler: Any) -> Any:

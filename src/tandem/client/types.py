@@ -1,4 +1,4 @@
-"""The types of the client's arguments and results that no request or response has."""
+"""Types of the client's arguments and results that are not requests or responses of the API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ class LogPart:
 
 
 class _JobOptions(TypedDict, total=False):
-    """The defaults are those of the requests in `tandem.controller.schemas`."""
+    """Options of a job. The defaults are the defaults of the requests in
+    `tandem.controller.schemas`."""
 
     id: str
     base_step: int

@@ -1,9 +1,9 @@
-"""verifiers: its rollouts become groups for `train_rl`.
+"""Turns rollouts of the package verifiers into groups for `train_rl`.
 
 Version 0.4 (`verifiers.v1`): `VerifiersEnvironment` runs an agent on a taskset,
-`trace_to_trajectory` takes any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3): sample
-through the rollout door, then `outputs_to_groups`. Tokens and log-probs are the sampler's own in
-both.
+`trace_to_trajectory` converts any trace. The old API (0.1 to 0.2, `verifiers.legacy` in 0.3):
+sample through the rollout door, then call `outputs_to_groups`. In both, tokens and log-probs are
+the sampler's own.
 """
 
 import asyncio
@@ -24,13 +24,14 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
     """A trace of `verifiers.v1` as a trajectory: each sampled span of its trainable branches is a
     turn.
 
-    None for a trace that failed, of an agent that is not trained, or without a sampled token.
-    InvalidInput for one without token ids: it was not sampled through a TrainClientConfig.
+    None for a trace that failed, that belongs to an agent which is not trained, or that has no
+    sampled token. Raises InvalidInput for a trace without token ids: it was not sampled through a
+    TrainClientConfig.
     """
     if trace.has_error or not trace.agent.trainable:
         return None
     step = policy_step_of(next((call.model for call in trace.calls), None))
-    turns: dict[tuple[int, ...], dict[str, Any]] = {}  # branches share what came before they parted
+    turns: dict[tuple[int, ...], dict[str, Any]] = {}  # branches share the tokens before they part
     for branch in trace.branches:
         if not branch.trainable:
             continue
@@ -53,11 +54,11 @@ def trace_to_trajectory(trace: Any) -> dict[str, Any] | None:
 def outputs_to_groups(
     outputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], step: int | None = None
 ) -> list[GroupDict]:
-    """The outputs of the old API's `env.generate(..., state_columns=["trajectory"])`, one group per
-    example.
+    """Groups from the outputs of the old API's `env.generate(..., state_columns=["trajectory"])`,
+    one group per example.
 
-    `step`: of the checkpoint that sampled them. Rollouts with an error are left out. InvalidInput
-    for a step without token ids: it was not sampled through the rollout door.
+    `step`: the checkpoint that sampled them. Rollouts with an error are left out. Raises
+    InvalidInput for a step without token ids: it was not sampled through the rollout door.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     rollouts = outputs["outputs"] if isinstance(outputs, Mapping) else outputs
@@ -87,13 +88,17 @@ def outputs_to_groups(
 
 class VerifiersEnvironment:
     """A taskset of `verifiers.v1` with an agent that plays it. In the file of `tandem rl` it is
-    `use = "verifiers:<taskset>"`, with the rest under `arguments`.
+    `use = "verifiers:<taskset>"`, and the other arguments are under `arguments`.
 
-    `name`: the taskset's id, or a taskset; `tokenizer`: the base model's directory or hub name;
-    `inference_url`: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the key
-    in TANDEM_API_KEY; `harness`: its programs run as processes on this machine; `renderer`: a
-    RendererConfig or its fields, by default the model's own; `sampling`: vLLM's options; `agent`:
-    other fields of vf.AgentConfig (`max_turns`, `timeout`).
+    Args:
+        name: the taskset's id, or a taskset.
+        tokenizer: the base model's directory or hub name.
+        inference_url: vLLM's, default TANDEM_INFERENCE_URL, else http://127.0.0.1:8000, with the
+            key in TANDEM_API_KEY.
+        harness: its programs run as processes on this machine.
+        renderer: a RendererConfig or its fields, by default the model's own.
+        sampling: vLLM's options.
+        agent: other fields of vf.AgentConfig (`max_turns`, `timeout`).
     """
 
     def __init__(
@@ -136,8 +141,8 @@ class VerifiersEnvironment:
         return list(self._taskset) if self._taskset.bounded else self._taskset
 
     async def rollout(self, task: Any, sampler: Any) -> dict[str, Any]:
-        """One trajectory, sampled from `sampler.model` with `sampler.options`; TandemError where
-        the rollout fails."""
+        """One trajectory, sampled from `sampler.model` with `sampler.options`. Raises TandemError
+        if the rollout fails."""
         wanted = loop_options(sampler.options, self._options, "arguments.sampling.temperature")
         trace = await self._agent(sampler.model, **wanted).run(task)
         if (trajectory := trace_to_trajectory(trace)) is None:
@@ -154,8 +159,8 @@ class VerifiersEnvironment:
         concurrency: int = 32,
     ) -> AsyncIterator[GroupDict]:
         """A group of trajectories of `<run>@<step>` for each task, in the order in which they end;
-        by default for all tasks. Rollouts that fail are left out; TandemError where all of a task
-        fail."""
+        by default for all tasks. Rollouts that fail are left out. Raises TandemError if all
+        rollouts of a task fail."""
         if tasks is None and not self._taskset.bounded:
             raise InvalidInput("the taskset has no end; pass the tasks to play", field="tasks")
         gate = asyncio.Semaphore(concurrency)
@@ -192,7 +197,7 @@ def _turns(
     ids: list[int], sampled: list[bool], logprobs: list[float], step: int | None
 ) -> list[dict[str, Any]]:
     """A turn for each span of sampled tokens, with everything before it as its prompt. All lists
-    are as long as `ids`."""
+    have the length of `ids`."""
     turns = []
     for is_sampled, positions in groupby(range(len(ids)), key=sampled.__getitem__):
         if is_sampled:

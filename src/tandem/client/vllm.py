@@ -1,4 +1,4 @@
-"""vLLM as clients reach it: its address, the key, and whether it is the one that serves a run."""
+"""A client's view of vLLM: its address, the key, and whether it serves the run."""
 
 import asyncio
 import json
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 VARIABLE = "TANDEM_INFERENCE_URL"
 DEFAULT = "http://127.0.0.1:8000"
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
-# An idle connection is closed before vLLM closes it, after 5 s: a request beside that would fail.
+# An idle connection is closed before vLLM closes it, after 5 s: a request at that moment would
+# fail.
 _KEPT_SECONDS = 4.0
 START_PATIENCE = 30.0
 """Seconds within which vLLM must list the run: a vLLM that has just started does not have its
@@ -29,9 +30,10 @@ adapters yet."""
 
 
 def vllm_url(given: str | None = None) -> str:
-    """vLLM's address without /v1: as given, else TANDEM_INFERENCE_URL, else http://127.0.0.1:8000.
+    """vLLM's address without /v1: the given one, else TANDEM_INFERENCE_URL, else
+    http://127.0.0.1:8000.
 
-    OPENAI_BASE_URL does not count: where it names another provider, that one would get the prompts
+    OPENAI_BASE_URL is ignored: if it names another provider, that provider would get the prompts
     and Tandem's key.
     """
     return (given or os.environ.get(VARIABLE) or DEFAULT).rstrip("/").removesuffix("/v1")
@@ -39,7 +41,7 @@ def vllm_url(given: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What vLLM says. Its status may be any."""
+    """vLLM's answer, with any status."""
 
     status: int
     content: bytes
@@ -53,15 +55,15 @@ class HttpAnswer:
         return self.content.decode(errors="replace")
 
     def json(self) -> Any:
-        """ValueError where the content is no JSON."""
+        """The content as JSON. Raises ValueError if it is not JSON."""
         return from_json(self.content)
 
 
 class Vllm:
-    """vLLM's /v1 at `url`; use it in one event loop, entered.
+    """vLLM's /v1 at `url`, for one event loop; enter it before use.
 
-    httpx is not used here: its pool walks all connections for each request, so N requests in
-    flight cost N² (docs/performance.md, Sampling beside training). The key in `headers` goes to
+    httpx is not used here: its pool walks all connections for each request, so N concurrent
+    requests cost N² (docs/performance.md, Sampling beside training). The key in `headers` goes to
     `url` alone: redirects are not followed, and neither cookies nor ~/.netrc are read.
     """
 
@@ -70,7 +72,7 @@ class Vllm:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Self:
-        import aiohttp  # 0.4 s, which other commands do not need
+        import aiohttp  # imported late: it takes 0.4 s, which other commands do not need
 
         parsed = httpx.URL(self.url)
         connector = aiohttp.TCPConnector(
@@ -101,10 +103,14 @@ class Vllm:
         session: str | None = None,
         group: str | None = None,
     ) -> HttpAnswer:
-        """Send a request once. With a `session` it goes through the rollout door, which continues
-        the session's tokens. Of several inference servers the session stays on one, and the
-        sessions of a `group` start on one. Unreachable where vLLM does not answer within
-        `seconds`."""
+        """Send a request once. Raises Unreachable if vLLM does not answer within `seconds`.
+
+        Args:
+            body: JSON.
+            session: the rollout's name. The request goes through the rollout door, which continues
+                the session's tokens; of several inference servers, one keeps the session.
+            group: the name of a group of sessions, which start on one inference server.
+        """
         import aiohttp
 
         arguments: dict[str, Any] = {"allow_redirects": False, "headers": {}}
@@ -138,7 +144,7 @@ def open_vllm() -> Vllm:
 
 
 async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PATIENCE) -> None:
-    """Raises what is wrong where this address does not list a step of the run within `patience`
+    """Raises the reason if this address does not list a step of the run within `patience`
     seconds."""
     url, backoff = f"{vllm.url}/models", Backoff(patience)
     remedy = (
@@ -165,7 +171,7 @@ async def raise_unless_serving(vllm: Vllm, run: str, patience: float = START_PAT
 
 
 def listed_models(answer: HttpAnswer | httpx.Response) -> list[str]:
-    """The models of a list; none where the answer is something else."""
+    """The models of a list; empty if the answer is something else."""
     try:
         return [str(card["id"]) for card in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""`python -m tandem.controller`: the HTTP API under uvicorn."""
+"""Starts the HTTP API under uvicorn (`python -m tandem.controller`)."""
 
 import ctypes
 import logging
@@ -21,11 +21,11 @@ from tandem.system.http_limits import BoundedHttp
 from tandem.system.logs import configure
 from tandem.system.open_files import allow_many_open_files
 
-# Seconds for requests under way when the process is stopped; the spool loses nothing either way.
+# Seconds for running requests when the process is stopped; the spool loses nothing either way.
 GRACE_SECONDS = 10
-# Between two attempts to make a spool on a full volume.
+# Seconds between two attempts to make a spool on a full volume.
 FULL_SECONDS = 1.0
-# mallopt's number for how many arenas glibc shares out among the threads.
+# mallopt's number for the maximum of arenas that glibc divides among threads.
 M_ARENA_MAX = -8
 
 
@@ -33,17 +33,17 @@ def main() -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status: 0 stopped, 2 wrong settings, 3 could
     not listen."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Exit status 0 for a signal before uvicorn handles signals, and for the one that it raises
-        # again at its end.
+        # Exit status 0 for a signal before uvicorn handles signals, and for the one that uvicorn
+        # raises again at its end.
         signal.signal(number, lambda *_: sys.exit(0))
     with suppress(OSError, AttributeError):  # another C library
-        # With an arena for each thread, glibc keeps more of what was freed after each crowd of
-        # requests or streams.
+        # With an arena for each thread, glibc keeps more freed memory after each crowd of requests
+        # or streams.
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
-    # Without this, transformers imports an installed torch along with any tokenizer: seconds and
-    # gigabytes for nothing.
+    # Without this, transformers imports an installed torch with any tokenizer, which costs seconds
+    # and gigabytes.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    # It prints that it misses torch, not as JSON.
+    # It also prints that torch is missing, and not as JSON.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         settings = load_settings()
@@ -53,10 +53,10 @@ def main() -> int:
         print(f"tandem controller: {error}", file=sys.stderr)
         return 2
     configure()
-    # Probes and scrapes, some once a second, would bury everything else.
+    # Probes and scrapes, some once a second, would bury all other lines.
     logging.getLogger("uvicorn.access").addFilter(_is_news)
     logging.getLogger("uvicorn.access").addFilter(name_in_log)
-    allow_many_open_files()  # each event stream is one
+    allow_many_open_files()  # each event stream is a connection
     config = uvicorn.Config(
         app,
         host=settings.controller_host,
@@ -80,8 +80,8 @@ def main() -> int:
 
 
 def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
-    """What listens on `::`, for IPv6 and IPv4; None for another host. asyncio's would take IPv6
-    only, but clients in the container ask 127.0.0.1."""
+    """A socket that listens on `::` for IPv6 and IPv4; None for another host. asyncio's own would
+    take IPv6 only, but clients in the container ask 127.0.0.1."""
     if settings.controller_host != "::":
         return None
     address = "::", settings.controller_port
@@ -91,13 +91,14 @@ def _sockets_for_both(settings: Settings) -> list[socket.socket] | None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether this line of uvicorn's access log is no success of a probe or a scrape."""
+    """Whether a line of uvicorn's access log is worth printing: it is not a successful probe or
+    scrape."""
     _, _, path, _, status = record.args or (None,) * 5
     return path not in OPEN_PATHS or status != 200
 
 
 def _create_app(settings: Settings) -> FastAPI:
-    """`create_app`, as soon as a volume without a spool has space for one."""
+    """`create_app`, once a volume without a spool has space for one."""
     said = False
     while True:
         try:

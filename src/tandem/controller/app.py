@@ -36,8 +36,8 @@ from tandem.spool.removal import prune
 from tandem.system.logs import Log
 
 SWEEP_SECONDS = 600.0
-# APIs of others, whose clients have types of their own. The last one answers what is left below its
-# path.
+# Other products' APIs, whose clients have types of their own. The last route answers everything
+# below its path that has no route.
 _FOREIGN = (
     routes_files.router,
     routes_tunings.router,
@@ -97,13 +97,13 @@ def create_app(settings: Settings) -> FastAPI:
 
     @app.get("/readyz", tags=["health"], responses={503: _REFUSALS[503]})
     def ready(deployment: CurrentDeployment) -> Health:
-        """The volume can be written."""
+        """Whether the volume can be written."""
         deployment.spool.check_writable()
         return Health(version=tandem.__version__)
 
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _install_metrics(app, app.state.deployment)
-    # The middleware added last is the outermost, which counts refused requests too.
+    # The middleware added last is the outermost: it counts refused requests too.
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
     app.add_middleware(Authentication, keys=settings.named_keys)
     app.add_middleware(CountRequests, counts=app.state.deployment.counts)
@@ -123,7 +123,8 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """For Prometheus. Needs no key, and contains no names of runs or jobs."""
+        """The controller's metrics, for Prometheus. The route needs no key, and shows no names of
+        runs or jobs."""
         return Response(generate_latest(page), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     routes: dict[str, set[str]] = {path: {*of} for path, of in app.openapi()["paths"].items()}
@@ -132,7 +133,7 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
             routes.setdefault(route.path, set()).update(route.methods)
     for path, methods in routes.items():
         for method in methods:
-            # increase() misses the first request of a series without a 0.
+            # Without an initial 0, increase() misses the first request of a series.
             for status_class in ("2xx", "4xx", "5xx"):
                 labels = {"route": path, "method": method.upper(), "status_class": status_class}
                 deployment.counts.inc("tandem_http_requests_total", 0, **labels)
@@ -140,8 +141,8 @@ def _install_metrics(app: FastAPI, deployment: Deployment) -> None:
 
 @asynccontextmanager
 async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
-    """Runs the collectors, the sweeper, and what carries fine-tunings on. Does not wait for their
-    ends, because the volume may hang."""
+    """Runs the threads of the controller: the collectors, the sweeper, and the tuner of
+    fine-tunings. Does not wait for their end, because the volume may hang."""
     deployment, stop = app.state.deployment, threading.Event()
     arguments = (deployment.spool, deployment.settings, stop)
     threading.Thread(target=_remove_regularly, args=arguments, name="sweep", daemon=True).start()
@@ -155,11 +156,11 @@ async def _run_threads(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -> None:
-    """Removes what dead processes left on the volume and what the settings do not keep, until
-    `stop` is set.
+    """Removes the files of dead processes from the volume, and everything that the settings do not
+    keep, until `stop` is set.
 
-    Also frees what many streams have left: glibc keeps freed memory otherwise. Python's own
-    allocator keeps a MiB as long as a byte of it is in use, and uses it again for the next streams.
+    Also returns the memory of closed streams to the system: glibc keeps freed memory otherwise.
+    Python's allocator keeps a MiB while any byte of it is in use, and reuses it for later streams.
     """
     while not stop.wait(SWEEP_SECONDS):
         gc.collect()
@@ -172,12 +173,12 @@ def _remove_regularly(spool: Spool, settings: Settings, stop: threading.Event) -
                 prune(spool, settings)
             finally:
                 sweep(spool)
-        except Exception as error:  # the next time may go well
+        except Exception as error:  # the next try may succeed
             log.warning("can't remove old or stale files", error=f"{type(error).__name__}: {error}")
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, and the schemas of the bodies that routes parse themselves."""
+    """FastAPI's document, with the schemas of the bodies that routes parse themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes

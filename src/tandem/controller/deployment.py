@@ -1,5 +1,5 @@
-"""What the routes share: settings, spool, the base model's architecture, and threads for heavy
-work."""
+"""The state that the routes share: settings, spool, the base model's architecture, and threads for
+heavy work."""
 
 import threading
 from functools import cached_property
@@ -16,16 +16,16 @@ from tandem.metrics.controller import HTTP_METRICS
 from tandem.metrics.metric import Samples
 from tandem.spool import Spool
 
-# Parsing and packing a batch takes a core and several times the request's size in memory, so others
-# wait. Small ones wait for the volume most of the time, and little memory is enough for them.
+# Parsing and packing a batch takes a core and several times the request's size in memory, so one is
+# done at a time. Small requests mostly wait for the volume, and need little memory.
 PACKING_THREADS, SMALL_PACKING_THREADS = 2, 4
 
 
 class Deployment:
-    """One per controller process; everything in it can be read from the settings and the spool
-    again.
+    """One per controller process. It holds nothing that could not be read again from the settings
+    and the spool.
 
-    Raises InvalidInput where no base model is set, SpoolUnusable where the volume can't be used.
+    Raises InvalidInput if no base model is set, SpoolUnusable if the volume can't be used.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,14 +36,14 @@ class Deployment:
         self.packing_threads = anyio.CapacityLimiter(PACKING_THREADS)
         self.small_packing_threads = anyio.CapacityLimiter(SMALL_PACKING_THREADS)
         self.large_bodies = anyio.CapacityLimiter(1)
-        # Held while a run with merged weights is checked and made: there is one.
+        # Held while a run with merged weights is checked and made: there may be only one.
         self.merged_runs = threading.Lock()
         self.event_streams = EventStreams(self.spool)
         self.counts = Samples(HTTP_METRICS)
 
     @property
     def model_path(self) -> str:
-        """The base model as this container sees it."""
+        """The base model's path or hub name in this container."""
         return self.settings.model_path()
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Event streams: one look at all followed files for all their readers, and bounded memory for each
-reader.
+"""Event streams: all readers of a file share one check for new events, and each reader uses bounded
+memory.
 
 A reader holds one part of its file at a time, and reads the next only when its client has taken
-this one.
+that part.
 """
 
 import os
@@ -22,9 +22,9 @@ from tandem.spool import Spool
 from tandem.spool.schema import TERMINAL, Event
 from tandem.system.plain_files import NotPlainError, open_plain
 
-# Between two looks at a followed file.
+# Seconds between two checks of a followed file.
 POLL_SECONDS = 0.2
-# How often the state of a followed job is read, in case it ended without a terminal event.
+# Seconds between two reads of a followed job's state, in case it ended without a terminal event.
 STATE_SECONDS = 10.0
 PART_BYTES = 16384
 _THREADS = 8
@@ -32,7 +32,7 @@ _THREADS = 8
 
 @dataclass(eq=False)
 class _File:
-    """What was last seen of a job's event file, for all who follow the job."""
+    """The last seen state of a job's event file, for all followers of the job."""
 
     size: int = 0
     ended: bool = False  # the job has a terminal state, or is gone
@@ -40,39 +40,39 @@ class _File:
 
 
 class EventStreams:
-    """Belongs to one event loop."""
+    """The event streams of one event loop."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Job -> its file, as long as somebody follows the job.
+        # Job -> its file, while anybody follows the job.
         self._files = WeakValueDictionary[str, _File]()
         self._looked = 0.0  # monotonic
-        # Threads of its own, so that streams don't wait for heavy requests.
+        # Threads of their own, so that streams don't wait for heavy requests.
         self._threads = anyio.CapacityLimiter(_THREADS)
 
     async def check(self, job: str) -> None:
-        """NotFound without the job."""
+        """Raises NotFound if there is no such job."""
         await to_thread.run_sync(self._spool.jobs.get, job, limiter=self._threads)
 
     async def follow(
         self, job: str, after: int, *, wait: bool, stopping: anyio.Event
     ) -> AsyncIterator[bytes]:
         """The job's events after seq `after` as Server-Sent Events, until its terminal event;
-        without `wait`, those written so far.
+        without `wait`, the events written so far.
 
         The stream also ends when `stopping` is set, or when the job ended without a terminal event
-        because its writer died: clients then reconnect, or read the job. An event's `id` is its
-        seq, which clients send as Last-Event-ID.
+        because its writer died. Clients then reconnect, or read the job. An event's `id` is its
+        seq; clients send it as Last-Event-ID.
         """
         yield b"retry: 1000\n\n"
         file, offset = self._files.setdefault(job, _File()), 0
         while not stopping.is_set():
-            # Before the events are read: a job that has ended by now has written all of them.
+            # Read before the events: a job that has ended by now has written all of them.
             ended = file.ended
             part = await to_thread.run_sync(self._read, job, offset, after, limiter=self._threads)
             block, next_offset, size, terminal = part
             if terminal:
-                wait = False  # what comes after the terminal event is sent if it is there
+                wait = False  # events after the terminal one are sent if they exist
             if block:
                 yield block
             if next_offset != offset:
@@ -80,10 +80,10 @@ class EventStreams:
                 continue
             if ended or not wait:
                 return
-            file.size = size  # the last look may have been before this reading
+            file.size = size  # the last check may have been before this read
             while file.size == size and not file.ended and not stopping.is_set():
                 await sleep(POLL_SECONDS)
-                # No other reader has looked meanwhile.
+                # No other reader has checked in between.
                 if time.monotonic() >= self._looked + POLL_SECONDS:
                     self._looked = time.monotonic()
                     await to_thread.run_sync(
@@ -94,8 +94,8 @@ class EventStreams:
         """A part of the file, the offset of the next one, where reading ended, and whether the
         terminal event is in it.
 
-        A reader holds bytes while its client takes them, because events would take many times their
-        size.
+        The part is bytes and not parsed events, because a reader holds it while its client takes
+        it, and events would take many times the memory.
         """
         events, end, size = self._spool.events.since(job, offset, PART_BYTES)
         block = b"".join(_formatted(event) for event in events if event.seq > after)
@@ -118,7 +118,8 @@ def _formatted(event: Event) -> bytes:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; 0 without it. Opens it, because an NFS client then asks the server."""
+    """Bytes of a file; 0 if it does not exist. Opens the file, because an NFS client then asks the
+    server."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_size

@@ -1,5 +1,5 @@
-"""Errors as HTTP: each has the body {"error": {"type", "message", "field"}} and the status of its
-TandemError; on the routes of OpenAI's API OpenAI's body."""
+"""Errors as HTTP. Each has the body {"error": {"type", "message", "field"}} and the status of its
+TandemError; on the routes of OpenAI's API it has OpenAI's body."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ from tandem.spool.fs import volume_error
 from tandem.spool.schema import JobKind
 from tandem.system.logs import Log
 
-# A client that follows it asks again when files may be closed or space may be free.
+# A client that honours it asks again when files may be closed or space may be free.
 RETRY_SECONDS = 2
 
-# A body with more of them is answered with their number.
+# A body with more errors is answered with their number.
 MOST_ERRORS = 1000
 _OWN_PART = re.compile(r"as |.*\[|(int|float|str|bool|list|dict)$")
 
@@ -45,20 +45,20 @@ def response_of(error: TandemError, path: str) -> JSONResponse:
 
 
 def refuse(error: TandemError, path: str) -> JSONResponse:
-    """The response to a request whose body is not read: the connection cannot carry another
-    request."""
+    """The response to a request whose body is not read. It closes the connection, which can't carry
+    another request."""
     response = response_of(error, path)
     response.headers["Connection"] = "close"
     return response
 
 
 def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
-    """The JSON text `body` as the adapter's type; InvalidInput names what is wrong."""
+    """The JSON text `body` as the adapter's type; InvalidInput names the mistake."""
     try:
         return adapter.validate_json(body)
     except ValidationError as error:
         if (count := error.error_count()) > MOST_ERRORS:
-            # Each would become another kilobyte.
+            # Each error would take another kilobyte.
             raise InvalidInput(
                 f"{count} keys or values are wrong; send fewer to see which", field="body"
             ) from error
@@ -70,9 +70,11 @@ def parse_body[T](adapter: TypeAdapter[T], body: bytes) -> T:
 
 
 def _keys(loc: Sequence[str | int]) -> list[str | int]:
-    """The parts of pydantic's `loc` that are keys and indices. The body is not parsed again for it.
+    """The parts of pydantic's `loc` that are keys and indices of the body. The body is not parsed
+    again for this.
 
-    Pydantic's own parts are the tag of a request's kind, and names of a union's members.
+    The parts left out are pydantic's own: the tag of a request's kind, and names of a union's
+    members.
     """
     parts = list(loc)
     if parts and parts[0] in get_args(JobKind):
@@ -81,10 +83,10 @@ def _keys(loc: Sequence[str | int]) -> list[str | int]:
 
 
 def _path_in(data: Any, error: Mapping[str, Any]) -> list[str | int]:
-    """As `_keys`, for a small body `data` that FastAPI has parsed.
+    """Like `_keys`, for a small body `data` that FastAPI has parsed.
 
-    The last part of a "missing" error is a key that `data` lacks. A body that is no object is at
-    fault itself.
+    The last part of a "missing" error is a key that `data` lacks. If the body is not an object, the
+    path is empty.
     """
     if not isinstance(data, dict):
         return ["body"]
@@ -129,7 +131,7 @@ def install_handlers(app: FastAPI) -> None:
         # FastAPI wraps errors that are raised while it reads a body.
         if isinstance(error.__cause__, TandemError):
             return await _tandem_error(request, error.__cause__)
-        if isinstance(error.__cause__, ValueError):  # so are those of a body that is not UTF-8
+        if isinstance(error.__cause__, ValueError):  # also the errors of a body that is not UTF-8
             return response_of(_NOT_JSON, request.url.path)
         status, message, headers = HTTPStatus(error.status_code), str(error.detail), error.headers
         if message == status.phrase:
@@ -141,7 +143,7 @@ def install_handlers(app: FastAPI) -> None:
         return _response(request.url.path, status, headers, type=kind, message=message)
 
     @app.exception_handler(ClientDisconnect)
-    # Nobody reads it, but it is counted.
+    # Nobody reads the answer, but it is counted.
     async def _hung_up(request: Request, __: ClientDisconnect) -> JSONResponse:
         return _response(
             request.url.path,

@@ -1,22 +1,23 @@
-"""How much memory a JSON body takes once it is parsed, from a look at its bytes.
+"""Estimates the memory of a parsed JSON body from its bytes.
 
-Pydantic parses a whole body before it looks at it: an empty object of two bytes becomes hundreds,
-and an unknown key an error of as many. So what makes them is counted first.
+Pydantic parses a whole body before any limit applies. An empty object of two bytes becomes
+hundreds, and so does the error for an unknown key. So the characters that make objects are counted
+first.
 """
 
 from typing import IO
 
-# Bytes of memory: of an object, an array, another value, and a key with what it may cost when it is
-# wrong. `tests/controller/test_body_memory.py` compares them with what a controller takes.
+# Bytes of memory of an object, an array, another value, and a key with the error that it may cause.
+# `tests/controller/test_body_memory.py` compares these numbers with a controller's memory.
 _WEIGHTS = {b"{": 576, b"[": 192, b",": 64, b":": 640}
 _CHUNK_BYTES = 2**20
 
 
 def json_weight(body: IO[bytes]) -> int:
-    """The estimate in bytes, with the text's own, for the JSON text in a file; read from its
+    """The estimate in bytes for the JSON text in a file, the text included; reads from the file's
     beginning.
 
-    Strings count as what is outside of them, because a tool call's arguments are JSON in a string.
+    Characters in strings count too, because a tool call's arguments are JSON in a string.
     """
     body.seek(0)
     weight = 0

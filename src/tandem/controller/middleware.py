@@ -1,7 +1,7 @@
-"""What a request passes before its route: `CountRequests`, `Authentication`, `BodyLimit`, from the
-outside in.
+"""The layers that a request passes before its route: `CountRequests`, `Authentication`,
+`BodyLimit`, from the outside in.
 
-Pure ASGI, so that streams stay streams.
+They are pure ASGI, so that streams stay streams.
 """
 
 import re
@@ -21,14 +21,14 @@ from tandem.system.loopback import foreign_header
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 SMALL_BODY_BYTES = 2**20
-OTHER_ROUTE = "other"  # of unknown paths, and of requests that were refused before they were routed
+OTHER_ROUTE = "other"  # for unknown paths, and requests that were refused before they were routed
 _LARGE_BODIES = re.compile(
     r"^/v1/(runs/[^/]+/train|data/render|files)$|^/api/v1/(forward_backward|asample|telemetry)$"
 )
 
 
 class CountRequests:
-    """ASGI middleware: counts requests, and observes the seconds of those that are not event
+    """ASGI middleware that counts requests, and observes the seconds of requests that are not event
     streams.
 
     A request is counted under its route's template, so that no id and no other part of a path
@@ -72,11 +72,10 @@ class CountRequests:
 
 
 class Authentication:
-    """ASGI middleware.
-
-    With keys, every path but `OPEN_PATHS` needs `Authorization: Bearer <key>`. Without keys, the
-    Host header must name the loopback interface, so that a web page that rebinds its DNS name to
-    127.0.0.1 is refused. `asking` has the name of the key from here on.
+    """ASGI middleware that checks keys. With keys, every path but `OPEN_PATHS` needs
+    `Authorization: Bearer <key>`. Without keys, the Host header must name the loopback interface,
+    so that a web page that rebinds its DNS name to 127.0.0.1 is refused. From here on `asking`
+    holds the key's name.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, str]) -> None:
@@ -121,8 +120,8 @@ def _check_host(scope: Scope) -> None:
 
 
 class BodyLimit:
-    """ASGI middleware: requests with examples, and files of them, may have `max_bytes`, all others
-    1 MiB."""
+    """ASGI middleware that limits bodies: requests with examples, and files of examples, to
+    `max_bytes`, all others to 1 MiB."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app

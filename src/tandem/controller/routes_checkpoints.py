@@ -49,7 +49,7 @@ def list_checkpoints(
     pinned = set(deployment.spool.checkpoints.pinned(run))
     found = []
     for step in steps[-limit:]:
-        with suppress(NotFound):  # it was removed meanwhile
+        with suppress(NotFound):  # it was removed in between
             found.append(_info(deployment, run, step, step in pinned))
     return found
 
@@ -121,8 +121,8 @@ def archive_of(directory: Path, manifest: Manifest) -> tuple[int, Iterator[bytes
     """The bytes and the parts of an uncompressed tar: a checkpoint's files under `<run>@<step>/`,
     the manifest last.
 
-    All files are opened at once, so that a rollback that moves them does not disturb a download.
-    Raises CheckpointDamaged where a file is missing or has another size.
+    All files are opened first, so that a rollback that moves them does not disturb the download.
+    Raises CheckpointDamaged if a file is missing or has another size.
     """
     text = (manifest.model_dump_json(indent=1) + "\n").encode()
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def _parts(opened: ExitStack, entries: list[tuple[bytes, BinaryIO, int]]) -> Ite
             left = size
             while left:
                 data = file.read(min(left, _CHUNK_BYTES))
-                # The client receives less than the Content-Length and sees a broken download.
+                # The client gets less than the Content-Length and notices a broken download.
                 if not data:
                     raise CheckpointDamaged(f"a file ended {left} bytes early")
                 left -= len(data)
@@ -163,7 +163,7 @@ def _open(path: Path, size: int) -> BinaryIO:
         file = open_plain(path)
     except (FileNotFoundError, NotPlainError) as error:
         raise CheckpointDamaged(
-            f"{path.name} of checkpoint {path.parent} is missing, or no regular file"
+            f"{path.name} of checkpoint {path.parent} is missing, or not a regular file"
         ) from error
     actual = os.fstat(file.fileno()).st_size
     if actual != size:

@@ -58,7 +58,8 @@ def _answer(deployment: Deployment, run: str, new: bool, response: Response) -> 
 
 
 def _create(deployment: Deployment, spec: RunSpec, create: Callable[[], RunSpec]) -> bool:
-    """`create` the run `spec`; False where it exists. Raises Conflict where that one differs."""
+    """Runs `create` to make the run `spec`; False if the run exists. Raises Conflict if the
+    existing run differs."""
     try:
         create()
         return True
@@ -138,7 +139,8 @@ def _check_lora(deployment: Deployment, lora: LoraShape) -> None:
 
 
 def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
-    """The run that is asked for. InvalidInput where it is of another base model."""
+    """The specification of the requested run. Raises InvalidInput if its base model is another
+    one."""
     full = request.trainable == "full"
     if request.base_model and not deployment.is_base_model(request.base_model):
         problem = f"this deployment trains {deployment.base_model!r}, not {request.base_model!r}"
@@ -162,7 +164,7 @@ def run_spec(deployment: Deployment, request: CreateRun) -> RunSpec:
 
 
 def make_run(deployment: Deployment, spec: RunSpec) -> bool:
-    """Makes a run; False where it exists. Its step 0 is made here, on the CPU, from the model's
+    """Makes a run; False if it exists. Makes step 0 here, on the CPU, from the model's
     configuration alone."""
 
     def write_files(directory: Path) -> None:
@@ -177,7 +179,7 @@ def make_run(deployment: Deployment, spec: RunSpec) -> bool:
 
 
 def make_fork(deployment: Deployment, origin: Origin, name: str) -> bool:
-    """Makes the run `name`, whose step 0 is the checkpoint `origin`; False where it exists."""
+    """Makes the run `name`, whose step 0 is the checkpoint `origin`; False if it exists."""
     source = deployment.spool.runs.get(origin.run)
     new = source.model_copy(
         update={"name": name, "created": time.time(), "forked_from": origin, "session": None}
@@ -206,10 +208,10 @@ def list_runs(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="at most this many")] = 200,
 ) -> list[RunStatus]:
-    """Runs, by name. A damaged run is left out; `tandem doctor` names it."""
+    """List the runs, by name. A damaged run is left out; `tandem doctor` names it."""
     listed: list[RunStatus] = []
     for spec in deployment.spool.runs.after(after or ""):
-        # It was removed meanwhile, or has no checkpoint.
+        # It was removed in between, or has no checkpoint.
         with suppress(NotFound, CheckpointDamaged):
             listed.append(run_status(deployment, spec))
         if len(listed) == limit:

@@ -1,5 +1,5 @@
-"""HTTP routes that render and pack data: a training request on its way to the queue, and a preview
-of examples."""
+"""HTTP routes that render and pack data: training requests, which go to the queue, and previews of
+examples."""
 
 import hashlib
 import time
@@ -42,12 +42,12 @@ from tandem.topology.sizes import Sizes
 
 router = APIRouter()
 MEMORY_BYTES = 256 * 2**10
-# Of bodies that take more memory than this once they are parsed, one is parsed at a time.
+# Bodies that take more memory than this once parsed are parsed one at a time.
 LARGE_WEIGHT = 128 * 2**20
 # A body may take this many times TANDEM_MAX_REQUEST_BYTES: with the default 3 of the 4 GiB that a
 # controller has.
 MOST_WEIGHT = 12
-# What a sequence of a few tokens takes while it is packed (measured: 2,800 to 3,160).
+# Bytes for a sequence of a few tokens while it is packed (measured: 2,800 to 3,160).
 SEQUENCE_BYTES = 3200
 _train_request: TypeAdapter[AnyRequest] = TypeAdapter(TrainRequest)
 _render_request = TypeAdapter(RenderRequest)
@@ -57,7 +57,7 @@ _NOT_JSON: dict[int | str, dict[str, Any]] = {
 
 
 def _body(name: str) -> dict[str, Any]:
-    """The document of a body that the route parses itself; `app` adds the schema."""
+    """The schema of a body that the route parses itself; `app` adds it to the document."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -72,8 +72,8 @@ def _body(name: str) -> dict[str, Any]:
 async def train(
     run: RunName, request: Request, response: Response, deployment: CurrentDeployment
 ) -> JobStatus:
-    """Queue a job that starts from the run's newest step, after those queued before it, and makes
-    the next one."""
+    """Queue a job that starts from the run's newest step, after the jobs queued before it, and
+    makes the next one."""
 
     def submit(body: bytes) -> tuple[JobStatus, bool]:
         job, new = queue_job(deployment, run, body)
@@ -108,8 +108,8 @@ async def render_data(request: Request, deployment: CurrentDeployment) -> list[R
 
 
 async def _with_body[T](deployment: Deployment, request: Request, work: Callable[[bytes], T]) -> T:
-    """`work` on the body, in a thread, because parsing and packing a large batch would block all
-    other requests."""
+    """The result of `work` on the body, in a thread, because parsing and packing a large batch
+    would block all other requests."""
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -130,7 +130,7 @@ async def _with_body[T](deployment: Deployment, request: Request, work: Callable
 
 
 def _check_weight(weight: int, settings: Settings, field: str = "body") -> None:
-    """Raises RequestTooLarge for a request that may take so many bytes of memory."""
+    """Raises RequestTooLarge for a request that may take too much memory when it is parsed."""
     if weight > (most := MOST_WEIGHT * settings.max_request_bytes):
         problem = f"the request may take {weight} bytes of memory, and {most} is the most"
         remedy = "send fewer examples at once, or raise TANDEM_MAX_REQUEST_BYTES"
@@ -139,10 +139,10 @@ def _check_weight(weight: int, settings: Settings, field: str = "body") -> None:
 
 @asynccontextmanager
 async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTemporaryFile[bytes]]:
-    """The request's body, at its end: in memory up to MEMORY_BYTES, else in a file without a name
-    in `directory`.
+    """The request's whole body: in memory up to MEMORY_BYTES, else in an unnamed file in
+    `directory`.
 
-    Raises SpoolUnusable where the volume can't take it.
+    Raises SpoolUnusable if the volume can't take it.
     """
     with SpooledTemporaryFile(MEMORY_BYTES, dir=str(directory), prefix=fs.TEMPORARY) as body:
         with fs.volume_errors(directory):
@@ -153,7 +153,7 @@ async def received(request: Request, directory: Path) -> AsyncIterator[SpooledTe
 
 
 def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]:
-    """Queue the job that the JSON `body` asks for; returns it, and whether it is new.
+    """Queue the job that the JSON `body` asks for. Returns the job, and whether it is new.
 
     Raises InvalidInput naming the field, NotFound for the run, Conflict for `id` and `base_step`. A
     refused request leaves nothing on the spool.
@@ -194,15 +194,15 @@ def queue_job(deployment: Deployment, run: str, body: bytes) -> tuple[Job, bool]
 
 
 def _fingerprint(run: str, request: AnyRequest) -> str:
-    """SHA-256 of the run and the request with its defaults, without its id: how the JSON is written
-    does not matter."""
+    """SHA-256 of the run and the request with its defaults, without its id. Two ways to write the
+    same JSON give the same hash."""
     canonical = request.model_copy(update={"labels": dict(sorted(request.labels.items()))})
     content = canonical.model_dump_json(exclude={"id"})
     return hashlib.sha256(f"{run}\n{content}".encode()).hexdigest()
 
 
 def _check(deployment: Deployment, request: AnyRequest) -> None:
-    """The checks that need the deployment, but not the state of the run."""
+    """The checks that need the deployment, but not the run's state."""
     _check_sequences(request, deployment.settings)
     longest = deployment.arch.max_positions
     if request.packing.sequence_length > longest:
@@ -236,8 +236,8 @@ def _pack(
     of_run: RunSpec,
     directory: Path,
 ) -> JobSpec:
-    """Write the packed arrays into `directory`; returns the job's specification, which is `spec`
-    and the data."""
+    """Write the packed arrays into `directory`. Returns the job's specification: `spec` with the
+    data."""
     arguments: dict[str, Any] = {
         "vocab_size": deployment.arch.vocab_size,
         "packing": request.packing,
@@ -262,7 +262,7 @@ def _pack(
         )
         return RLJob.model_validate(spec | {"data": packed})
     arguments |= {"tokenizer_path": deployment.model_path, "held_out": request.held_out}
-    # All jobs of a run render the same, whenever they are made.
+    # All jobs of a run render with the same date, whenever they are made.
     arguments["day"] = datetime.fromtimestamp(of_run.created, UTC).date()
     if isinstance(request, DPORequest):
         return DPOJob.model_validate(spec | {"data": prepare_dpo(request.pairs, **arguments)})

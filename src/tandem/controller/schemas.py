@@ -1,5 +1,5 @@
-"""Requests and responses of the HTTP API, for controller and client. Pydantic only: no FastAPI,
-numpy or torch."""
+"""Requests and responses of the HTTP API, for controller and client. It needs pydantic only, not
+FastAPI, numpy or torch."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from tandem.spool.schema import Origin, Record, RunName, RunSpec
 LISTED_PENDING = 100
 RENDERED = 1000
 LONGEST_SECONDS = 1e8
-"""Three years. Ranks can't count to any number of seconds."""
+"""The most seconds that a setting may ask for, three years: ranks can't wait for longer times."""
 MOST_LABELS = 64
 LABEL_NAME_CHARACTERS = 64
 LABEL_CHARACTERS = 256
@@ -110,7 +110,7 @@ class RunStatus(Record):
     shared_gpus: bool = Field(default=False, description="whether vLLM sleeps while a job trains")
 
     def refused_step(self) -> schema.Refused | None:
-        """The newest step that the publisher refused, whether an older one is served or none."""
+        """The newest step that the publisher refused, whether or not an older step is served."""
         return self.refused if self.served is None else self.served.refused or self.refused
 
 

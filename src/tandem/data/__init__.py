@@ -1,4 +1,4 @@
-"""From files and trajectories to a job's packed arrays; without torch.
+"""Makes a job's packed arrays from files and trajectories; without torch.
 
 Trajectories, examples and pairs become tokens (`render.py`), then prefix trees and rows
 (`packing.py`), then a job's arrays (`prepare.py`). `formats.py` reads files of examples, and
@@ -15,4 +15,6 @@ Query q may attend to key k exactly when k <= q < subtree_end[k]. The layout is 
 is the whole mask, for trees of any depth. The trained tokens are a list of items apart from the
 slots: several trajectories with different advantages may train one shared token. The trainer
 computes logits only at the parents of trained tokens. `packed_format.py` lists every array.
+
+A sequence longer than a row is refused, left out or cut, as `packing.too_long` says (`prepare.py`).
 """

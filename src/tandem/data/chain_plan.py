@@ -1,5 +1,5 @@
-"""A file of examples or pairs cut into a chain of jobs: which records each job trains, in which
-order, and its request. Only the slice of one job is in memory. Imports no numpy and no torch."""
+"""Cuts a file of examples or pairs into a chain of jobs: the records of each job, their order, and
+the job's request. Only the slice of one job is in memory. Imports no numpy and no torch."""
 
 import math
 import random
@@ -27,17 +27,17 @@ from tandem.spool.schema import (
 
 LIMITS = {"deadline_seconds", "stall_seconds", "max_attempts"}
 RATES = {"sft": 2e-4, "dpo": 2e-5}
-"""The learning rate where a training names none."""
+"""The learning rate of a training that names none."""
 
 
 class TrainingConfig(Record):
-    """What `tandem train sft` and `tandem train dpo` take: as options, or as keys of a TOML
-    file."""
+    """The options of `tandem train sft` and `tandem train dpo`, on the command line or as keys of a
+    TOML file."""
 
     run: RunName
     data: str  # a file of examples or pairs; docs/data.md lists the formats
     format: str = "auto"
-    # A file, or a share of `data`: its loss is computed and not trained.
+    # A file, or a share of `data`, whose loss is computed but not trained.
     held_out: float | str | None = Field(default=None, union_mode="left_to_right")
     epochs: int = Field(default=1, ge=1)
     batch_size: int = Field(default=32, ge=1)  # examples or pairs per optimizer step
@@ -49,7 +49,7 @@ class TrainingConfig(Record):
     evaluate_every: int = Field(default=1, ge=1)  # jobs from one held-out loss to the next
     sequence_length: int = PackingSettings.model_fields["sequence_length"].default
     too_long: Literal["refuse", "drop", "truncate"] = "refuse"
-    trainable: Trainable = "lora"  # this and `lora`: of a run that does not exist yet
+    trainable: Trainable = "lora"  # this and `lora` describe a run that does not exist yet
     lora: LoraShape | None = None
     optimizer: OptimizerSettings = OptimizerSettings()  # Adam's other settings
     chat_template_kwargs: JsonObject = Field(default_factory=dict)  # where a record has none
@@ -90,9 +90,9 @@ class DPOTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class Slice:
-    """A job of the chain: optimizer steps [first, last) of the whole training, which are a part of
-    one epoch or several whole epochs. The trainer visits the batches of these in another order in
-    each epoch."""
+    """A job of the chain: optimizer steps [first, last) of the whole training. They are a part of
+    one epoch, or several whole epochs. In each epoch the trainer visits the batches of these steps
+    in another order."""
 
     number: int
     first: int
@@ -100,8 +100,8 @@ class Slice:
 
 
 class ChainPlan:
-    """The jobs of one training. InvalidInput (field: the setting, or the file) if its data can't be
-    opened or is too little."""
+    """The jobs of one training. Raises InvalidInput (field: the setting, or the file) if its data
+    can't be opened or is too small."""
 
     def __init__(self, config: SFTTraining | DPOTraining) -> None:
         self.config = config
@@ -131,8 +131,7 @@ class ChainPlan:
         )
 
     def parsed(self) -> Iterator[tuple[str, SFTExample | PreferencePair]]:
-        """The place of each record of the file, and what it is; then of those of the held-out
-        file."""
+        """The place and the content of each record of the file, then of the held-out file."""
         for index in range(len(self._data)):
             yield self._data.parse(index)
         if isinstance(self.config.held_out, str):
@@ -143,8 +142,11 @@ class ChainPlan:
     def request(
         self, part: Slice, name: str, start: int | None, labels: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The request for a job `name` that trains this part. `start`: the step that the first one
-        starts from, if known."""
+        """The request for a job `name` that trains this slice.
+
+        Args:
+            start: the step that the chain's first job starts from, if known.
+        """
         config, loss = self.config, self.config.loss
         follows = start is not None
         if (
@@ -179,8 +181,8 @@ class ChainPlan:
         }
 
     def as_given(self, error: InvalidInput, part: Slice) -> InvalidInput:
-        """A refusal of `examples.17.messages`, with the place in the file instead, and with the
-        training's names of settings instead of the request's."""
+        """Rewrites a refusal of `examples.17.messages` to name the place in the file and the
+        training's own names of settings."""
         error = type(error)(error.message.replace("packing.", ""), field=error.field)
         name, index, *rest = [*(error.field or "").split("."), ""]
         if name == "packing":
@@ -199,12 +201,13 @@ class ChainPlan:
         order = list(self._indices)
         random.Random(f"{self.config.seed} {epoch}").shuffle(order)
         size = self.config.batch_size
-        return order[step * size : (step + part.last - part.first) * size]  # of several epochs: all
+        # with several epochs: of all epochs
+        return order[step * size : (step + part.last - part.first) * size]
 
 
 def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
-    """The jobs of `total` optimizer steps: each of as many whole epochs as `most` steps have, or of
-    a part of one."""
+    """The jobs of `total` optimizer steps. Each has as many whole epochs as fit into `most` steps,
+    or a part of one epoch."""
     block = max(1, most // per_epoch) * per_epoch
     firsts = [
         first
@@ -215,8 +218,8 @@ def slices(total: int, per_epoch: int, most: int) -> list[Slice]:
 
 
 def _checked(path: str, config: SFTTraining | DPOTraining) -> Examples:
-    """The file, of which every record has the right shape: none is refused when half of them have
-    trained."""
+    """The file, after every record's shape was checked: no record may be refused when half of them
+    have trained."""
     examples = Examples(path, config.format, config.kind, config.chat_template_kwargs)
     for index in range(len(examples)):
         examples.parse(index)

@@ -1,9 +1,9 @@
-"""Tokenises conversations by the model's own tokenizer and chat template, and says which tokens are
-trained, as docs/data.md tells.
+"""Tokenises conversations by the model's own tokenizer and chat template, and marks the trained
+tokens by the rules of docs/data.md.
 
-Many texts are tokenised at once, a conversation once. A border between context and trained text is
-found in its tokens by tokenising what is between the special token before it and the border:
-tokenizers never merge over special tokens.
+Many texts are tokenised at once, and each conversation only once. To find the border between
+context and trained text among the tokens, the text from the last special token up to the border is
+tokenised alone: tokenizers never merge over special tokens.
 """
 
 import re
@@ -60,7 +60,7 @@ class SequenceText:
     """A sequence as text, before it is tokenised."""
 
     text: str
-    # Its trained characters [start, end), and what errors call these.
+    # The trained characters [start, end), and the name of each span in errors.
     spans: list[tuple[int, int, str]]
     marked: bool = False  # marks of the template enclose them
     lead: list[int] = field(default_factory=list)  # tokens before the text
@@ -68,17 +68,18 @@ class SequenceText:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages` as a template gets them, and `options`: other variables that it reads."""
+    """A conversation: `messages` as a chat template gets them, and `options`, further variables
+    that the template reads."""
 
     template: str
     messages: list[dict[str, Any]]
-    names: list[str]  # what errors call the messages
+    names: list[str]  # the messages' names in errors
     tools: Any
     options: Mapping[str, Any]
 
 
 class Renderer:
-    """A tokenizer with what is computed from it once."""
+    """A tokenizer, with the values that are computed from it once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
@@ -89,30 +90,30 @@ class Renderer:
             if token.special
         }
         self.endings = tuple(special.values())
-        # Tokenizers take the leftmost special token, and of several the longest.
+        # Tokenizers take the leftmost special token, and the longest of several that begin there.
         self.marks = re.compile(
             "|".join(re.escape(text) for text in sorted(self.endings, key=len, reverse=True))
             or "$^"
         )
-        # The last one stands for all higher ids.
+        # The last entry stands for all higher ids.
         self.special = np.zeros(max(special, default=0) + 2, bool)
         self.special[list(special)] = True
         self.lead = [
             number for number in tokenizer("").input_ids if number == tokenizer.bos_token_id
         ]
-        self.shows_tools = False  # whether the template has been seen to render them
-        # Templates, and the roles that they render, each as the first message or later: some do
-        # only as the first.
+        self.shows_tools = False  # whether the template is known to render tools
+        # Templates and roles, each as the first message or a later one, because some templates
+        # render a role only as the first.
         self._shown = set[tuple[str, str, bool]]()
-        # Templates, and what they put between a turn (with calls or without) and the next message,
-        # up to a token at which vLLM stops.
+        # Template -> the text between a turn (with calls or without) and the next message, up to a
+        # token at which vLLM stops.
         self._after = dict[tuple[str, bool], str]()
-        # Most borders come after the same few words, as "assistant\n".
+        # Most borders come after the same few words, such as "assistant\n".
         self._encode_short = lru_cache(maxsize=4096)(self.encoder.encode)
 
     def text(self, prompt: str, completion: str, name: str) -> SequenceText:
-        """A text as completions' API of vLLM would tokenise and end it: after BOS where the
-        tokenizer adds it, and ended by EOS where there is one."""
+        """A text as vLLM's completions API would tokenise and end it: after BOS if the tokenizer
+        adds it, and ended by EOS if there is one."""
         eos = self.tokenizer.eos_token or ""
         whole = prompt + completion + ("" if completion.rstrip().endswith(eos) else eos)
         lead = (
@@ -130,8 +131,12 @@ class Renderer:
         tools: Any,
         options: Mapping[str, Any],
     ) -> list[SequenceText]:
-        """The texts of a conversation, of whose messages (called `names` in errors) those in
-        `trained` are trained. `options`: as of `Conversation`."""
+        """The texts of a conversation. Messages in `trained` are trained; errors call the messages
+        `names`.
+
+        Args:
+            options: see `Conversation`.
+        """
         if not self.tokenizer.chat_template:
             problem = f"the base model's tokenizer has no chat template; {INSTEAD}"
             raise InvalidInput(problem, field=names[0].rpartition(".")[0])
@@ -147,12 +152,12 @@ class Renderer:
         return sources
 
     def _check_roles(self, chat: Conversation, last: int) -> None:
-        """Refuses a message of a role that the template passes over, there or everywhere: it would
-        vanish."""
+        """Refuses a message of a role that the template skips, at its place or everywhere: the
+        message would vanish."""
         plain, names = chat.messages[: last + 1], chat.names
         for i, message in enumerate(plain):
             seen = chat.template, message["role"], i == 0
-            # Beside calls some templates have no content.
+            # Some templates drop the content of messages with calls.
             if not message["content"] or "tool_calls" in message or seen in self._shown:
                 continue
             other = [*plain[:i], message | {"content": message["content"] + "?"}, *plain[i + 1 :]]
@@ -167,7 +172,7 @@ class Renderer:
             self._shown.add(seen)
 
     def _marked(self, chat: Conversation, trained: set[int]) -> SequenceText:
-        """The text of a template with `{% generation %}`."""
+        """The text of a template that marks trained text by `{% generation %}`."""
         plain, last = chat.messages, chat.names[max(trained)]
         text, spans = self._apply(chat, plain, last, marks=True)
         spans = [span for span in spans if span[0] < span[1]]
@@ -190,9 +195,9 @@ class Renderer:
         return SequenceText(text, [(start, end, last) for start, end in spans], marked=True)
 
     def _turns(self, chat: Conversation, trained: set[int]) -> list[SequenceText]:
-        """The texts of a template without marks: one for all turns of which each continues the one
-        before it. So the trained tokens are exact too where old messages are rendered differently
-        (Qwen3 leaves out old reasoning).
+        """The texts of a template without marks. Turns that continue one another share a text. So
+        the trained tokens are exact even if the template renders old messages differently (Qwen3
+        leaves out old reasoning).
         """
         sources: list[SequenceText] = []
         plain = chat.messages
@@ -217,9 +222,10 @@ class Renderer:
         return sources
 
     def _ended(self, chat: Conversation, message: dict[str, Any], completion: str) -> str:
-        """The completion up to the token at which vLLM stops, where the template has one for it."""
+        """The completion up to the token at which vLLM stops, if the template has such a token."""
         end = len(completion.rstrip())
-        begin = end  # of the special tokens at its end, and of the white space between them
+        # the length of the special tokens at its end, and of the white space between them
+        begin = end
         while before := next(
             (mark for mark in self.endings if completion.endswith(mark, 0, begin)), None
         ):
@@ -229,7 +235,7 @@ class Renderer:
             for mark in self.marks.finditer(completion, begin, end)
             if mark[0] in self.stops.texts
         ]
-        # One that the message itself ends with is not the turn's.
+        # A stop token that the message itself ends with does not end the turn.
         if message["content"].rstrip().endswith(self.endings):
             stops = [stop for stop in stops if stop == end]
         if stops:
@@ -247,7 +253,7 @@ class Renderer:
         messages = [Message.model_validate(one) for one in said]
         try:
             (source,) = self.chat(messages, ["", ""], {1}, None, {})
-        except InvalidInput:  # it asks for more, as tools
+        except InvalidInput:  # it asks for more variables, such as tools
             return True
         start, end, _ = source.spans[-1]
         return any(
@@ -255,8 +261,8 @@ class Renderer:
         )
 
     def _after_turn(self, chat: Conversation, message: dict[str, Any]) -> str:
-        """The beginning of the next message, up to a token at which vLLM stops, as GLM-4.5's
-        `<|user|>`; "" where it begins with no such token."""
+        """The beginning of the next message, up to a token at which vLLM stops, such as GLM-4.5's
+        `<|user|>`; "" if it begins with no such token."""
         # Some templates leave out the reasoning of answers before the last one.
         last = {name: value for name, value in message.items() if name not in REASONING}
         following = {"role": "user", "content": "?"}
@@ -309,8 +315,8 @@ class Renderer:
         ends = [end for _, end in spans] if len(spans) == len(at) else []
 
         def index(position: int) -> int | None:
-            """Of the token that begins at this character, if the tokens before it are those of the
-            text before it."""
+            """The index of the token that begins at this character. The tokens before it must equal
+            the tokens of the text before it."""
             if position == len(source.text):
                 return len(ids)
             before = bisect_right(ends, position) - 1
@@ -329,8 +335,8 @@ class Renderer:
         return [_sequence(source, ids, trained, source.spans[-1][2])]
 
     def _apart(self, source: SequenceText) -> list[LinearSequence]:
-        """The sequences of a text where a token spans a border. Sampling starts after the prompt's
-        own tokens, so each trained text is tokenised alone."""
+        """The sequences of a text in which a token spans a border. Sampling starts after the
+        prompt's own tokens, so each trained text is tokenised by itself."""
         found = []
         for start, end, name in source.spans:
             prompt, whole = (
@@ -368,5 +374,5 @@ def _sequence(
 
 @lru_cache(maxsize=2)
 def renderer(tokenizer: Any) -> Renderer:
-    """What renders with this tokenizer."""
+    """The renderer of this tokenizer, made once."""
     return Renderer(tokenizer)

@@ -1,5 +1,5 @@
-"""Columns of a record: texts, JSON, and the messages that they become. Imports no
-numpy and no torch."""
+"""Reads columns of a record: texts, JSON, and the messages that they become. Imports no numpy and
+no torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ Record = Mapping[str, Any]
 
 
 def json_value(value: Any, field: str) -> Any:
-    """The content of a column that has JSON as text."""
+    """The value of a column that holds JSON as text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -19,7 +19,7 @@ def json_value(value: Any, field: str) -> Any:
 
 
 def text(record: Record, *names: str) -> str:
-    """The first of these columns; "" where there is none."""
+    """The first of these columns that has a value; "" if none has."""
     name = next((name for name in names if record.get(name) is not None), None)
     value = "" if name is None else record[name]
     if not isinstance(value, str):
@@ -28,7 +28,7 @@ def text(record: Record, *names: str) -> str:
 
 
 def turns(*contents: str) -> list[dict[str, Any]]:
-    """system, user, assistant, user, ...; without the first where it is empty."""
+    """The roles system, user, assistant, user, ...; without system if that message is empty."""
     roles = ["system"] + ["user", "assistant"] * len(contents)
     found = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
@@ -41,7 +41,7 @@ def answer(content: str) -> list[dict[str, Any]]:
 
 
 def asked(record: Record) -> list[dict[str, Any]]:
-    """The messages before the answer of an alpaca record, or of a question."""
+    """The messages before the answer, from an alpaca record or a question."""
     try:
         history = [
             part for question, reply in record.get("history") or () for part in (question, reply)
@@ -55,6 +55,6 @@ def asked(record: Record) -> list[dict[str, Any]]:
 
 
 def led(lead: list[dict[str, Any]], messages: Any) -> Any:
-    """`messages` behind those of `lead`, unless they begin with them; what is no list stays as it
-    is."""
+    """`messages` after the messages of `lead`, unless they begin with them; a value that is not a
+    list is returned as it is."""
     return lead + messages if isinstance(messages, list) and messages[:1] != lead else messages

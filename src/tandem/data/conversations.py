@@ -1,5 +1,6 @@
-"""Conversations of files become lists of OpenAI's messages: sharegpt's, ms-swift's, Anthropic's,
-and those that have calls and tools' answers written in their texts. Imports no numpy and no torch.
+"""Turns conversations of files into lists of OpenAI's messages. It reads sharegpt's format,
+ms-swift's, Anthropic's, and texts that contain calls and tools' answers. Imports no numpy and no
+torch.
 """
 
 import ast
@@ -31,8 +32,9 @@ _SWITCHES = ("loss", "training")
 
 
 def chat(value: Any, field: str) -> Any:
-    """Messages of a list of messages, of one, or of their JSON text; each as OpenAI's {role,
-    content} or sharegpt's {from, value}. Other values are checked with the example."""
+    """The messages from a list of messages, a single message, or the JSON text of either; each is
+    OpenAI's {role, content} or sharegpt's {from, value}. Other values are checked later, with the
+    example."""
     if isinstance(value, str):
         found = decoded(value)
         items = found if isinstance(found, list) else []
@@ -47,7 +49,7 @@ def chat(value: Any, field: str) -> Any:
         for one, calls_only in _messages(item, f"{field}.{i}"):
             before = messages[-1] if messages else None
             if calls_only and isinstance(before, dict) and before.get("role") == "assistant":
-                # One turn: what is said before the calls, and calls in parallel.
+                # One turn: the words before the calls, and parallel calls.
                 calls = [*before.get("tool_calls", ()), *one["tool_calls"]]
                 messages[-1] = before | one | {"tool_calls": calls}
             else:
@@ -56,8 +58,8 @@ def chat(value: Any, field: str) -> Any:
 
 
 def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
-    """The messages of an item of a conversation, and whether each has only the calls of its
-    turn."""
+    """The messages of an item of a conversation, and whether each message has only the calls of its
+    own turn."""
     if not isinstance(item, dict) or (
         item.keys() == {"role", "content"}
         and isinstance(item["content"], str)
@@ -98,7 +100,7 @@ def _messages(item: Any, field: str) -> list[tuple[Any, bool]]:
 
 
 def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
-    """The message of a call, or of several, whose text is their JSON."""
+    """The message for a call, or several calls, whose text is their JSON."""
     text = item.pop("content")
     calls = decoded(text)
     if not isinstance(calls, dict | list):
@@ -111,7 +113,7 @@ def _called(item: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Calls and tools' answers that a text has between Hermes' tags, as messages; where one is no
+    """The calls and tools' answers between Hermes' tags in a text, as messages; if a tag holds no
     call, the text as it is."""
     text = item["content"]
     if item["role"] == "assistant" and "tool_calls" not in item:
@@ -127,7 +129,7 @@ def _written(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> Any:
-    """JSON, or what Python prints in its place."""
+    """The value of a text that is JSON or a Python literal."""
     found = decoded(text)
     if isinstance(found, str):
         try:
@@ -142,7 +144,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _anthropic(item: dict[str, Any], field: str) -> list[dict[str, Any]]:
-    """The messages of one with Anthropic's parts; others as they are."""
+    """The messages of a message with Anthropic's parts; other messages as they are."""
     parts = item["content"]
     kinds = {part.get("type") for part in parts if isinstance(part, dict)}
     if not kinds & {"tool_use", "tool_result", "thinking"}:

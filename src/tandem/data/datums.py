@@ -1,5 +1,5 @@
-"""A session's data: sequences with a target, a factor and maybe a sampler's log-prob at each of
-their positions, and the losses that clients of Tinker's API name.
+"""The data of a session: sequences with a target and a factor at each position, optionally with a
+sampler's log-prob, and the losses that clients of Tinker's API name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from tandem.errors import InvalidInput
 from tandem.spool.schema import PassRequest, RLLoss, SFTLoss
 
 SHORTEST_ROW, USUAL_ROW = 128, 2048
-"""Slots of a row: a power of two, so that few lengths are compiled."""
+"""Slots of a row. Both are powers of two, so that few lengths are compiled."""
 MOST_TOKENS = 2**20
-# The ratio that Tandem's losses compute is e^20 at most, so a bound of this never acts.
+# Tandem's losses bound the ratio by e^20, so a bound of this value never acts.
 _NO_BOUND = 1e9
 _Bounds = tuple[float, float]
 _BOUNDS: dict[str, _Bounds] = {
@@ -46,10 +46,11 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class Datum:
-    """`tokens` [n]; from the first i + 1 of them `targets[i]` is predicted. `factors` [n]: the
-    weights of cross-entropy, else the advantages. `logprobs` [n]: the sampler's, in nats, which
-    every loss but cross-entropy needs. `sequence_ratio_mask` [n], which GSPO needs: not 0 where the
-    log-ratio is part of the sequence's."""
+    """One sequence of a session. `tokens` [n]; `targets[i]` is predicted from the tokens up to and
+    including `i`. `factors` [n]: the weights for cross-entropy, the advantages for other losses.
+    `logprobs` [n]: the sampler's log-probs in nats, which every loss but cross-entropy needs.
+    `sequence_ratio_mask` [n], which GSPO needs: nonzero where the log-ratio is part of the
+    sequence's ratio."""
 
     tokens: Int32
     targets: Int32
@@ -59,8 +60,9 @@ class Datum:
 
 
 def named_loss(name: str, config: Mapping[str, float]) -> SFTLoss | RLLoss:
-    """The loss that Tinker's API calls `name`, a sum over all items. InvalidInput (fields
-    `loss_fn`, `loss_fn_config...`) for another name or settings that it does not have.
+    """The settings of the loss that Tinker's API calls `name`, summed over all items. InvalidInput
+    (fields `loss_fn`, `loss_fn_config...`) for an unknown name, or settings that the loss does not
+    have.
 
     - cross_entropy: -sum w lp
     - importance_sampling: -sum r A
@@ -110,8 +112,9 @@ def pass_request(
     vocab_size: int,
     longest: int = MOST_TOKENS,
 ) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request and what writes its packed arrays, as `RequestLog.append` takes them. The same
-    data gives the same bytes. InvalidInput (fields `data.<i>...`) for data that can't be computed.
+    """The request, and the function that writes its packed arrays, as `RequestLog.append` takes
+    them. The same data gives the same bytes. Raises InvalidInput (fields `data.<i>...`) for data
+    that can't be computed.
     """
     loss = named_loss(loss_name, config)
     if not data:
@@ -173,7 +176,8 @@ def _check(datum: Datum, loss: SFTLoss | RLLoss, vocab_size: int, longest: int, 
 
 
 def _sequence(datum: Datum) -> LinearSequence:
-    """All positions are items. The last target takes the slot after the last token."""
+    """The datum as a sequence in which every position is an item. The last target takes the slot
+    after the last token."""
     logprobs = datum.logprobs
     if logprobs is not None and datum.sequence_ratio_mask is not None:
         logprobs = np.where(datum.sequence_ratio_mask != 0, logprobs, np.nan)
@@ -187,8 +191,8 @@ def _sequence(datum: Datum) -> LinearSequence:
 
 
 def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
-    """Groups for the packer, numbered by their first sequences: of neighbours in lexicographic
-    order that share at least half of the shorter one, as samples of one prompt do."""
+    """Groups for the packer, numbered by their first sequences. Neighbours in lexicographic order
+    form a group if they share at least half of the shorter one, as samples of one prompt do."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tokens.tolist())
     leader = {order[0]: order[0]}
     for before, after in pairwise(order):
@@ -200,6 +204,7 @@ def _groups(sequences: Sequence[LinearSequence]) -> list[int]:
 
 
 def _row_length(lengths: Sequence[int]) -> int:
-    """A power of two: what all sequences take, but no more than usual or than the longest needs."""
+    """Slots of a row, a power of two: enough for all sequences, but not more than usual unless the
+    longest sequence needs it."""
     wanted = max(SHORTEST_ROW, *lengths, min(sum(lengths), USUAL_ROW))
     return int(1 << (wanted - 1).bit_length())

@@ -1,21 +1,21 @@
-"""The ways in which people and clients write a message, a call and a tool become OpenAI's. Imports
-no numpy and no torch.
+"""Turns the ways in which people and clients write a message, a call or a tool into OpenAI's.
+Imports no numpy and no torch.
 
-Values that are wrong in another way stay as they are: `tandem.data.examples` refuses them.
+Values that are wrong in other ways stay as they are: `tandem.data.examples` refuses them.
 """
 
 import json
 from typing import Any
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""A message's reasoning, by the names that clients and templates give it."""
+"""The keys under which clients and templates put a message's reasoning."""
 _PLAIN = {"role", "content"}
-# Encoded as JSON more often than that by nobody.
+# More nested encodings as JSON do not occur.
 _ENCODINGS = 3
 
 
 def decoded(value: Any) -> Any:
-    """The content of JSON text, also of text that was encoded twice; other text as it is."""
+    """The value of JSON text, even if it was encoded twice; other text as it is."""
     for _ in range(_ENCODINGS):
         if not isinstance(value, str):
             break
@@ -27,7 +27,7 @@ def decoded(value: Any) -> Any:
 
 
 def message(item: Any) -> Any:
-    """A message with OpenAI's keys, without those that clients write though they say nothing."""
+    """A message with OpenAI's keys, without keys that clients write but that have no value."""
     if not isinstance(item, dict) or (
         item.keys() == _PLAIN and isinstance(item["content"], str) and item["role"] != "function"
     ):
@@ -54,7 +54,7 @@ def _say_reasoning(made: dict[str, Any]) -> None:
 
 
 def _say_calls(made: dict[str, Any]) -> None:
-    """`function_call` of OpenAI's first tools, and calls as JSON text, become `tool_calls`."""
+    """Turns `function_call`, OpenAI's older key, and calls as JSON text into `tool_calls`."""
     if "function_call" in made and "tool_calls" not in made:
         made["tool_calls"] = [made.pop("function_call")]
     calls = decoded(made.get("tool_calls"))
@@ -73,7 +73,7 @@ def _is_parts(content: Any) -> bool:
 
 
 def call(value: Any) -> Any:
-    """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
+    """A call as OpenAI writes it; `{name, arguments}` alone is accepted too."""
     if not isinstance(value, dict):
         return value
     if "function" not in value and "name" in value:
@@ -86,9 +86,9 @@ def call(value: Any) -> Any:
 
 
 def tool(value: Any) -> Any:
-    """A tool as vLLM renders it: these keys in this order, null where one is absent, without
-    `strict`, which the rollout door leaves out. `{name, parameters}` alone, and Anthropic's, are
-    taken too."""
+    """A tool as vLLM renders it: these keys in this order, null for an absent key, and no `strict`,
+    which the rollout door removes. `{name, parameters}` alone and Anthropic's form are accepted
+    too."""
     value = decoded(value)
     if not isinstance(value, dict):
         return value
@@ -105,6 +105,6 @@ def tool(value: Any) -> Any:
 
 
 def tools(value: Any) -> Any:
-    """A list of tools; None where there are none."""
+    """A list of tools; None if there are none."""
     value = decoded(value)
     return None if value in ([], {}, "") else value

@@ -1,6 +1,6 @@
-"""Turns texts into token ids by the model's own tokenizer. The package fastokens does it many times
-as fast, and is used where it gives the same tokens for a sample of text, but for the texts that it
-gives up."""
+"""Turns texts into token ids by the model's own tokenizer. The package fastokens is many times as
+fast. It is used if it gives the same tokens for a sample of text; texts that it can't encode go to
+the model's tokenizer."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,12 +19,13 @@ _SAMPLE = (
 
 
 class Encoder:
-    """`tokenizer`: transformers'. No special tokens are added; those in a text are recognised."""
+    """Encodes texts. `tokenizer`: transformers' own. No special tokens are added; special tokens in
+    a text are recognised."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        if self._backend is not None:  # a tokenizer.json may ask for these
+        if self._backend is not None:  # a tokenizer.json may ask for padding and truncation
             self._backend.no_truncation()
             self._backend.no_padding()
         self._fast = self._checked()
@@ -51,7 +52,8 @@ class Encoder:
         return [np.array(ids, np.int32) for ids in found]
 
     def _checked(self) -> Any:
-        """fastokens' tokenizer; None where it is not installed, can't read this one, or differs."""
+        """fastokens' tokenizer; None if it is not installed, can't read this tokenizer, or gives
+        other tokens."""
         if self._backend is None:
             return None
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]

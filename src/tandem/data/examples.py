@@ -1,5 +1,5 @@
-"""What a client sends for SFT and preference training: conversations, texts and tokens;
-`tandem.data.render` turns these into tokens. Imports no numpy and no torch."""
+"""The input for SFT and preference training: conversations, texts and tokens. `tandem.data.render`
+turns it into tokens. Imports no numpy and no torch."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -75,14 +75,14 @@ JsonObject = Annotated[
 
 
 class FunctionCall(Record):
-    """`arguments`: a JSON object, or its text, as OpenAI writes it."""
+    """A function's call. `arguments`: a JSON object, or its text, as OpenAI writes it."""
 
     name: Name = Field(min_length=1)
     arguments: Annotated[JsonObject, BeforeValidator(_parsed)] = Field(default_factory=dict)
 
 
 class ToolCall(Record):
-    """A call as OpenAI writes it; `{name, arguments}` alone is taken too."""
+    """A call as OpenAI writes it; `{name, arguments}` alone is accepted too."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -95,10 +95,10 @@ class ToolCall(Record):
 
 
 class Message(Record):
-    """A message as OpenAI writes it. `content`: text, or a list of text parts; of a tool any JSON.
-    `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` `function_call`.
-    Keys without a value are as absent. `weight` 0 or `train` false: this message of the
-    assistant is context only.
+    """A message as OpenAI writes it. `content`: text, or a list of text parts; for a tool any JSON.
+    `reasoning_content` may be called `reasoning` or `thinking`, and `tool_calls` may be called
+    `function_call`. Keys without a value count as absent. `weight` 0 or `train` false: this
+    assistant's message is context only.
     """
 
     role: Name = Field(min_length=1)
@@ -151,7 +151,7 @@ class Message(Record):
         return message | {key: value for key, value in more.items() if value is not None}
 
 
-# The tags are parts of pydantic's paths; `errors.from_validation_error` leaves them out.
+# Pydantic's paths contain these tags; `errors.from_validation_error` removes them.
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)]
 TextOrMessages = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[Messages, Tag("as messages")],
@@ -181,7 +181,7 @@ def _check_no_template(item: "SFTExample | PreferencePair") -> None:
 
 
 class SFTExample(Record):
-    """One of these forms; `tandem.data.render` says how they become tokens:
+    """An example in one of these forms; `tandem.data.render` turns it into tokens:
 
     - `messages`, and optionally `tools` and `chat_template_kwargs` (variables that the chat
       template reads, as vLLM's requests have them): the assistant's messages are trained;
@@ -269,9 +269,9 @@ class SFTExample(Record):
 
 
 class PreferencePair(Record):
-    """Two completions of a prompt, of which `chosen` is the better one. All are texts, or lists of
-    messages. Without `prompt`, what the two begin with is the prompt. As messages, a completion
-    begins and ends with the assistant; the answers of tools between are context.
+    """Two completions of a prompt; `chosen` is the better one. All are texts, or lists of messages.
+    Without `prompt`, the common beginning of the two is the prompt. A completion of messages begins
+    and ends with the assistant; tools' answers in between are context.
     """
 
     prompt: TextOrMessages | None = None
@@ -307,7 +307,7 @@ class PreferencePair(Record):
         return self
 
     def conversations(self) -> list[tuple[list[Message], list[Message]]]:
-        """(prompt, completion) as messages of `chosen` and of `rejected`."""
+        """`chosen` and `rejected`, each as (prompt, completion) of messages."""
         chosen, rejected = list(self.chosen), list(self.rejected)
         prompt = list(self.prompt or [])
         while self.prompt is None and chosen and rejected and chosen[0] == rejected[0]:
@@ -317,17 +317,25 @@ class PreferencePair(Record):
 
 
 class Rendering(Record):
-    """How an example or a pair is trained, or why it is refused (`error`, at `field`). `parts`: of
-    each sequence (a pair's: prompt and chosen, prompt and rejected) the texts and their weights in
-    the loss, 0 for context; `lengths`: the sequences' tokens; `slots`: what must fit a row, the
-    longest sequence, or both of a pair with what they begin with once; `trained`: how many tokens
-    are trained; `left_out`: what the chat template has no place for, `reasoning` of a trained
-    message or `tools`.
+    """A preview of an example or a pair: how it is trained, or why it is refused.
 
-    Of conversations also: `trained_turns`; of these, `endless_turns` do not end with a token at
-    which vLLM stops (`endless`: what to do), and `empty_thoughts` train a thought without a word;
-    `control_tokens`: how often messages have the text of each special token, and so the token;
-    `date`: today's, where the template prints it."""
+    Attributes:
+        parts: for each sequence (a pair has two) its texts and their weights in the loss, 0 for
+            context.
+        lengths: the sequences' tokens.
+        slots: the slots that must fit a row: of the longest sequence, or of both of a pair with
+            their common beginning once.
+        trained: the number of trained tokens.
+        left_out: parts for which the chat template has no place: `reasoning` of a trained message,
+            `tools`.
+        trained_turns: of a conversation.
+        endless_turns: trained turns that do not end with a token at which vLLM stops.
+        empty_thoughts: trained turns that train a thought without a word.
+        control_tokens: how often messages contain the text of each special token, and so the token.
+        endless: what to do about the endless turns.
+        date: today's, if the template prints it.
+        error: why it is refused, at `field`.
+    """
 
     parts: list[list[tuple[str, float]]] = Field(default_factory=list)
     lengths: list[int] = Field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Formats that other tools read and Tandem does not, with what to do. Imports no numpy and no
-torch."""
+"""Recognises formats of other tools that Tandem does not read, and says what to do. Imports no
+numpy and no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ _PICTURES = (
 )
 _PROMPTS = "write it as instruction (with all that the prompt says) and output"
 type _Formats = list[tuple[set[str], str, str]]
-# Columns that a record has all of, the format's name, and what to do. Records of these would be
-# read as something else.
+# The columns that a record has all of, the format's name, and what to do. Without this table, these
+# records would be read as another format.
 _MISREAD: _Formats = [
     ({"kto_tag"}, *_GOOD_OR_BAD),
     ({"prompt", "completions", "labels"}, "TRL's stepwise supervision", _JOIN),
@@ -52,7 +52,8 @@ _UNREAD: _Formats = [
 
 def other_format(given: Mapping[str, Any], *, fits: bool) -> tuple[str, str] | None:
     """The column that shows the format, and the refusal; None for other records. `given`: a
-    record's columns with a value; `fits`: whether it has the columns of a format of Tandem's."""
+    record's columns with a value; `fits`: whether the record has the columns of a format that
+    Tandem reads."""
     if isinstance(given.get("label"), int):  # topics are texts
         return "label", _said(*_GOOD_OR_BAD)
     for columns, name, remedy in _MISREAD if fits else [*_MISREAD, *_UNREAD]:

@@ -1,5 +1,5 @@
-"""Turns the records that people have into what `tandem.data.examples` describes. Imports no numpy
-and no torch."""
+"""Turns records of files into the shapes of `tandem.data.examples`. Imports no numpy and no
+torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +54,8 @@ def _tokens(record: Record) -> Record:
 
 
 def _preference(record: Record) -> Record:
-    """`prompt` as a text beside chosen and rejected as messages is the user's message before them,
-    or repeats it."""
+    """A text `prompt` beside chosen and rejected messages is the user's message before them, unless
+    they repeat it."""
     if "rejected_response" in record or "rejected_messages" in record:
         record = _swift(record)
     names = next(names for names in _CHOSEN_REJECTED if record.keys() >= set(names))
@@ -81,7 +81,7 @@ def _preference(record: Record) -> Record:
             answer(half) if isinstance(half, str) else half for half in (chosen, rejected)
         )
         if isinstance(chosen, list) and len(chosen) > 1 and prompt[-1:] and prompt[-1] in chosen:
-            # Both repeat the prompt, or its end.
+            # Both answers repeat the prompt, or its end.
             repeated = len(chosen) - chosen[::-1].index(prompt[-1])
             missing = prompt[:-repeated] if prompt[-repeated:] == chosen[:repeated] else []
             prompt, chosen, rejected = None, led(missing, chosen), led(missing, rejected)
@@ -94,7 +94,8 @@ def _is_answered(messages: list[Any]) -> bool:
 
 
 def _swift(record: Record) -> Record:
-    """ms-swift's pair: the conversation, and another end of it; Argilla's names of the two."""
+    """ms-swift's pair: the conversation, and another end of it; also with Argilla's names of the
+    two."""
     if "chosen_response" in record:
         both = {"chosen": record["chosen_response"], "rejected": record["rejected_response"]}
         return {**record, **both}
@@ -118,11 +119,11 @@ _CHOSEN_REJECTED = (
     ("messages", "rejected_response"),
     ("messages", "rejected_messages"),
 )
-# An empty one is an error, not absent.
+# An empty value is an error here, not an absent one.
 _LISTS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
 _TEMPLATE = {"tools", "chat_template_kwargs", "enable_thinking"}
-# Format -> its kind, its conversion, the columns of which a record has all of one set, and other
-# ones that are used.
+# Format -> its kind, its conversion, sets of columns (a record must have all columns of one set),
+# and optional columns.
 FORMATS: dict[str, tuple[Kind, Callable[[Record], Record], tuple[set[str], ...], set[str]]] = {
     "messages": ("sft", _messages, ({"messages"},), {"system", *_TEMPLATE}),
     "sharegpt": (
@@ -181,10 +182,10 @@ class Examples:
     """The records of a file, or of a directory of the package datasets, as examples (`kind` "sft")
     or pairs ("dpo").
 
-    `format`: one of `FORMATS`, or auto for the one that the first record has. `examples[i]` is a
-    record's place and the record in the shape of `SFTExample` or `PreferencePair`, without columns
-    that its format does not know (`ignored`). `template_kwargs`: of all conversations.
-    InvalidInput names file, place and field of what is wrong.
+    `format`: one of `FORMATS`, or auto to take the format that the first record has. `examples[i]`
+    is a record's place and the record in the shape of `SFTExample` or `PreferencePair`, without the
+    columns that its format does not know (`ignored`). `template_kwargs`: template variables of all
+    conversations. InvalidInput names the file, place and field of the mistake.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Examples:
         self.format = self._detect() if format == "auto" else format
         if self.format not in FORMATS:
             raise InvalidInput(
-                f"{format!r} is no format; use auto or one of {', '.join(FORMATS)}",
+                f"{format!r} is not a format; use auto or one of {', '.join(FORMATS)}",
                 field="--format",
             )
         self.kind: Kind = FORMATS[self.format][0]
@@ -216,7 +217,7 @@ class Examples:
 
     @property
     def nulls(self) -> list[str]:
-        """Places of the rows read so far of which a null that may mean something is left out."""
+        """Places of the rows read so far that lost a null which may mean something."""
         return list(getattr(self._records, "nulls", ()))
 
     def __getitem__(self, index: int) -> tuple[str, dict[str, Any]]:
@@ -227,7 +228,7 @@ class Examples:
             raise _at(place, error) from error
 
     def parse(self, index: int) -> tuple[str, SFTExample | PreferencePair]:
-        """A record's place, and the record checked as the controller checks it."""
+        """A record's place, and the record after the controller's own checks."""
         place, record = self[index]
         model: type[SFTExample | PreferencePair] = (
             SFTExample if self.kind == "sft" else PreferencePair
@@ -301,8 +302,8 @@ class Examples:
 
 
 def _given(record: Record) -> dict[str, Any]:
-    """The columns that have a value, in small letters where no other has that name (Axolotl's oasst
-    has them in capitals); without empty lists of pictures and the like."""
+    """The columns that have a value. A name is lower-cased unless another column has that name
+    (Axolotl's oasst uses capitals). Empty lists of pictures and the like are dropped."""
     return {
         name if name.lower() in record else name.lower(): value
         for name, value in record.items()
@@ -311,8 +312,8 @@ def _given(record: Record) -> dict[str, Any]:
 
 
 def _template_kwargs(given: Record, all_of: Record, converted: Record) -> Any:
-    """A record's `chat_template_kwargs`, and verl's column `enable_thinking`, before those that all
-    conversations have."""
+    """The template variables of a record: its `chat_template_kwargs` and verl's column
+    `enable_thinking`, which go before the variables of all conversations."""
     more = json_value(given.get("chat_template_kwargs"), "chat_template_kwargs") or {}
     if not isinstance(more, dict):
         return more
@@ -327,8 +328,8 @@ def _needs(columns: tuple[set[str], ...]) -> str:
 
 
 def _fitting(record: Record, kind: Kind | None) -> list[str]:
-    """The formats of which a record has all columns. One with chosen and rejected is a pair,
-    whatever else it has."""
+    """The formats whose columns a record has. A record with chosen and rejected is a pair, whatever
+    other columns it has."""
     given = _given(record).keys()
     fitting = [
         name

@@ -1,4 +1,4 @@
-"""What a client sends: trajectories as vLLM sampled them, and settings (examples are in
+"""The input of RL: trajectories as vLLM sampled them, and settings (examples are in
 `tandem.data.examples`). Imports no numpy and no torch.
 
 An OpenAI client gets a trajectory's tokens by sampling with `logprobs=True` and
@@ -24,20 +24,20 @@ from pydantic import (
 from tandem.errors import InvalidInput, from_validation_error
 from tandem.spool.schema import Record
 
-# vLLM's log-probs come from a float32 log-softmax, so rounding may lift that of a certain token
-# above 0.
+# vLLM's log-probs come from a float32 log-softmax, so rounding may lift the log-prob of a certain
+# token above 0.
 LOGPROB_SLACK = 1e-4
 # No sampler draws a token of probability e^-100, and the ratio to it would be clamped: nothing
 # would be learned. vLLM's OpenAI server writes -9999 if it has no log-prob for the sampled token.
 LOWEST_LOGPROB = -100.0
-# A smaller weight vanishes in float32, or beside Adam's eps.
+# A smaller weight vanishes in float32, or is negligible beside Adam's eps.
 LOWEST_WEIGHT = 1e-6
-# Rewards of a group that differ by less are equal: it is a sum's last bits.
+# Rewards of a group that differ by less are equal: the difference is rounding of a sum.
 EQUAL_REWARDS = 1e-6
 MAX_TOKEN_ID = 2**31 - 1  # ids are stored as int32
 MAX_FLOAT32, MIN_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-126  # the least one has all its digits
 
-# Every list, dict and text of a request has a bound; what goes into a record has a small one.
+# Every list, dict and text of a request has a bound; values that go into a record have a small one.
 MOST_ITEMS = 2**24
 MOST_KEYS = 256
 LONGEST_NAME = 256
@@ -56,7 +56,7 @@ def _check_ids(ids: list[int]) -> list[int]:
 
 
 def _as_float32(value: float) -> float:
-    """The value; 0 where float32 would lose digits of it, as of exp(-90)."""
+    """The value, or 0 if float32 would lose digits of it, such as exp(-90)."""
     if abs(value) > MAX_FLOAT32:
         raise ValueError(f"{value} does not fit float32; it may be {MAX_FLOAT32:.7g} at most")
     return value if abs(value) >= MIN_FLOAT32 else 0.0
@@ -64,8 +64,8 @@ def _as_float32(value: float) -> float:
 
 StrictFloat = Annotated[float, Field(strict=True)]
 StoredFloat = Annotated[StrictFloat, AfterValidator(_as_float32)]
-# `fail_fast`, as for each long list: else pydantic makes an error of each wrong item, of hundreds
-# of times its size.
+# `fail_fast`, on each long list: otherwise pydantic makes an error for each wrong item, hundreds of
+# times the item's size.
 TokenIds = Annotated[
     list[Annotated[int, Field(strict=True)]],
     Field(fail_fast=True, max_length=MOST_ITEMS),
@@ -74,16 +74,21 @@ TokenIds = Annotated[
 
 
 class Turn(Record):
-    """One sampled assistant message. `prompt_token_ids`: its whole context; `token_ids`: the
-    sampled tokens, the end-of-turn token included; `logprobs`: of each sampled token, in nats, at
-    the sampling temperature (where that is not 1, run vLLM with `--logprobs-mode
-    processed_logprobs`); `policy_step`: the checkpoint that sampled it; `routed_experts`: of a
-    mixture, the experts of each token but the last, as vLLM returns them under
-    `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens - 1, layers,
-    experts per token]); training then uses these.
+    """One sampled assistant message.
 
-    `reward`: of this turn, beside the trajectory's. `advantage`: in place of the computed one;
-    `advantages`: of each sampled token, added to the turn's."""
+    Attributes:
+        prompt_token_ids: its whole context.
+        token_ids: the sampled tokens, the end-of-turn token included.
+        logprobs: of each sampled token, in nats, at the sampling temperature (if that is not 1, run
+            vLLM with `--logprobs-mode processed_logprobs`).
+        policy_step: the checkpoint that sampled it.
+        routed_experts: for a mixture, the experts of each token but the last, as vLLM returns them
+            under `--enable-return-routed-experts` (base64 of NumPy's file format, integers [tokens
+            - 1, layers, experts per token]); training then uses these experts.
+        reward: this turn's, in addition to the trajectory's.
+        advantage: in place of the computed one.
+        advantages: of each sampled token, added to the turn's.
+    """
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     token_ids: TokenIds = Field(min_length=1)
@@ -132,9 +137,9 @@ class Trajectory(Record):
     """One sampled conversation. `messages` and `metrics` are for people only; `advantage` replaces
     the computed one.
 
-    A turn whose prompt starts with the turn before it (prompt and sampled tokens) continues that
-    turn's linear sequence; any other turn starts another sequence of the trajectory, with the same
-    advantage unless turns have rewards or advantages of their own."""
+    A turn continues the linear sequence of the turn before it if its prompt starts with that turn's
+    prompt and sampled tokens. Any other turn starts another sequence of the trajectory. Both have
+    the same advantage, unless turns have rewards or advantages of their own."""
 
     turns: list[Turn] = Field(min_length=1, max_length=MOST_ITEMS, fail_fast=True)
     reward: StoredFloat
@@ -144,13 +149,14 @@ class Trajectory(Record):
 
     @property
     def returns(self) -> list[float]:
-        """Each turn's return: the reward and the turns' rewards from it on."""
+        """Each turn's return: the trajectory's reward plus the rewards of this turn and of the
+        turns after it."""
         sums = list(accumulate(turn.reward or 0.0 for turn in reversed(self.turns)))
         return [self.reward + to_come for to_come in reversed(sums)]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest turn with its prompt."""
+        """Tokens of the longest turn, its prompt included."""
         return max(len(turn.prompt_token_ids) + len(turn.token_ids) for turn in self.turns)
 
 
@@ -162,7 +168,7 @@ class Group(Record):
 
 class AdvantageSettings(Record):
     """How rewards become advantages; `tandem.data.prepare.group_advantages` has the formulas.
-    `scale` may be given as true (group) or false (none)."""
+    `scale` also accepts true (group) and false (none)."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
@@ -184,7 +190,7 @@ class AdvantageSettings(Record):
 
 
 class PackingSettings(Record):
-    """`sequence_length`: slots of a row. `too_long`: what happens to a longer sequence:
+    """`sequence_length`: slots of a row. `too_long`: the treatment of a longer sequence:
 
     - refuse: refuse the whole input, naming the trajectory;
     - drop: leave the trajectory out, after computing advantages over its whole group;
@@ -208,8 +214,8 @@ def turn_from_openai(response: Any, choice: int = 0) -> Turn:
     `response`: an object of the openai package, or the same as a dict; a chat completion
     (`prompt_token_ids` beside `choices`, log-probs in `choices[i].logprobs.content[j].logprob`) or
     a completion (`prompt_token_ids` in the choice, log-probs in
-    `choices[i].logprobs.token_logprobs`). A single choice that came through the rollout door will
-    do. InvalidInput (field: the path in the response) if it is incomplete.
+    `choices[i].logprobs.token_logprobs`). A single choice is accepted if it came through the
+    rollout door. Raises InvalidInput (field: the path in the response) if it is incomplete.
     """
     data = _as_dict(response)
     choices, where = (
@@ -266,22 +272,22 @@ def _named_ids(tokens: Sequence[Any]) -> list[int] | None:
 
 
 def policy_step_of(model: Any) -> int | None:
-    """The step in a model's name, `<run>@<step>`; None in another's."""
+    """The step in a model's name, `<run>@<step>`; None for other names."""
     _, _, step = model.rpartition("@") if isinstance(model, str) else ("", "", "")
     return int(step) if step.isdecimal() and step.isascii() else None
 
 
 def _reasoning_text(message: Mapping[str, Any]) -> str | None:
-    """The reasoning of an assistant message: vLLM reads and writes `reasoning`, other servers and
-    clients `reasoning_content` or `thinking`."""
+    """The reasoning of an assistant message. vLLM's key is `reasoning`; other servers and clients
+    use `reasoning_content` or `thinking`."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 class TrajectoryBuilder:
-    """Builds a trajectory while its conversation is sampled: send `messages`, pass the response to
-    `add_response` and the next message of the user or a tool to `add`, and so on; then call
+    """Builds a trajectory while its conversation is sampled. Send `messages`, pass the response to
+    `add_response` and the next message of the user or a tool to `add`, and repeat; then call
     `finish`."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -298,11 +304,12 @@ class TrajectoryBuilder:
         self._turns.append(turn_from_openai(response, choice))
         data = _as_dict(response)
         sampled = data.get("choices", [data])[choice]["message"]
-        # Beside a tool call there may be no content.
+        # A message with a tool call may have no content.
         message = {"role": sampled.get("role", "assistant"), "content": sampled.get("content")}
         if sampled.get("tool_calls") is not None:
             message["tool_calls"] = sampled["tool_calls"]
-        # Templates write it into the next prompt: without it the next turn would not continue this.
+        # Templates write the reasoning into the next prompt: without it the next turn would not
+        # continue this one.
         if reasoning := _reasoning_text(sampled):
             message["reasoning"] = reasoning
         self.messages.append(message)
@@ -316,8 +323,11 @@ class TrajectoryBuilder:
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory; `turn_rewards`: of each sampled turn, beside `reward`. InvalidInput
-        without a response, or with a NaN reward."""
+        """The trajectory. Raises InvalidInput without a response, or with a NaN reward.
+
+        Args:
+            turn_rewards: the reward of each sampled turn, in addition to `reward`.
+        """
         turns = self._turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

@@ -1,4 +1,4 @@
-"""Refusals of messages that would train something else than they say."""
+"""Refuses messages whose training would teach something else than they say."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ INSTEAD = "give token_ids and trainable instead of messages"
 
 
 def check_blank(messages: list[Message], names: list[str], trained: set[int]) -> None:
-    """Refuses trained messages that say nothing: they would train only the end of a turn."""
+    """Refuses trained messages without content: they would train only the end of a turn."""
     for index in sorted(trained):
         message = messages[index]
         if (
@@ -24,7 +24,7 @@ def check_blank(messages: list[Message], names: list[str], trained: set[int]) ->
 
 
 def check_calls(text: str, messages: list[Any], name: str) -> None:
-    """Refuses messages of which the trained text lacks the calls, or the reasoning where there is
+    """Refuses messages whose trained text lacks their calls, or lacks the reasoning when there is
     nothing else."""
     for message in messages:
         said = [call["function"]["name"] for call in message.get("tool_calls", ())]

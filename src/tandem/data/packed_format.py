@@ -53,13 +53,13 @@ from tandem.spool import fs
 
 FORMAT = 5
 FILE = "arrays.npy"
-LARGEST_BYTES = 2**31 - 1  # of a NumPy record
+LARGEST_BYTES = 2**31 - 1  # the size limit of a NumPy record
 Int16 = NDArray[np.int16]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Arrays = dict[str, NDArray[Any]]  # by the names in the table
+Arrays = dict[str, NDArray[Any]]  # keyed by the names in the table
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PackedRow:
 
 _ROW_SLOTS = ("tokens", "positions", "subtree_end", "slot_experts")
 _ROW_ITEMS = tuple(field.name for field in fields(PackedRow) if field.name.startswith("item_"))
-# The widest first, so that all are aligned.
+# The widest types come first, so that all arrays are aligned.
 _FIELDS = (
     "format",
     "vocab_size",
@@ -119,9 +119,9 @@ def check_size(size: int) -> None:
 
 def write_packed(out: Path, arrays: Arrays, *, vocab_size: int) -> str:
     """Writes `arrays` into the directory `out`, which is made if absent and must not hold the file
-    yet; returns the file's SHA-256, lower-case hex. InvalidInput if they are too large;
-    SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file. The
-    caller commits `out` by renaming it."""
+    yet; returns the file's SHA-256, lower-case hex. Raises InvalidInput if they are too large.
+    Raises SpoolUnusable if the volume can't take them, and then `out` may hold a part of the file.
+    The caller commits `out` by renaming it."""
     arrays = {
         "format": np.array(FORMAT, np.int64),
         "vocab_size": np.array(vocab_size, np.int64),
@@ -158,8 +158,8 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
 
     @classmethod
     def open(cls, path: Path, sha256: str | None = None) -> Self:
-        """Maps a packed directory. InvalidInput if the file is missing, is of another format, or is
-        not the one whose SHA-256 `write_packed` gave."""
+        """Maps a packed directory. Raises InvalidInput if the file is missing, is of another
+        format, or is not the one whose SHA-256 `write_packed` gave."""
         try:
             altered = sha256 not in (None, fs.sha256_file(path / FILE))
         except FileNotFoundError as exc:
@@ -195,7 +195,7 @@ class PackedBatch(AbstractContextManager["PackedBatch"]):
         )
 
     def close(self) -> None:
-        """Drops every map. May be called again."""
+        """Drops every map. May be called more than once."""
         self._maps.clear()
 
     def __exit__(self, *exc_info: object) -> None:

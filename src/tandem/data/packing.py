@@ -2,8 +2,8 @@
 
 A row is a prefix tree, kept as a sorted list. In lexicographic order a sequence shares its longest
 prefix with a neighbour, so the sorted list and the common prefix lengths of neighbours are the
-whole tree, without nodes. Every common prefix within a row is shared, of any length, sampled or
-not, between trajectories, groups and duplicates: a shared token saves a slot, and the mask costs
+whole tree, without nodes. Every common prefix within a row is shared, whatever its length, sampled
+or not, between trajectories, groups and duplicates. A shared token saves a slot, and the mask costs
 the same.
 """
 
@@ -25,12 +25,19 @@ OPEN_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class LinearSequence:
-    """`tokens` [n] int32, of which the last is trained; `trained` [k] int32: indices in `tokens` of
-    the trained ones, rising, the first >= 1, k >= 1; of these, `targets` [k] int32: the tokens to
-    predict there; `weights` [k] float32: the factors of their losses; `logprobs` [k] float32: the
-    sampler's, nats; NaN where nothing was sampled; `policy_steps` [k] int32: the checkpoints that
-    sampled them, or -1; `expert_ids` int16 [.., layers, experts per
-    token]: `slot_experts` of the first tokens, as many as are known.
+    """A sequence of tokens, some of them trained.
+
+    Attributes:
+        tokens: int32 [n]; the last is trained.
+        trained: int32 [k], k >= 1: indices of the trained tokens in `tokens`, rising, the first >=
+            1.
+        targets: int32 [k]: the tokens to predict there.
+        weights: float32 [k]: the factors of their losses.
+        logprobs: float32 [k]: the sampler's, nats; NaN for tokens that were not sampled.
+        policy_steps: int32 [k]: the checkpoints that sampled them, or -1.
+        expert_ids: int16 [.., layers, experts per token]: `slot_experts` of the first tokens, as
+            far as known.
+        rejected: whether this is a pair's rejected answer.
     """
 
     tokens: Int32
@@ -54,8 +61,8 @@ class LinearSequence:
         policy_steps: Int32 | None = None,
         expert_ids: Int16 | None = None,
     ) -> Self:
-        """Without the tokens after the last trained one: no trained token attends to them. By
-        default the targets are the tokens themselves, and the weights 1."""
+        """The sequence without the tokens after the last trained one, because no trained token
+        attends to them. By default the targets are the tokens themselves, and the weights 1."""
         return cls(
             tokens[: trained[-1] + 1],
             trained,
@@ -67,8 +74,8 @@ class LinearSequence:
         )
 
     def cut(self, length: int) -> "LinearSequence | None":
-        """Its beginning of at most `length` tokens, which ends with a trained token; None if none
-        is left."""
+        """The first `length` tokens, less what follows the last trained one; None if no trained
+        token is left."""
         count = int(np.searchsorted(self.trained, length))
         if not count:
             return None
@@ -85,8 +92,8 @@ class LinearSequence:
 
 @dataclass(frozen=True)
 class PackedTrajectory:
-    """What is packed of one trajectory: its sequences, each no longer than a row; `group`: 0, 1,
-    ... in order; `batch`: as the packed array `row_batch`; the same for all of a group."""
+    """The packed part of one trajectory: its sequences, each no longer than a row; `group`: 0, 1,
+    ... in order; `batch`: the value for the packed array `row_batch`, equal within a group."""
 
     sequences: list[LinearSequence]
     group: int
@@ -106,23 +113,22 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def slots_of(sequences: Iterable[LinearSequence]) -> int:
-    """The slots that these sequences take in one row, which has the tokens that several begin with
-    once."""
+    """The slots that these sequences take in one row, in which a common prefix is stored once."""
     ordered = sorted((one.tokens for one in sequences), key=_order)
     shared = sum(common_prefix(a, b) for a, b in pairwise(ordered))
     return sum(map(len, ordered)) - shared
 
 
 def _order(tokens: Int32) -> bytes:
-    """Compares as the (non-negative) tokens do, lexicographically."""
+    """A key that sorts sequences lexicographically by their (non-negative) tokens."""
     return tokens.astype(">i4").tobytes()
 
 
 class PrefixTree:
-    """The sequences of one row (or group) and `num_slots`, the slots that their tree takes.
+    """The sequences of one row (or group), and `num_slots`, the slots that their tree takes.
 
-    `tokens` are all sequences of the job, in lexicographic order. The tree holds indices into it,
-    sorted.
+    `tokens` holds all sequences of the job, in lexicographic order. The tree holds sorted indices
+    into it.
     """
 
     def __init__(self, tokens: list[Int32], sequences: Iterable[int] = ()) -> None:
@@ -133,7 +139,7 @@ class PrefixTree:
             self.add(index)
 
     def cost(self, index: int) -> int:
-        """Slots that adding sequence `index` would take: its length less the prefix that it shares
+        """Slots that adding sequence `index` would take: its length minus the prefix that it shares
         with a neighbour."""
         at = bisect_left(self.sequences, index)
         neighbours = [self._tokens[other] for other in self.sequences[max(at - 1, 0) : at + 1]]
@@ -147,12 +153,12 @@ class PrefixTree:
         insort(self.sequences, index)
 
     def lay_out(self, row_tokens: Int32, positions: Int32, subtree_end: Int32) -> list[Int32]:
-        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format);
-        returns for each of `sequences` its slots, int32, token by token.
+        """Writes the tree to the beginning of a row's arrays (int32 [L], as in the packed format).
+        Returns the slots of each of `sequences`, int32, token by token.
 
         Depth-first order is lexicographic order: each sequence appends the tokens that it does not
-        share with the one before it. This ends the subtrees of those tokens of the one before that
-        it does not share.
+        share with the one before it. This ends the subtrees of the previous sequence's tokens that
+        the new sequence does not share.
         """
         subtree_end[: self.num_slots] = self.num_slots
         previous = path = np.empty(0, np.int32)
@@ -161,7 +167,7 @@ class PrefixTree:
         for index in self.sequences:
             own = self._tokens[index]
             shared = common_prefix(previous, own)
-            # Nothing, if this sequence extends or repeats the one before.
+            # Empty if this sequence extends or repeats the one before.
             subtree_end[path[shared:]] = filled
             end = filled + len(own) - shared
             row_tokens[filled:end] = own[shared:]
@@ -174,11 +180,11 @@ class PrefixTree:
 
 def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arrays:
     """Packs trajectories (at least one, in the order of their groups). The same input gives the
-    same arrays. InvalidInput if these are too large.
+    same arrays. Raises InvalidInput if the arrays are too large.
 
     A row has groups of one batch. A group whose tree fits a row is kept whole: groups go, largest
-    first, into the row with the least free slots that suffice (best-fit decreasing). A larger one
-    is split, which repeats prefixes.
+    first, into the row with the least free slots that suffice (best-fit decreasing). A group larger
+    than a row is split, which repeats prefixes.
     """
     owned = [
         (sequence, t)
@@ -203,8 +209,8 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
         ),
         (0, 0),
     )
-    # Few tokens can make many rows (each batch has its own), so their memory is not taken before
-    # the check.
+    # Few tokens can make many rows (each batch has its own), so the check comes before the memory
+    # is taken.
     check_size(math.prod(shape) * (3 * 4 + 2 * math.prod(token_shape)))
     row_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     subtree_end = np.tile(np.arange(1, sequence_length + 1, dtype=np.int32), (len(rows), 1))
@@ -217,7 +223,7 @@ def pack(trajectories: Sequence[PackedTrajectory], sequence_length: int) -> Arra
             sources.append(path[sequences[index].trained - 1])
             if (expert_ids := sequences[index].expert_ids) is not None:
                 slots = path[: len(expert_ids)]
-                # A shared slot keeps those of the sequence before.
+                # A shared slot keeps the experts of the sequence before.
                 new = slot_experts[r, slots, 0, 0] < 0
                 slot_experts[r, slots[new]] = expert_ids[: len(slots)][new]
 
@@ -315,8 +321,8 @@ class _OpenRows:
 def _place(
     groups: Iterable[list[int]], tokens: list[Int32], sequence_length: int
 ) -> list[PrefixTree]:
-    """The rows, as trees. A group counts with its whole tree, whatever it shares with a row: so no
-    row overflows."""
+    """The rows, as trees. A group counts with its whole tree, whatever it shares with the row: so
+    no row overflows."""
     trees = [PrefixTree(tokens, group) for group in groups]
     rows = _OpenRows(sequence_length)
     for tree in sorted(trees, key=lambda tree: -tree.num_slots):
@@ -332,9 +338,10 @@ def _place(
 def _split(tree: PrefixTree, tokens: list[Int32], rows: _OpenRows) -> None:
     """Places a tree that is larger than a row, sequence by sequence in lexicographic order.
 
-    Among the last `OPEN_ROWS` rows of this tree a sequence goes where it takes the fewest slots,
-    then where the fewest are free. If it fits none of them, it goes to the row with the most free
-    slots, so that its siblings can follow; if it does not fit there, to a new row.
+    A sequence goes to one of the last `OPEN_ROWS` rows of this tree: where it takes the fewest
+    slots, then where the fewest are free. If it fits none of them, it goes to the row with the most
+    free slots, so that its siblings can follow. If it does not fit there either, it goes to a new
+    row.
     """
     window: list[int] = []
     for index in tree.sequences:

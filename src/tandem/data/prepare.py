@@ -1,4 +1,4 @@
-"""Turns the groups or examples of a client into linear sequences, and writes these as a packed
+"""Turns a client's groups or examples into linear sequences, and writes them as a packed
 directory."""
 
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ def prepare_rl(
 ) -> PackedData:
     """Writes `groups` as a packed directory `out`, and returns what the job records of it.
 
-    `mixture`: of the base model. `batch_size`: groups per optimizer step, for `row_batch`. With
-    `max_off_policy_steps` every turn must say which step sampled it, and none may be that much
-    older than `base_step`, where the job starts.
+    `mixture`: the base model's mixture of experts. `batch_size`: groups per optimizer step, for
+    `row_batch`. With `max_off_policy_steps` every turn must name the step that sampled it, at most
+    that many steps before `base_step`, where the job starts.
 
-    Drops and counts a group whose advantages are all 0 (no variance in its rewards: no policy
-    gradient), unless `keep_zero_variance` is on. Reward statistics are over all trajectories of the
-    client. `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
+    Drops and counts a group whose advantages are all 0 (equal rewards give no policy gradient),
+    unless `keep_zero_variance` is on. Reward statistics are over all of the client's trajectories.
+    `PackedData.path` stays empty: the spool sets it when the directory gets its final name.
 
     Raises InvalidInput (field: `groups.<i>.trajectories.<j>...`) and NothingToLearn, and writes
     nothing then.
@@ -105,13 +105,12 @@ def prepare_sft(
     signed: bool = False,
     day: date | None = None,
 ) -> PackedData:
-    """As `prepare_rl`, for `examples`: each is a trajectory and a group of its own, with a weight.
+    """Like `prepare_rl`, for `examples`: each is a weighted trajectory and a group of its own.
 
     `held_out` examples are only evaluated. `signed`: whether weights may be negative. `day`:
-    today's date for chat templates that print it. Reads the tokenizer (a directory or a hub's
-    name) only if an example is not `token_ids`;
-    `tandem.data.render` says how these become tokens. Fields of errors are `examples.<i>...` and
-    `held_out.<i>...`.
+    today's date for chat templates that print it. Reads the tokenizer (a directory or a hub name)
+    only if an example is not `token_ids`; `tandem.data.render` turns examples into tokens. Fields
+    of errors are `examples.<i>...` and `held_out.<i>...`.
     """
     everything, fields = _listed(examples, held_out, "examples")
     plain = all(example.token_ids is not None for example in everything)
@@ -152,9 +151,8 @@ def prepare_dpo(
     batch_size: int | None = None,
     day: date | None = None,
 ) -> PackedData:
-    """As `prepare_sft`, for pairs: each is a group of two trajectories in one row,
-    chosen and rejected. The tokens that the two begin with are stored once.
-    Fields of errors are `pairs.<i>...`.
+    """Like `prepare_sft`, for pairs: each is a group of two trajectories in one row, chosen and
+    rejected. The common beginning of the two is stored once. Fields of errors are `pairs.<i>...`.
     """
     everything, fields = _listed(pairs, held_out, "pairs")
     tokenizer = load_tokenizer(tokenizer_path)
@@ -181,15 +179,15 @@ def prepare_dpo(
 
 
 def spread(rewards: NDArray[np.float64]) -> float:
-    """What rewards are divided by: their population standard deviation, sqrt(sum (r_i - m)^2 / n),
-    and 1e-6."""
+    """The divisor of rewards: their population standard deviation, sqrt(sum (r_i - m)^2 / n), plus
+    1e-6."""
     return float(rewards.std()) + 1e-6
 
 
 def group_advantages(
     rewards: NDArray[np.float64], settings: AdvantageSettings, *, batch_spread: float
 ) -> NDArray[np.float64]:
-    """Advantages [n] of one group's rewards [n], float64; `batch_spread`: `spread` of all groups'
+    """Advantages [n] of one group's rewards [n], float64. `batch_spread`: `spread` of all groups'
     rewards.
 
     With m the mean of the group's n rewards and s their `spread`:
@@ -211,7 +209,8 @@ def group_advantages(
     if settings.baseline == "none":
         return rewards.copy()
     if np.ptp(rewards) <= EQUAL_REWARDS:
-        # Divided by their spread, the last bits of equal rewards would be advantages of 1.
+        # Divided by their spread, equal rewards that differ in their last bits would get advantages
+        # of 1.
         return np.zeros_like(rewards)
     divisor = {"none": 1.0, "group": spread(rewards), "batch": batch_spread}[settings.scale]
     others = len(rewards) / (len(rewards) - 1) if settings.baseline == "leave_one_out" else 1.0
@@ -224,11 +223,12 @@ def turn_advantages(
 ) -> list[list[NDArray[np.float64]]]:
     """The advantage of each sampled token, [tokens], by trajectory and turn.
 
-    Without rewards of turns it is the trajectory's: its own, or that of `group_advantages`. With
-    them, a turn's return, the trajectory's reward and the turns' rewards from this one on, is
-    compared with the other trajectories' returns at the turn of the same number. A turn whose
-    number no other trajectory has gets the advantage of its trajectory's first return. A turn's own
-    `advantage` replaces that, and its `advantages` are added.
+    Without turn rewards, it is the trajectory's advantage: its own, or the one from
+    `group_advantages`. With turn rewards, a turn's return is the trajectory's reward plus the turn
+    rewards from this turn on. It is compared with the other trajectories' returns at the turn of
+    the same number. A turn whose number no other trajectory reaches gets the advantage of its
+    trajectory's first return. A turn's own `advantage` replaces this value, and its `advantages`
+    are added to it.
     """
     returns = [trajectory.returns for trajectory in group.trajectories]
     whole = group_advantages(
@@ -258,7 +258,7 @@ def turn_advantages(
 
 
 def _listed[T](trained: Sequence[T], held_out: Sequence[T], name: str) -> tuple[list[T], list[str]]:
-    """All examples or pairs, and the field of each."""
+    """All examples or pairs, each with its field for errors."""
     if not trained:
         raise InvalidInput(f"there are no {name}", field=name)
     fields = [f"{name}.{i}" for i in range(len(trained))] + [
@@ -274,8 +274,8 @@ def _linked_turns(
     mixture: Mixture | None,
     field: str,
 ) -> list[LinearSequence]:
-    """Joins turns to sequences, as `Trajectory` says. The tokens between a sequence's turns are
-    context."""
+    """Joins turns to sequences by the rule in `Trajectory`. The tokens between a sequence's turns
+    are context."""
     sequences: list[LinearSequence] = []
     for k, turn in enumerate(trajectory.turns):
         both = (turn.prompt_token_ids, turn.token_ids)
@@ -312,8 +312,8 @@ def _linked_turns(
 def _fit_to_row(
     sequences: list[LinearSequence], packing: PackingSettings, field: str
 ) -> tuple[list[LinearSequence], bool]:
-    """The sequences of one trajectory after `packing.too_long`, and whether they differ; none if it
-    is dropped."""
+    """The sequences of one trajectory after `packing.too_long` was applied, and whether they
+    differ; none if the trajectory is dropped."""
     length = packing.sequence_length
     longest = max(len(sequence.tokens) for sequence in sequences)
     if longest <= length:
@@ -335,7 +335,7 @@ def _write(
     dropped_groups: int,
     **statistics: Any,
 ) -> PackedData:
-    """Held-out trajectories come last, with `batch` -1."""
+    """Writes the packed directory. Held-out trajectories come last, with `batch` -1."""
     kept: list[PackedTrajectory] = []
     numbers: dict[int, int] = {}  # the new number of each group that has a trajectory left
     for trajectory in trajectories:

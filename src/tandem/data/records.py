@@ -20,8 +20,8 @@ type Records = _Lines | _TableRows | list[tuple[str, Any]]
 
 
 def open_records(path: Path) -> Records:
-    """The records of a file or directory; InvalidInput where it can't be read, or is no such
-    file."""
+    """The records of a file or directory. Raises InvalidInput if it can't be read, or has another
+    format."""
     try:
         if path.is_dir():
             return _of_directory(path)
@@ -47,7 +47,8 @@ def open_records(path: Path) -> Records:
 
 
 def _of_lines(path: Path) -> Records:
-    """JSON lines, or one object over several lines, or one with an array of records."""
+    """The records of JSON lines, of one object over several lines, or of an object with an array of
+    records."""
     lines = _Lines(path)
     try:
         first = lines[0][1] if len(lines) else None
@@ -55,7 +56,7 @@ def _of_lines(path: Path) -> Records:
         try:
             return _elements(path)
         except InvalidInput:
-            return lines  # whose first line is refused
+            return lines  # formats whose first line is refused
     wrapped = (
         len(lines) == 1
         and isinstance(first, dict)
@@ -93,7 +94,7 @@ def _loads(text: bytes, place: str) -> Any:
 
 
 def _check_letters(value: Any, field: str, dot: str = ".") -> None:
-    """Refuses texts that no file can have, with their field."""
+    """Refuses texts with characters that a file can't hold, and names their field."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -110,8 +111,8 @@ def _check_letters(value: Any, field: str, dot: str = ".") -> None:
 
 
 class _Lines:
-    """JSON lines; blank ones don't count as records. Where each begins is in memory, 16 bytes a
-    line."""
+    """JSON lines; blank lines don't count as records. The start of each line is in memory, 16 bytes
+    a line."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._name = path.open("rb"), path.name
@@ -133,7 +134,8 @@ class _Lines:
 
 
 def _elements(path: Path) -> list[tuple[str, Any]]:
-    """The elements of a JSON array, or of the one array in an object; all of it is in memory."""
+    """The elements of a JSON array, or of the one array in an object. The whole file is in
+    memory."""
     if path.stat().st_size > LARGEST_ARRAY:
         raise InvalidInput("too large for a JSON array; save it as JSON lines", field="FILE")
     content = _loads(path.read_bytes(), path.name)
@@ -149,8 +151,8 @@ def _elements(path: Path) -> list[tuple[str, Any]]:
 
 
 class _TableRows:
-    """The rows of Parquet or Arrow files, mapped; Parquet is unpacked to a temporary Arrow file
-    first."""
+    """The rows of Parquet or Arrow files, memory-mapped. Parquet is unpacked to a temporary Arrow
+    file first."""
 
     def __init__(self, name: str, files: list[Path], *, parquet: bool) -> None:
         self.nulls = dict[str, None]()  # places of rows with a null that may mean something
@@ -187,7 +189,7 @@ class _TableRows:
 
 
 def _without_none(value: Any) -> Any:
-    """Arrow gives all rows the same keys."""
+    """The row without keys that are None: Arrow gives all rows the same keys."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
@@ -203,8 +205,8 @@ def _has_null(value: Any, inside: bool = False) -> bool:
 
 
 def _of_directory(path: Path) -> Records:
-    """A Dataset or DatasetDict that datasets has saved (the split train, or the only one), or
-    Parquet files."""
+    """The records of a Dataset or DatasetDict that datasets has saved (the split train, or the only
+    one), or of Parquet files."""
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
         if "train" not in splits and len(splits) != 1:

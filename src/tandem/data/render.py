@@ -1,5 +1,5 @@
-"""Turns examples and pairs into tokens, and says which of them are trained
-(`tandem.data.chat_template` says how)."""
+"""Turns examples and pairs into tokens, and marks the trained tokens (by the rules in
+`tandem.data.chat_template`)."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ from tandem.data.template_variables import options, prints_date
 from tandem.errors import InvalidInput
 
 _CHUNK = 256  # examples that are tokenised together
-# A prompt opens a thought with a few characters of its end.
+# A prompt that opens a thought does so within a few characters of its end.
 _OPENED = 24
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 _FORMS = ("token_ids", "messages", "completion", "text")
@@ -29,12 +29,14 @@ type Item = SFTExample | PreferencePair
 def render(
     tokenizer: Any, items: Sequence[Item], fields: Sequence[str], day: date | None = None
 ) -> list[list[LinearSequence]]:
-    """The sequences of each example, and of each pair those of chosen and rejected: the prompt,
-    which is the same in both, and the answer, which is trained. `tokenizer` may be None where all
-    items are `token_ids`. `day`: today's date for chat templates (None: really today's).
+    """The sequences of each item. A pair has two, chosen and rejected: the prompt, which is the
+    same in both, and the trained answer. `tokenizer` may be None if all items are `token_ids`.
 
-    InvalidInput (below the item's of `fields`) for an item that the template refuses or whose mask
-    is ambiguous.
+    InvalidInput (below the item's entry of `fields`) for an item that the template refuses or whose
+    mask is ambiguous.
+
+    Args:
+        day: today's date for chat templates (None: the clock's).
     """
     found = []
     for chunk in batched(zip(items, fields, strict=True), _CHUNK):
@@ -49,7 +51,7 @@ def render(
 
 
 def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
-    """Raises InvalidInput for a token that the model does not have."""
+    """Raises InvalidInput for a token id that the model does not have."""
     index = int(ids.argmax())
     if ids[index] >= vocab_size:
         problem = (
@@ -62,7 +64,7 @@ def check_ids(ids: Int32, vocab_size: int, field: str) -> None:
 def check_vocabulary(
     item: Item, sequences: Sequence[LinearSequence], vocab_size: int, field: str
 ) -> None:
-    """`check_ids` of the sequences that `render` made of an item."""
+    """Runs `check_ids` on the sequences that `render` made of an item."""
     tokens_field = targets_field = field
     if isinstance(item, SFTExample):
         form = next(form for form in _FORMS if getattr(item, form) is not None)
@@ -75,8 +77,8 @@ def check_vocabulary(
 def check_ends(
     tokenizer: Any, items: Sequence[Item], rendered: Sequence[Sequence[LinearSequence]], field: str
 ) -> None:
-    """Refuses conversations of which no trained turn ends with a token at which vLLM stops, where
-    this is their chat template's doing."""
+    """Refuses conversations in which no trained turn ends with a token at which vLLM stops, if
+    their chat template is the cause."""
     chats = (
         one for item, ones in zip(items, rendered, strict=True) if _is_chat(item) for one in ones
     )
@@ -96,8 +98,11 @@ def preview(
     pairs: Sequence[PreferencePair],
     vocab_size: int | None = None,
 ) -> list[Rendering]:
-    """How each example, and then each pair, is trained, or why it is refused: below `examples.<i>`
-    or `pairs.<i>`. `vocab_size`: of the model, if it is known."""
+    """A preview of each example, then of each pair; places are `examples.<i>` and `pairs.<i>`.
+
+    Args:
+        vocab_size: the model's, if it is known.
+    """
     fields = [f"examples.{i}" for i in range(len(examples))] + [
         f"pairs.{i}" for i in range(len(pairs))
     ]
@@ -167,14 +172,15 @@ def _rendering(tokenizer: Any, item: Item, sequences: list[LinearSequence], day:
 
 
 def _is_chat(item: Item) -> bool:
-    """Whether a chat template renders it."""
+    """Whether a chat template renders the item."""
     if isinstance(item, PreferencePair):
         return isinstance(item.chosen, list)
     return item.messages is not None or isinstance(item.completion, list)
 
 
 def _empty_thoughts(parts: list[tuple[str, float]]) -> int:
-    """How many trained turns have a thought without a word, also if the prompt opens it."""
+    """The number of trained turns with an empty thought, including thoughts that the prompt
+    opens."""
     found = 0
     for (context, _), (text, weight) in pairwise([("", 0.0), *parts]):
         context = context[-_OPENED:]
@@ -198,7 +204,7 @@ def _control_tokens(tokenizer: Any, item: Item) -> dict[str, int]:
 
 
 def _left_out(tokenizer: Any, item: Item) -> list[str]:
-    """`Rendering.left_out`. Not refused, since the prompts that vLLM renders lack them, too."""
+    """`Rendering.left_out`. It is not refused, because vLLM's prompts lack it too."""
     if isinstance(item, PreferencePair):
         trained = (
             []
@@ -231,7 +237,7 @@ def _left_out(tokenizer: Any, item: Item) -> list[str]:
 
 
 def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> list[SequenceText]:
-    """The texts to tokenise: none for `token_ids`, of a pair one for each answer."""
+    """The texts to tokenise: none for `token_ids`, one per answer for a pair."""
     if isinstance(item, PreferencePair):
         return _pair_texts(tokenizer, item, field, day)
     if item.token_ids is not None:
@@ -257,7 +263,7 @@ def _texts(tokenizer: Any, item: Item, field: str, day: date | None = None) -> l
 
 
 def _options(tokenizer: Any, item: Item, field: str, day: date | None) -> dict[str, Any]:
-    """The chat template's variables; none where there is no template."""
+    """The chat template's variables; none without a template."""
     if not tokenizer.chat_template:
         return {}
     template = tokenizer.get_chat_template(tools=item.tools)
@@ -311,8 +317,8 @@ def _finish(
 def _paired(
     pair: PreferencePair, field: str, chosen: list[LinearSequence], rejected: list[LinearSequence]
 ) -> list[list[LinearSequence]]:
-    """The two with everything trained after the prompt that they have in common. Of a branch of
-    several turns there may be several sequences, which begin with the prompt."""
+    """The two answers, with everything after their common prompt trained. An answer of several
+    turns may have several sequences, which all begin with the prompt."""
     halves = [chosen, rejected]
     tokens = [half[0].tokens for half in halves]
     if len(chosen) == len(rejected) and all(

@@ -1,5 +1,5 @@
-"""The experts that vLLM's router chose, as a turn brings them for routing replay
-(Ma et al., 2025, arXiv:2510.11370)."""
+"""Reads the experts that vLLM's router chose, which a turn carries for routing replay (Ma et al.,
+2025, arXiv:2510.11370)."""
 
 import base64
 import io
@@ -20,20 +20,20 @@ class Mixture(NamedTuple):
     num_experts: int
     per_token: int
     dense: int = 0
-    """The first so many layers have no experts. vLLM returns zeros for them."""
+    """The first `dense` layers have no experts. vLLM returns zeros for them."""
 
 
 def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 | None:
-    """[tokens - 1, layers, experts per token], of the prompt's and the sampled tokens but the last;
-    None: not given."""
+    """The experts of the prompt's and the sampled tokens but the last, [tokens - 1, layers, experts
+    per token]; None if they are not given."""
     if turn.routed_experts is None:
         return None
     if mixture is None:
-        raise InvalidInput("the base model is no mixture of experts; leave it out", field=field)
+        raise InvalidInput("the base model is not a mixture of experts; leave it out", field=field)
     try:
         data = io.BytesIO(base64.b64decode(turn.routed_experts, validate=True))
         experts: Int16 = npy.read_array(data, allow_pickle=False)  # type: ignore[no-untyped-call]
-    except Exception as error:  # NumPy raises errors of many types
+    except Exception as error:  # NumPy raises many types of errors here
         raise InvalidInput(
             f"not base64 of an array in NumPy's file format: {error}", field=field
         ) from error
@@ -61,8 +61,8 @@ def routed_expert_ids(turn: Turn, mixture: Mixture | None, field: str) -> Int16 
 
 
 def joined(known: Int16 | None, more: Int16 | None) -> Int16 | None:
-    """The experts of a sequence whose next turn brings `more`: each token keeps those of the turn
-    that sampled it."""
+    """The experts of a sequence after its next turn, which carries `more`: each token keeps the
+    experts of the turn that sampled it."""
     if known is None or more is None:
         return more if known is None else known
     return np.concatenate([known, more[len(known) :]])

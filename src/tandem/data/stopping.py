@@ -1,4 +1,4 @@
-"""The tokens at which vLLM stops, and the trained turns that do not end with one."""
+"""The tokens at which vLLM stops, and the trained turns that do not end with such a token."""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ import numpy as np
 from tandem.data.packing import LinearSequence
 from tandem.errors import InvalidInput
 
-# A turn ends with at most so many tokens: white space and special ones behind the stop token.
+# How many tokens may follow the last word of a turn: white space and special tokens behind the stop
+# token.
 _TAIL = 8
 
 
@@ -25,7 +26,7 @@ class Stops:
         }
 
     def endings(self, sequences: Iterable[LinearSequence]) -> list[int | None]:
-        """For each trained turn None where it ends with a stop token, else its last token. Special
+        """For each trained turn None if it ends with a stop token, else its last token. Special
         tokens and white space may follow the stop token."""
         return [
             self._ending([int(token) for token in one.tokens[run[-_TAIL:]]])
@@ -42,7 +43,7 @@ class Stops:
         return last[-1]
 
     def problem(self, last: int) -> str:
-        """Says that no turn ends with a stop token, but with `last`, and what to do."""
+        """The message that turns end with `last` and not with a stop token, and what to do."""
         names = ", ".join(map(repr, self.texts))
         said = f"no trained turn ends with a token at which vLLM stops ({names})"
         if last in self._special:
@@ -57,8 +58,8 @@ class Stops:
 
 
 def stop_ids(tokenizer: Any) -> frozenset[int]:
-    """The tokenizer's EOS and `eos_token_id` of the model's generation_config.json, as vLLM does
-    (where there is no such file, that of config.json)."""
+    """The stop ids that vLLM uses: the tokenizer's EOS, and `eos_token_id` of the model's
+    generation_config.json (without that file, of config.json)."""
     found = {tokenizer.eos_token_id}
     path = str(tokenizer.name_or_path)
     if path:
@@ -72,7 +73,7 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _json(path: str, name: str) -> dict[str, Any] | None:
-    """A file of a model's directory or of a hub's; None where there is none."""
+    """A JSON file of a model's directory or of a hub name; None if there is none."""
     from transformers.utils import cached_file
 
     try:

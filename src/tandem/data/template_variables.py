@@ -8,13 +8,13 @@ from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Tandem gives these, or transformers does.
+# Tandem sets these, or transformers does.
 _OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 
 
 @lru_cache(maxsize=8)
 def variables_read(template: str) -> frozenset[str]:
-    """The variables that the template reads, without functions and what Tandem gives."""
+    """The variables that the template reads, without functions and variables that Tandem sets."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -35,7 +35,8 @@ def options(
 ) -> dict[str, Any]:
     """Variables for the template: `given`, and `day` as today's date (None: really today's).
 
-    InvalidInput for a variable that the template does not read: vLLM would leave it out silently.
+    Raises InvalidInput for a variable that the template does not read: vLLM would leave it out
+    silently.
     """
     given = given or {}
     if unknown := sorted(given.keys() - variables_read(template)):

@@ -1,4 +1,4 @@
-"""The adapter's files: PEFT's own format, names and shapes.
+"""The adapter's files, in PEFT's own format, names and shapes.
 
 `adapter_config.json` and `adapter_model.safetensors`, fp32, two tensors for each adapted linear
 layer: `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]; the layer computes `W x + alpha /
@@ -26,17 +26,17 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 UNSERVED: tuple[LoraTarget, ...] = ("kv_b_proj",)
-"""Targets whose adapters vLLM reads and ignores: it multiplies kv_b_proj's weight into the queries
-and outputs of the tokens that it generates, without the adapter."""
+"""Targets whose adapters vLLM ignores: for tokens that it generates, it multiplies kv_b_proj's
+weight into the queries and outputs, without the adapter."""
 
 _OLD_PREFIX = "language_model.model."
 _EXPERT = re.compile(r"(\.experts\.)\d+(\.)")
 
 
 def default_targets(arch: Arch) -> tuple[str, ...]:
-    """What a run without named targets adapts: every linear layer, and of a mixture of experts
-    attention's only, as vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so. Nor
-    `kv_b_proj`, see `UNSERVED`."""
+    """The targets of a run that names none: every linear layer. In a mixture of experts only
+    attention's, because vLLM takes adapters on experts only if `TANDEM_EXPERT_LORA` says so.
+    `kv_b_proj` is left out, see `UNSERVED`."""
     return tuple(
         target
         for target in all_targets(arch)
@@ -47,7 +47,7 @@ def default_targets(arch: Arch) -> tuple[str, ...]:
 
 
 def _values_of_keys(arch: Arch) -> bool:
-    """Whether some layers make values of keys."""
+    """Whether some layers compute values from keys."""
     return arch.global_heads is not None and arch.global_heads.keys_are_values
 
 
@@ -77,14 +77,17 @@ def adapts_experts(lora: LoraShape) -> bool:
 
 
 def sums_experts_apart(arch: Arch, lora: LoraShape | None, sizes: Sizes) -> bool:
-    """Whether gradients of experts are summed over a group of ranks of their own. `lora`: None
-    trains all weights."""
+    """Whether gradients of experts are summed over a group of ranks of their own.
+
+    Args:
+        lora: None trains all weights.
+    """
     return arch.moe is not None and sizes.experts_apart and (lora is None or adapts_experts(lora))
 
 
 def check_targets(arch: Arch, lora: LoraShape) -> None:
-    """InvalidInput for targets that the model does not have, and for those in experts whose
-    adapters PEFT and vLLM would name otherwise."""
+    """Raises InvalidInput for targets that the model does not have, and for targets in experts that
+    PEFT and vLLM would name differently."""
     if wrong := [target for target in lora.targets if target not in all_targets(arch)]:
         problem = f"{arch.model_type} has no {', '.join(wrong)}"
         raise InvalidInput(
@@ -110,25 +113,26 @@ def check_targets(arch: Arch, lora: LoraShape) -> None:
 
 
 def in_targets(name: str, targets: Collection[str] | None) -> bool:
-    """Whether a tensor is the weight of a linear layer in `targets`; with None every tensor
-    is."""
+    """Whether a tensor is the weight of a linear layer in `targets`; always true if `targets` is
+    None."""
     path, _, kind = name.rpartition(".")
     return targets is None or (kind == "weight" and path.rpartition(".")[2] in targets)
 
 
 def peft_keys(module: str) -> tuple[str, str]:
     """PEFT's names of A and B of the linear layer at Hugging Face path `module`."""
-    # Checkpoints of Mistral 3 have names from before transformers 5, whose modules PEFT names.
+    # Checkpoints of Mistral 3 have tensor names from before transformers 5, while PEFT uses the
+    # names of the modules.
     if module.startswith(_OLD_PREFIX):
         module = "model.language_model." + module.removeprefix(_OLD_PREFIX)
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def misread_by_peft(keys: Collection[str]) -> bool:
-    """Whether `PeftModel.from_pretrained` (0.21) loads an adapter with these tensors wrongly.
+    """Whether `PeftModel.from_pretrained` (0.21) would load an adapter with these tensors wrongly.
 
-    It has one layer for gate and up of all experts. It looks for targets named like an expert's in
-    experts only, so what dense layers and shared experts have is dropped without a word. Experts
+    PEFT has one layer for gate and up of all experts. For target names that experts have, PEFT
+    looks in experts only, so it silently drops adapters of dense layers and shared experts. Experts
     with gate and up but without down stay at their initial values.
     """
     modules = {key.rpartition(".lora_")[0] for key in keys}
@@ -151,14 +155,14 @@ def adapter_shapes(arch: Arch, lora: LoraShape) -> dict[str, tuple[int, int]]:
 
 
 def layer_of(name: str) -> int:
-    """The decoder layer, counted from 0, that a PEFT key or a Hugging Face path names."""
+    """The number of the decoder layer, from 0, that a PEFT key or a Hugging Face path names."""
     return int(name.partition(".layers.")[2].partition(".")[0])
 
 
 def stacked_name(key: str) -> str:
-    """The policy's name of the parameter with the tensor of PEFT key `key`: of an expert's tensor
-    the key with `*` for the expert's number, as the parameter stacks the tensors of all experts in
-    order; else the key itself.
+    """The policy's name of the parameter that holds the tensor of PEFT key `key`. An expert's key
+    gets `*` for the expert's number, because one parameter stacks the tensors of all experts in
+    order; other keys stay.
     """
     return _EXPERT.sub(r"\1*\2", key)
 

@@ -29,9 +29,11 @@ class YarnScaling:
     """RoPE's frequencies by YaRN (Peng et al., 2023, arXiv:2309.00071; `rope_type: yarn`)."""
 
     factor: float
-    # Pairs of dimensions with more rotations than this within the original positions stay.
+    # Pairs of dimensions that rotate more often than this within the original positions stay
+    # unchanged.
     beta_fast: float
-    beta_slow: float  # those with fewer are stretched by `factor`; between the two they are blended
+    # pairs that rotate less often are stretched by `factor`; pairs in between are blended
+    beta_slow: float
     original_max_positions: int
     attention_factor: float  # of the cosines and sines
     truncate: bool  # the blend begins and ends at whole dimensions
@@ -39,7 +41,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Window:
-    """Layers whose attention reaches only a part of a token's sequence back."""
+    """Layers whose attention is limited to the last tokens of a sequence."""
 
     tokens: int  # that a token sees, itself included
     layers: tuple[bool, ...]  # whether each layer has the window
@@ -49,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """RoPE turns the first `share` of a head's pairs of dimensions, `factor` times slower
+    """RoPE that turns only the first `share` of a head's pairs of dimensions, `factor` times slower
     (`rope_type: proportional`)."""
 
     share: float
@@ -58,11 +60,11 @@ class ProportionalRope:
 
 @dataclass(frozen=True)
 class GlobalHeads:
-    """The heads of layers without a window, where they are other ones (Gemma 4)."""
+    """The heads of layers without a window, if they differ from the others (Gemma 4)."""
 
     head_dim: int
     num_kv_heads: int
-    # Keys before their norm are the values, and there is no v_proj.
+    # The keys before their norm serve as the values, and there is no v_proj.
     keys_are_values: bool
 
 
@@ -106,15 +108,15 @@ class MoE:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464): each value
-    head has a state, which its tokens decay, correct and read."""
+    """Layers whose attention is a gated delta net (Yang et al., 2024, arXiv:2412.06464). Each value
+    head has a state that each token decays, corrects and reads."""
 
-    layers: tuple[bool, ...]  # whether each layer's attention is one
+    layers: tuple[bool, ...]  # for each layer, whether its attention is a delta net
     key_heads: int
-    value_heads: int  # equally many have the same key head
+    value_heads: int  # value heads; equally many value heads share a key head
     key_head_dim: int
     value_head_dim: int
-    conv_tokens: int  # that the convolution before it sees, the token itself included
+    conv_tokens: int  # tokens that the convolution before it sees, the token itself included
 
     @property
     def key_size(self) -> int:
@@ -133,20 +135,20 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): queries, and keys with
-    values, are made of a latent vector each, which is normalised. RoPE turns features of their own:
-    the last ones of each query, and of keys those that all heads share."""
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434). Queries are made of one
+    normalised latent vector, keys and values of another. RoPE turns extra features: the last ones
+    of each query, and for keys features that all heads share."""
 
-    q_rank: int | None  # of the queries' latent; None: queries are made of the hidden state
+    q_rank: int | None  # size of the queries' latent; None: queries are made of the hidden state
     kv_rank: int
-    nope_size: int  # of a query and of a key, without the features that RoPE turns
+    nope_size: int  # features of a query and of a key, without the features that RoPE turns
     rope_size: int
     value_size: int
 
     @property
     def down(self) -> dict[str, int]:
-        """Output features of the projections to latents; the shared features of keys are among
-        kv_a's."""
+        """Output features of the projections to latents; kv_a's include the shared features of
+        keys."""
         queries = {} if self.q_rank is None else {"q_a_proj": self.q_rank}
         return queries | {"kv_a_proj_with_mqa": self.kv_rank + self.rope_size}
 
@@ -158,7 +160,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Arch:
-    """Sizes are numbers of elements unless noted."""
+    """The shape of a model. Sizes are numbers of elements unless noted."""
 
     model_type: str
     num_layers: int
@@ -188,10 +190,10 @@ class Arch:
     # Each head has a logit of its own in the attention's softmax, without a value.
     sinks: bool = False
     gdn: GatedDeltaNet | None = None
-    # `head_dim` is then that of queries and keys, of which the last `rotary_size` are turned.
+    # `head_dim` is then the size of queries and keys; their last `rotary_size` features are turned.
     mla: LatentAttention | None = None
-    # q_proj has a gate for each query feature, whose sigmoid the attention's output is multiplied
-    # by.
+    # q_proj has a gate for each query feature; the attention's output is multiplied by the gate's
+    # sigmoid.
     output_gate: bool = False
     weight_prefix: str = "model."  # of all tensors but the output layer's
     # The norms of queries and keys are over all heads together.
@@ -207,7 +209,7 @@ class Arch:
 
     @property
     def rope_factor(self) -> float:
-        """Of RoPE's cosines and sines."""
+        """The factor on RoPE's cosines and sines."""
         return (
             self.rope_scaling.attention_factor
             if isinstance(self.rope_scaling, YarnScaling)
@@ -215,7 +217,7 @@ class Arch:
         )
 
     def of_layer(self, layer: int) -> "Arch":
-        """With the layer's own heads."""
+        """The shape with the heads of one layer."""
         heads = self.global_heads
         if heads is None or (self.window is not None and self.window.layers[layer]):
             return self
@@ -229,14 +231,15 @@ class Arch:
 
     @property
     def kinds(self) -> list["Arch"]:
-        """`of_layer` of every layer; one where all are equal."""
+        """The shapes of all layers (`of_layer`), without duplicates; one if all are equal."""
         return [
             self.of_layer(layer) for layer in range(self.num_layers if self.global_heads else 1)
         ]
 
     @property
     def rope_sizes(self) -> tuple[int, int]:
-        """Dimensions of a head that RoPE turns in layers without a window and in those with one."""
+        """The number of a head's dimensions that RoPE turns, in layers without a window and in
+        layers with one."""
         heads = self.global_heads
         size = self.head_dim if self.rotary_size is None else self.rotary_size
         return (size if heads is None else heads.head_dim), size

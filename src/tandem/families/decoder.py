@@ -13,13 +13,15 @@ from tandem.families.weight_rules import WeightRule
 
 @dataclass(frozen=True)
 class Decoder:
-    """A family. Its fields say what is special; a family that differs in more overrides methods."""
+    """A family of models. Its fields say what is special; a family that differs in more overrides
+    methods."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a key that config.json leaves out means, as the family's class in transformers says,
-    which vLLM uses too. With `sliding_window` the family has windows: with `max_window_layers` from
-    that layer on, else in all layers; with `use_sliding_window` only if that is true."""
+    """The meaning of a key that config.json leaves out, as the family's class in transformers
+    defines it and vLLM uses it. A family with `sliding_window` has windows: from layer
+    `max_window_layers` on if there is such a key, else in all layers; with the key
+    `use_sliding_window` only if it is true."""
     qk_norm: bool = False  # RMSNorm over each query and key head before RoPE
     activation: tuple[str, str] = ("hidden_act", "silu")  # the key and the only value
     qkv_bias: bool = False  # biases on q, k and v, and on nothing else
@@ -29,8 +31,8 @@ class Decoder:
     mixture: bool = False  # every layer's MLP is a mixture of experts, as Qwen3's
 
     def arch(self, config: ModelConfig) -> Arch:
-        """Raises InvalidInput for a wrong value, UnknownArchitecture for a variant that Tandem
-        doesn't build."""
+        """The model's shape. Raises InvalidInput for a wrong value, UnknownArchitecture for a
+        variant that Tandem doesn't build."""
         config = replace(config, defaults=self.defaults)
         self._refuse_variants(config)
         hidden, heads = (
@@ -93,7 +95,7 @@ class Decoder:
         return Window(tokens, tuple(chosen)) if any(chosen) else None
 
     def moe(self, config: ModelConfig) -> MoE | None:
-        """The mixture of experts; None: MLPs."""
+        """The mixture of experts; None if all layers have MLPs."""
         if not self.mixture:
             return None
         # transformers 5 writes num_local_experts.
@@ -138,9 +140,9 @@ class Decoder:
         return rules
 
     def layer_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """One layer's rules. `parameter` and `source` begin Megatron's and Hugging Face's names.
-        Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the key
-        head, the value head."""
+        """The rules of one layer. `parameter` and `source` begin Megatron's and Hugging Face's
+        names. Megatron's `linear_qkv` has one block of rows for each key head: its query heads, the
+        key head, the value head."""
         hidden, groups, attention = arch.hidden_size, arch.num_kv_heads, source + "self_attn."
         qkv = attention_features(arch)
         qkv_weights = {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()}
@@ -190,8 +192,8 @@ class Decoder:
         return rules
 
     def mlp_rules(self, arch: Arch, _layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """One layer's MLP, where `linear_fc1` is gate above up; or its router, and all experts,
-        stacked."""
+        """The rules of one layer's MLP, whose `linear_fc1` is gate above up; or of its router and
+        of all experts, stacked."""
         hidden, moe = arch.hidden_size, arch.moe
         ffn = arch.ffn_hidden_size if moe is None else moe.ffn_hidden_size
         each = (
@@ -221,7 +223,7 @@ class Decoder:
         ]
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """Refuse options that would silently give other logits if they were ignored."""
+        """Refuse options that would silently change the logits if they were ignored."""
         activation, rope = config.get(*self.activation), self.rope_parameters(config)
         shared = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
         variants = {
@@ -241,7 +243,7 @@ class Decoder:
                 config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
             ),
             "shared experts": not self.shared_experts and any(map(config.get, shared)),
-            # Such a router's probabilities are all 1.
+            # A router over one expert gives a probability of 1.
             "one normalised expert per token": (
                 config.get("norm_topk_prob") and config.get("num_experts_per_tok") == 1
             ),
@@ -250,8 +252,8 @@ class Decoder:
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
         """transformers 5 writes `rope_parameters`; older versions write `rope_theta` and, beside
-        it, `rope_scaling`. Where a config has several, the first of these wins, as in transformers:
-        in `rope_scaling`, in `rope_parameters`, beside them."""
+        it, `rope_scaling`. If a config has a value in several places, the first of `rope_scaling`,
+        `rope_parameters` and the top level counts, as in transformers."""
         default = self.defaults.get("rope_parameters", {})
         given: dict[str, Any] = (
             config.get("rope_scaling") or config.get("rope_parameters") or default
@@ -260,7 +262,7 @@ class Decoder:
 
 
 def attention_features(arch: Arch) -> dict[str, int]:
-    """Output features of q_proj, k_proj and v_proj, if the layer has one."""
+    """Output features of q_proj, k_proj and v_proj, if the layer has v_proj."""
     query = arch.query_size * (2 if arch.output_gate else 1)
     features = {"q_proj": query, "k_proj": arch.kv_size}
     return features if arch.keys_are_values else features | {"v_proj": arch.kv_size}
@@ -286,7 +288,8 @@ def _rope_scaling(
         own, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         own, of_all = (float(own), float(of_all)) if own and of_all else (1.0, 0.0)
         log = 0.1 * math.log(max(factor, 1))
-        factors = (own * log + 1) / (of_all * log + 1)  # the paper's equation 22, but for `of_all`
+        # the paper's equation 22, except with `of_all`
+        factors = (own * log + 1) / (of_all * log + 1)
         return YarnScaling(
             factor=factor,
             beta_fast=float(rope.get("beta_fast") or 32),

@@ -1,5 +1,5 @@
-"""Gemma 3's text models: windows with RoPE of their own in most layers, a norm before and after
-each block, norms that multiply by 1 + weight, GELU, scaled embeddings."""
+"""Gemma 3's text models: windows with their own RoPE in most layers, a norm before and after each
+block, norms that multiply by 1 + weight, GELU, scaled embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ class Gemma3(Decoder):
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """Without `layer_types`, every sixth layer has none."""
+        """The window. Without `layer_types`, every sixth layer has none."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             every = config.positive("sliding_window_pattern", int, 6)
@@ -41,7 +41,7 @@ class Gemma3(Decoder):
         return Window(tokens, chosen, float(rope["rope_theta"])) if any(chosen) else None
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """Of the layers without a window."""
+        """RoPE's parameters of the layers without a window."""
         return self._rope(config, "full_attention", "rope_theta", 1e6) | (
             config.get("rope_scaling") or {}
         )

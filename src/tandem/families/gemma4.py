@@ -1,6 +1,7 @@
-"""Gemma 4's text models: windows in most layers, in the others larger heads, values made of keys
-and RoPE on a part of each head. Norms stand before and after each block and on values; a number
-multiplies each layer's output; logits are capped. Mixtures have experts beside each layer's MLP."""
+"""Gemma 4's text models: windows in most layers; in the others larger heads, values computed from
+keys, and RoPE on a part of each head. Norms stand before and after each block and on values; a
+number multiplies each layer's output; logits are capped. Mixtures have experts beside each layer's
+MLP."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,7 @@ class Gemma4(Decoder):
         )
 
     def window(self, config: ModelConfig) -> Window | None:
-        """Without `layer_types`, every sixth layer has none; the last never has one."""
+        """The window. Without `layer_types`, every sixth layer has none; the last never has one."""
         layers, kinds = config.positive("num_hidden_layers", int), config.get("layer_types")
         if kinds is None:
             kinds = [_KINDS[(index + 1) % 6 == 0] for index in range(layers)]
@@ -59,7 +60,8 @@ class Gemma4(Decoder):
         return Window(tokens, chosen, float(rope["rope_theta"])) if any(chosen) else None
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """Of the layers without a window. `Decoder` must not take them for its own ways."""
+        """RoPE's parameters of the layers without a window. The keys that `Decoder` would misread
+        are removed."""
         return _rope(config, _KINDS[1]) | {"rope_type": "default"}
 
     def moe(self, config: ModelConfig) -> MoE | None:
@@ -112,7 +114,8 @@ class Gemma4(Decoder):
         ]
 
     def _global_heads(self, config: ModelConfig, arch: Arch) -> GlobalHeads:
-        """transformers 5 writes `per_layer_config`, published configs have keys of their own."""
+        """The heads of layers without a window. transformers 5 writes `per_layer_config`; published
+        configs have keys of their own."""
         keys_are_values = bool(config.get("attention_k_eq_v", False))
         own = {"head_dim": config.get("global_head_dim", 512)}
         if keys_are_values and config.get("num_global_key_value_heads") is not None:
@@ -148,7 +151,7 @@ class Gemma4(Decoder):
                 "attention in both directions": (
                     config.get("use_bidirectional_attention") == "all"
                 ),
-                # transformers asks the one, vLLM the other.
+                # transformers reads the first key, vLLM the second.
                 "num_experts without enable_moe_block": (
                     config.get("num_experts") is not None
                     and not config.get("enable_moe_block", False)

@@ -28,7 +28,7 @@ class GptOss(Decoder):
         return replace(super().arch(config), qkv_bias=bias, output_bias=bias, sinks=True)
 
     def window(self, config: ModelConfig) -> Window | None:
-        """Without `layer_types`, every other layer has it, the first one too."""
+        """The window. Without `layer_types`, every other layer has it, the first one included."""
         layers = config.positive("num_hidden_layers", int)
         kinds = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
         layer_types = {"layer_types": config.get("layer_types") or kinds}
@@ -100,7 +100,7 @@ class GptOss(Decoder):
                 " directory"
             )
             raise config.unsupported(f"{problem}: {_DEQUANTISE.strip()}")
-        # What vLLM computes, whatever the config says.
+        # vLLM computes it this way, whatever the config says.
         for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
             if config.get(key, value) != value:
                 raise config.unsupported(f"{key}={config.get(key)!r}, not {value}")

@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, 2024, arXiv:2405.04434): GLM-4.7-Flash,
-DeepSeek-V3 and Kimi K2. Mixtures are as GLM-4.5's.
+DeepSeek-V3 and Kimi K2. Mixtures work as in GLM-4.5.
 
 The layers of their checkpoints that predict further tokens (MTP) are not read.
 """
@@ -49,14 +49,14 @@ class LatentMoe(Glm4Moe):
         if self.model_type == "glm4_moe_lite":
             read = config.given("mlp_layer_types", ["dense"] + ["sparse"] * (layers - 1))
             if read != kinds:
-                # transformers reads the one, vLLM the other.
+                # transformers reads the first key, vLLM the second.
                 raise config.unsupported(
                     f"mlp_layer_types {read} beside first_k_dense_replace={moe.dense_layers}"
                 )
         return moe
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """YaRN's `mscale` is a factor of the cosines and sines, `mscale_all_dim` of queries and
+        """YaRN's `mscale` multiplies the cosines and sines, `mscale_all_dim` multiplies queries and
         keys, the turned part included."""
         rope = super().rope_parameters(config)
         one, all_dim = (rope.get(key) for key in _MSCALES)
@@ -79,8 +79,8 @@ class LatentMoe(Glm4Moe):
     def _attention_rules(
         self, arch: Arch, mla: LatentAttention, parameter: str, source: str
     ) -> list[WeightRule]:
-        """`linear_down` makes the latents of queries and of keys and values, which all heads
-        share; `linear_q_up` and `linear_kv_up` make heads of them."""
+        """The rules of the attention. `linear_down` makes the two latents, which all heads share;
+        `linear_q_up` and `linear_kv_up` make the heads from them."""
         hidden, heads = arch.hidden_size, arch.num_heads
         down = {source + f"{name}.weight": (rows, hidden) for name, rows in mla.down.items()}
         q_name, q_in = ("q_proj", hidden) if mla.q_rank is None else ("q_b_proj", mla.q_rank)
@@ -110,14 +110,14 @@ class LatentMoe(Glm4Moe):
         ]
 
     def _mscale(self, config: ModelConfig) -> float:
-        """A factor of queries, and of keys."""
+        """A factor of queries and of keys."""
         rope = Decoder.rope_parameters(self, config)
         if not rope.get("mscale_all_dim"):
             return 1.0
         return _magnitude(float(rope["factor"]), rope["mscale_all_dim"])
 
     def _refuse_variants(self, config: ModelConfig) -> None:
-        """vLLM 0.32 computes some of these otherwise than transformers, without a word."""
+        """Refuse variants. vLLM 0.32 silently computes some of them otherwise than transformers."""
         super()._refuse_variants(config)
         rope = Decoder.rope_parameters(self, config)
         kind = rope.get("rope_type", rope.get("type", "default"))

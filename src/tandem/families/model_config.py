@@ -11,25 +11,27 @@ from tandem.errors import HubUnreachable, InvalidInput, TandemError, UnknownArch
 from tandem.system.plain_files import open_plain, read_plain
 
 JSON_BYTES = 2**26
-"""The most that a model's `config.json` or index may have. A tensor takes some 100 bytes there."""
+"""The most bytes that a model's `config.json` or index may have. An index takes some 100 bytes for
+a tensor."""
 
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
-"""Configuration, tokenizer and weights, by their names."""
+"""Patterns of the names of configuration, tokenizer and weights."""
 
 
 def model_directory(
     model: str, files: tuple[str, ...] = MODEL_FILES, *, cached: bool = False
 ) -> Path:
-    """`model` if it is a directory, else the snapshot of that hub name, for which `files` are
-    downloaded once; if `cached`, nothing is downloaded, and the hub is not asked. InvalidInput if
-    neither exists, HubUnreachable or VolumeFull where trying again can help."""
+    """`model` if it is a directory, else the snapshot of that hub name. `files` are downloaded
+    once; with `cached`, nothing is downloaded, and the hub is not asked. Raises InvalidInput if
+    neither exists; HubUnreachable or VolumeFull if a retry can help."""
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download  # late: a local directory needs no hub client
+    # imported late: a local directory needs no hub client
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, allow_patterns=list(files), local_files_only=cached))
-    # The client raises a dozen types: bad names, no access, no network, no such file.
+    # The client raises a dozen types of errors: bad names, no access, no network, no such file.
     except Exception as error:
         raise _from_client(error, model, cached=cached) from error
 
@@ -44,8 +46,8 @@ def base_model_files(directory: Path) -> list[Path]:
 
 
 def base_model_digest(model: str) -> tuple[str, str]:
-    """The model's directory, which is downloaded first if the hub has it, and a digest of its
-    files: their names, their sizes, and the first MiB of each."""
+    """The model's directory, downloaded first if it is a hub name, and a digest of its files: their
+    names, their sizes, and the first MiB of each."""
     directory, digest = model_directory(model), hashlib.sha256()
     for path in base_model_files(directory):
         with open_plain(path, links="any") as file:
@@ -55,11 +57,11 @@ def base_model_digest(model: str) -> tuple[str, str]:
 
 
 def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
-    """What an error of the hub's client means: the model's name is wrong, or something that may
-    pass."""
+    """The error that an error of the hub's client means: the model's name is wrong, or the cause
+    may pass."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # Where the client looks into its cache after an error, it raises another one from that.
+    # If the client looks into its cache after an error, it raises another error from that one.
     first = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(getattr(first, "response", None), "status_code", 0)
     if (
@@ -78,7 +80,7 @@ def _from_client(error: Exception, model: str, *, cached: bool) -> TandemError:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """A model's safetensors files: those that the index names if there is one, else
+    """A model's safetensors files: the files that the index names if there is one, else
     `model.safetensors`."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     try:
@@ -103,7 +105,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def other_files(directory: Path) -> list[Path]:
-    """What a model's directory has beside weights: configuration and tokenizer."""
+    """The files of a model's directory besides the weights: configuration and tokenizer."""
     files = [
         path for path in directory.iterdir() if path.suffix in (".json", ".jinja", ".txt", ".model")
     ]
@@ -116,7 +118,7 @@ class ModelConfig:
 
     values: dict[str, Any]
     source: str  # for messages
-    # The family's, for keys that are missing.
+    # The family's values of missing keys.
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -139,18 +141,18 @@ class ModelConfig:
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; the family's default, or else `default`, where the key is missing."""
+        """The value; if the key is missing, the family's default, or else `default`."""
         return self.values.get(key, self.defaults.get(key, default))
 
     def given(self, key: str, default: Any = None) -> Any:
-        """As `get`; the default also where the value is null."""
+        """Like `get`, with the default also for null."""
         value = self.values.get(key)
         return self.defaults.get(key, default) if value is None else value
 
     def positive(
         self, key: str, kind: type[int] | type[float], default: float | None = None
     ) -> Any:
-        """A positive number, as `given`. Raises InvalidInput."""
+        """A positive number, as `given` reads it. Raises InvalidInput."""
         value = self.given(key, default)
         if (
             isinstance(value, bool)
@@ -173,7 +175,7 @@ class ModelConfig:
 
     def refuse(self, variants: Mapping[str, object]) -> None:
         """Raise `unsupported` for the first variant with a true value. `variants`: words -> whether
-        asked for."""
+        the config asks for the variant."""
         for variant, asked in variants.items():
             if asked:
                 raise self.unsupported(variant)

@@ -40,7 +40,7 @@ class Qwen35(Decoder):
         return None
 
     def moe(self, config: ModelConfig) -> MoE | None:
-        """The router's probabilities are always normalised."""
+        """The mixture. The router's probabilities are always normalised."""
         moe = super().moe(config)
         if moe is None:
             return None
@@ -69,7 +69,8 @@ class Qwen35(Decoder):
         ]
 
     def rope_parameters(self, config: ModelConfig) -> dict[str, Any]:
-        """Text has one position per token, so MRoPE's sections are all turned by it."""
+        """RoPE's parameters. Text has one position per token, so all sections of MRoPE are turned
+        by it."""
         factor = config.given("partial_rotary_factor", 0.25)
         return {"partial_rotary_factor": factor} | super().rope_parameters(config)
 
@@ -87,8 +88,8 @@ class Qwen35(Decoder):
     def _gdn_rules(
         self, arch: Arch, gdn: GatedDeltaNet, parameter: str, source: str
     ) -> list[WeightRule]:
-        """`in_proj` is the rows of all four projections. Sizes that belong to value heads are few,
-        so each rank has `A_log` and `dt_bias` of all."""
+        """The rules of a delta net. `in_proj` stacks the rows of all four projections. Parameters
+        with one value per value head are small, so each rank has all of `A_log` and `dt_bias`."""
         hidden, features = arch.hidden_size, sum(gdn.sections)
         qkv, conv = source + "in_proj_qkv.weight", source + "conv1d.weight"
         rows = {

@@ -12,7 +12,7 @@ from tandem.families.weight_rules import WeightRule
 
 class Qwen3VLMoe(Decoder):
     def moe(self, config: ModelConfig) -> MoE:
-        """The router's probabilities are always normalised."""
+        """The mixture. The router's probabilities are always normalised."""
         moe = super().moe(config)
         assert moe is not None
         if moe.experts_per_token == 1:
@@ -20,7 +20,8 @@ class Qwen3VLMoe(Decoder):
         return replace(moe, norm_topk_prob=True, fused_adapters=True)
 
     def mlp_rules(self, arch: Arch, layer: int, parameter: str, source: str) -> list[WeightRule]:
-        """One tensor has gates, then ups, of all experts, one downs: [experts, in, out] both."""
+        """The rules of the MLP. One tensor has the gates and then the ups of all experts, another
+        tensor the downs, both [experts, in, out]."""
         router, *_experts = super().mlp_rules(arch, layer, parameter, source)
         assert arch.moe is not None
         count, ffn, hidden = arch.moe.num_experts, arch.moe.ffn_hidden_size, arch.hidden_size

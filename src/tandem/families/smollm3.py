@@ -9,8 +9,8 @@ from tandem.families.model_config import ModelConfig
 
 class SmolLM3(Decoder):
     def arch(self, config: ModelConfig) -> Arch:
-        """`no_rope_layers` is 1 for each layer with RoPE; without it every so many layers have
-        none."""
+        """The shape. `no_rope_layers` is 1 for each layer with RoPE; without it, layers at a fixed
+        interval have none."""
         arch = super().arch(config)
         layers, turned = arch.num_layers, config.get("no_rope_layers")
         if turned is None:

@@ -13,7 +13,8 @@ from tandem.families.weight_rules import WeightRule
 @dataclass(frozen=True)
 class TextOfVision(Decoder):
     texts: Mapping[str, Decoder] = field(default_factory=dict)
-    """By `model_type` of text_config. The first is what it means where that is left out."""
+    """The text models by `model_type` of text_config. The first is the default if text_config
+    leaves it out."""
     prefix: str = "model.language_model."  # of the text model's tensors
     tied: bool | None = False  # what `tie_word_embeddings` means; None: what text_config says
 
@@ -33,11 +34,16 @@ class TextOfVision(Decoder):
 def text_of(
     config: ModelConfig, tied: bool | None, defaults: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """The text model's config. `tied`: see `TextOfVision`; `defaults`: of the text model."""
+    """The text model's config.
+
+    Args:
+        tied: see `TextOfVision`.
+        defaults: the text model's.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
-        raise config.invalid("text_config is missing, or is no object")
-    # transformers ties by the one, vLLM by the other.
+        raise config.invalid("text_config is missing, or is not an object")
+    # transformers ties by the first key, vLLM by the second.
     of_text = bool(text.get("tie_word_embeddings", (defaults or {}).get("tie_word_embeddings")))
     of_all = bool(config.get("tie_word_embeddings", of_text if tied is None else tied))
     if of_all != of_text:

@@ -1,4 +1,4 @@
-"""How Megatron's parameters are made of Hugging Face tensors and cut over ranks."""
+"""Maps Hugging Face tensors to Megatron's parameters, and cuts these over ranks."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tandem.topology.sizes import Place, Sizes
 
 Cut = Literal["whole", "rows", "columns"]
 """The dimension along which ranks hold equal consecutive parts; `whole`: each rank holds all.
-Tensor-parallel ranks, or, of experts, expert-tensor-parallel ranks."""
+These are tensor-parallel ranks; for experts, expert-tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ class WeightRule:
     groups: int = 1
     # Stacked [experts, rows, columns] or [experts, rows]; the sources come expert by expert.
     num_experts: int | None = None
-    # The only source stacks all experts, [experts, columns, rows] or [experts, rows], and its rows
-    # are interleaved from so many blocks of the parameter's: with 2 the even ones are gate, the
-    # odd ones up. None: the sources are matrices.
+    # The only source stacks all experts, [experts, columns, rows] or [experts, rows]. Its rows are
+    # interleaved from this many blocks of the parameter: with 2, even rows are gate and odd rows
+    # are up. None: the sources are matrices.
     interleaved: int | None = None
-    # The parameter is fp32, whatever the dtype of the others; only where it is not cut.
+    # The parameter is fp32, whatever the others' dtype. Only for parameters that are not cut.
     fp32: bool = False
-    # Sizes of consecutive sections of a source's rows, by source. The ranks cut each section for
-    # itself.
+    # Sizes of consecutive sections of a source's rows, by source. The ranks cut each section
+    # separately.
     sections: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The parameter's shape on each rank: [rows], [rows, columns], or such of [experts,
+        """The parameter's shape on each rank: [rows], [rows, columns], or the same after [experts,
         ...]."""
         rows, rest = (
             sum(shape[0] for shape in self.sources.values()),

@@ -1,9 +1,9 @@
-"""The vLLM server and the publisher, and what both do to weights without torch.
+"""The vLLM server and the publisher, and the code for weights that both share, without torch.
 
-`tensor_files.py` merges an adapter into weights. `merged_model.py` writes the model that results.
-`spot_check.py` has rows of it, to compare with what vLLM has.
+`tensor_files.py` merges an adapter into weights. `merged_model.py` writes the merged model as
+files. `spot_check.py` computes rows of it, to compare with vLLM's.
 
-vLLM is protected from faults that were found in 0.26 and 0.32, here and in `vllm_client/`:
+Tandem protects vLLM from faults that were found in 0.26 and 0.32, here and in `vllm_client/`:
 
 - A request with prompt log-probs next to a running one ends the engine if LoRA may touch `lm_head`:
   the LoRA targets are named.
@@ -22,9 +22,9 @@ vLLM is protected from faults that were found in 0.26 and 0.32, here and in `vll
 - A seeded request whose prefill is split ends the CPU engine: prefill is not split on the CPU.
 
 vLLM serves a mixture with adapters on attention as it serves a dense model. On the CPU (0.32) a
-test shows it, on CUDA none does yet. Tandem's plugin keeps vLLM on the CPU from its Triton kernels,
-which vLLM would use for any mixture once LoRA is on. Adapters on experts need CUDA and
+test shows this; on CUDA no test does yet. Tandem's plugin keeps vLLM on the CPU from its Triton
+kernels, which vLLM would use for any mixture once LoRA is on. Adapters on experts need CUDA and
 `TANDEM_EXPERT_LORA=1` (`test_experts_on_a_gpu.py`). vLLM on the CPU loads such an adapter without
-an error and ignores the experts' part. So they are refused at the door where the setting is off,
-and the verification would refuse them, too.
+an error and ignores the experts' part. So a controller without the setting refuses them, and the
+verification would refuse them, too.
 """

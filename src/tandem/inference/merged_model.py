@@ -17,8 +17,8 @@ def write_merged_model(directory: Path, base_model: Path, adapter: Path, lora: L
     """Write `base_model`, with the adapter in the directory `adapter` merged, into the new
     `directory`; return its bytes.
 
-    The files are the base model's, by name and by dtype, so what loads the base model loads these.
-    Tensors that are not adapted keep their bytes.
+    The files have the base model's names and dtypes, so a program that loads the base model loads
+    them. Tensors that are not adapted keep their bytes.
 
     Raises:
         InvalidInput (field `base_model`): the base model can't be read, lacks an adapted weight, or

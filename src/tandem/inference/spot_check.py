@@ -1,7 +1,7 @@
-"""One random row of every tensor that vLLM must have to the bit, computed without torch.
+"""Computes one random row of every tensor that vLLM must have to the bit, without torch.
 
-Log-probs prove what weights compute. Rows prove what they are: each tensor was written, from the
-base model with this adapter and this scale, or from this model.
+Log-probs show what the weights compute. Rows show the weights themselves: each tensor was written,
+from the base model with this adapter and this scale, or from this model.
 """
 
 import random
@@ -32,16 +32,17 @@ from tandem.spool.schema import LoraShape
 
 @dataclass
 class ExpectedRows:
-    """`rows`: which row of each tensor, by name; `expected`: what vLLM must have there, in the
-    served dtype."""
+    """`rows`: the row's number for each tensor, by name; `expected`: the values that vLLM must have
+    there, in the served dtype."""
 
     rows: dict[str, int]
     expected: dict[str, NDArray[Any]]
 
     def wrong(self, found: Sequence[Mapping[str, Any]]) -> str:
-        """Why the rows that vLLM's workers have are other ones, or empty.
+        """The difference between the expected rows and the rows that vLLM's workers have; empty if
+        there is none.
 
-        `found`: for each part of a row its `name`, the columns from `begin` to `end` and the
+        `found`: for each part of a row its `name`, its columns from `begin` to `end` and the
         `sha256` of its bytes.
         """
         missing = {name: np.ones(row.shape, bool) for name, row in self.expected.items()}
@@ -55,12 +56,12 @@ class ExpectedRows:
 
 
 class SpotCheck:
-    """Random rows of what vLLM must have in each tensor that changes, computed without vLLM's
+    """Random rows of each tensor that changes, as vLLM must have them, computed without vLLM's
     code."""
 
     def __init__(self, base_model: str, dtype: str) -> None:
-        """`base_model`: a directory or the name of a hub repository that is in the cache; `dtype`:
-        in which vLLM serves, `float32` or `bfloat16`."""
+        """`base_model`: a directory or a hub name in the cache; `dtype`: vLLM's, `float32` or
+        `bfloat16`."""
         self._model, self._dtype = base_model, "F32" if dtype == "float32" else "BF16"
 
     @cached_property
@@ -68,8 +69,8 @@ class SpotCheck:
         return model_files(model_directory(self._model, cached=True))
 
     def adapter_rows(self, adapter: Path, lora: LoraShape) -> ExpectedRows:
-        """Of each tensor that the adapter in this directory touches, merged into the base model.
-        CheckpointDamaged where it is no adapter of this shape."""
+        """Rows of each tensor that the adapter in this directory touches, merged into the base
+        model. Raises CheckpointDamaged if it is not an adapter of this shape."""
         arch = read_arch(self._model)
         factors, rows, expected = adapter_file(adapter, arch, lora, self._model), {}, {}
         for module, (_, count) in lora_modules(arch, lora).items():
@@ -82,9 +83,9 @@ class SpotCheck:
         return ExpectedRows(rows, expected)
 
     def model_rows(self, directory: Path) -> ExpectedRows:
-        """Of each matrix of the model in this directory. CheckpointDamaged where its files can't be
-        read. A model that ties its output layer may have one in its files all the same, which vLLM
-        does not load."""
+        """Rows of each matrix of the model in this directory. Raises CheckpointDamaged if its files
+        can't be read. A model that ties its output layer may still have that layer in its files;
+        vLLM does not load it."""
         names = {name for rule in weight_rules(read_arch(self._model)) for name in rule.sources}
         try:
             files = {name: of for name, of in model_files(directory).items() if name in names}

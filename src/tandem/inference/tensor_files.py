@@ -1,8 +1,8 @@
-"""The tensors of a model's and an adapter's files, and an adapter merged into a weight, without
-torch.
+"""Reads the tensors of a model's and an adapter's files, and merges an adapter into a weight,
+without torch.
 
 A merged weight is `W + alpha / rank * B A`, summed in float64, rounded to float32 and then to its
-dtype (`model/transfer/merge.py` rounds alike).
+dtype (`model/transfer/merge.py` rounds in the same way).
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,12 +25,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
-"""Of weights that an adapter can be merged into, as files name them -> as NumPy has their bytes."""
+"""The dtypes of weights that an adapter can be merged into: the name in files -> NumPy's dtype for
+their bytes."""
 
 
 class TensorFile(Mapping[str, NDArray[Any]]):
-    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. KeyError for a tensor of
-    a dtype that is not in DTYPES."""
+    """A safetensors file: name -> memory-mapped array; bfloat16 is uint16. Raises KeyError for a
+    tensor whose dtype is not in DTYPES."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)
@@ -50,13 +51,18 @@ class TensorFile(Mapping[str, NDArray[Any]]):
 
 
 def model_files(directory: Path) -> dict[str, TensorFile]:
-    """The file of each tensor of the model in `directory`. InvalidInput where one can't be read."""
+    """The file of each tensor of the model in `directory`. Raises InvalidInput if a file can't be
+    read."""
     return {name: file for file in map(TensorFile, weight_files(directory)) for name in file}
 
 
 def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> TensorFile:
-    """The weights of the adapter in `directory`. CheckpointDamaged where they are not those of an
-    adapter of shape `lora` for `arch`. `model`: whose architecture that is, for the message."""
+    """The tensors of the adapter in `directory`. Raises CheckpointDamaged if they do not form an
+    adapter of shape `lora` for `arch`.
+
+    Args:
+        model: the name of the model with this architecture, for the message.
+    """
     path = directory / WEIGHTS_FILE
     try:
         file = TensorFile(path)
@@ -64,7 +70,7 @@ def adapter_file(directory: Path, arch: Arch, lora: LoraShape, model: str) -> Te
         raise CheckpointDamaged(error.message) from error
     found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
     if found != {name: ("F32", shape) for name, shape in adapter_shapes(arch, lora).items()}:
-        raise CheckpointDamaged(f"{path} is no adapter of rank {lora.rank} in F32 for {model}")
+        raise CheckpointDamaged(f"{path} is not an adapter of rank {lora.rank} in F32 for {model}")
     return file
 
 
@@ -75,8 +81,8 @@ def merge_arrays(
     lora: LoraShape,
     dtype: str,
 ) -> NDArray[Any]:
-    """`base` with an adapter, in a file's `dtype`: a weight with its A and B, or a row with A and
-    the row of B."""
+    """`base` with an adapter, in a file's `dtype`: either a weight with its A and B, or a row with
+    A and the row of B."""
     delta = b.astype(np.float64) @ a.astype(np.float64)
     with np.errstate(over="ignore"):
         return rounded((base + lora.alpha / lora.rank * delta).astype(np.float32), dtype)
@@ -90,7 +96,7 @@ def widened(values: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """In a file's `dtype`, to nearest, ties to even."""
+    """Values in a file's `dtype`, rounded to nearest, ties to even."""
     if dtype != "BF16":
         return values.astype(DTYPES[dtype], copy=False)
     bits = values.view(np.uint32)

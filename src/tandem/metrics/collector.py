@@ -1,4 +1,4 @@
-"""Collectors run in a thread each and keep what they collected; a scrape only reads that.
+"""Collectors run in a thread each and keep their last results, which a scrape only reads.
 
 A collector that fails or hangs (a network volume, a driver) shows in `tandem_collector_success` and
 delays neither the scrape nor the other collectors. docs/metrics.md describes this for users.
@@ -36,7 +36,7 @@ COLLECTORS = (
     "queue",
 )
 OpenSpool = Callable[[], Spool]
-"""Always the same spool, which remembers the directories that have not changed."""
+"""Returns the same spool every time, because it remembers the directories that have not changed."""
 
 _about_collector = partial(
     Metric, source="exporter", exporters=ALL, labels={"collector": COLLECTORS}
@@ -69,7 +69,7 @@ class Collector(abc.ABC):
 
     def __init__(self) -> None:
         self.counts = Samples(metric for metric in self.metrics if metric.kind != "gauge")
-        self.errors: list[str] = []  # what a collection could not collect
+        self.errors: list[str] = []  # the parts that a collection could not collect
         self._gauges = Samples(())
         self._gauges_at = 0.0  # monotonic, as is _began
         self._began: float | None = None  # while a collection runs
@@ -79,23 +79,23 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     def collect(self, gauges: Samples) -> None:
-        """Sets `gauges`, which are empty at first, and counts in `self.counts`.
+        """Sets `gauges`, which are empty at first, and adds to `self.counts`.
 
-        Exceptions and `self.errors` make it a failure. After an exception the gauges of the
-        collection before stay, perishable ones for STALE_SECONDS.
+        Exceptions and entries in `self.errors` make the collection a failure. After an exception
+        the previous collection's gauges stay, perishable ones for STALE_SECONDS.
         """
 
     def try_each[T](self, items: Iterable[T], action: Callable[[T], None]) -> None:
-        """Calls `action` for every item, also after an error: whatever one file holds, the others
-        are collected."""
+        """Calls `action` for every item and records its errors, so that one bad file does not hide
+        the others."""
         for item in items:
             with self.part(item):
                 action(item)
 
     @contextmanager
     def part(self, what: object) -> Iterator[None]:
-        """An exception in this part of a collection is one of its errors, and the other parts go
-        on."""
+        """Records an exception in this part of a collection as one of its errors; the other parts
+        continue."""
         try:
             yield
         except Exception as error:
@@ -104,8 +104,8 @@ class Collector(abc.ABC):
             )
 
     def start(self, stop: threading.Event) -> None:
-        """Collects in a thread until `stop` is set. Nobody waits for its end, because a collection
-        may hang."""
+        """Collects in a thread until `stop` is set. Nobody waits for the thread's end, because a
+        collection may hang."""
 
         def run() -> None:
             while not stop.is_set():
@@ -128,7 +128,7 @@ class Collector(abc.ABC):
         if not failure:
             self._last_success = time.time()
         self._seconds, self._began = time.monotonic() - begin, None
-        # One line when it begins to fail, and one when that is over.
+        # One line when it begins to fail, and one when it works again.
         if failure and not self._failure:
             log.warning("can't collect", collector=self.name, error=failure)
         elif self._failure and not failure:
@@ -144,7 +144,7 @@ class Collector(abc.ABC):
 
     def describe(self, gauges: Samples) -> None:
         """Sets COLLECTOR_METRICS of this collector."""
-        began = self._began  # read once: the collection may end meanwhile
+        began = self._began  # read once, because the collection may end in between
         hangs = began is not None and time.monotonic() - began > STALE_SECONDS
         gauges.set(
             "tandem_collector_success",
@@ -175,7 +175,7 @@ class SpoolCollector(Collector):
 
 
 class Page(PrometheusCollector):
-    """All metrics of this process, as prometheus_client asks for them at each scrape.
+    """All metrics of this process, in the form that prometheus_client asks for at each scrape.
 
     `counts`: counters and histograms without a collector.
     """

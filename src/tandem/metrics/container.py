@@ -1,5 +1,5 @@
-"""A container: which versions are installed, its programs, the shared volume, and its own file
-systems."""
+"""Collects a container's state: installed versions, its programs, the shared volume, and its own
+file systems."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _PROGRAM = {"program": OPEN}
 _of_program = partial(Metric, exporters=BOTH, labels=_PROGRAM, perishable=True)
 _VOLUMES = ("shared", "downloads", "shm", "cache", "tmp")
 _of_volume = partial(Metric, exporters=ALL, labels={"volume": _VOLUMES}, perishable=True)
-PROBE_SECONDS = 60.0  # between two writes to the shared volume
+PROBE_SECONDS = 60.0  # seconds between two writes to the shared volume
 
 
 class BuildCollector(Collector):
@@ -112,8 +112,8 @@ class SupervisorCollector(Collector):
 
 
 class VolumesCollector(SpoolCollector):
-    """`directories`: volume -> directory, of the volumes besides the shared one; a missing
-    directory is no failure."""
+    """`directories`: volume -> directory, for the volumes besides the shared one; a missing
+    directory is not a failure."""
 
     name = "volumes"
     metrics = (
@@ -136,7 +136,7 @@ class VolumesCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool, directories: dict[str, Path]) -> None:
         super().__init__(open_spool)
         self._directories = directories
-        self._probed_at = -PROBE_SECONDS  # monotonic, of the last probe that succeeded
+        self._probed_at = -PROBE_SECONDS  # monotonic time of the last probe that succeeded
         self._probe_seconds = 0.0
 
     def collect(self, gauges: Samples) -> None:
@@ -161,7 +161,7 @@ def _set_sizes(gauges: Samples, volume: str, path: Path) -> None:
 
 
 def local_directories() -> dict[str, Path]:
-    """The volume of downloaded models, and those that belong to this container alone."""
+    """The volume of downloaded models, and the volumes of this container alone."""
     return downloads() | {
         "shm": Path("/dev/shm"),
         "cache": _cache(),
@@ -170,8 +170,8 @@ def local_directories() -> dict[str, Path]:
 
 
 def downloads() -> dict[str, Path]:
-    """Where models are downloaded to. Before the first download only directories above may
-    exist."""
+    """The directory of downloaded models. Before the first download it may not exist; then it is
+    the nearest directory above."""
     home = Path(os.environ.get("HF_HOME") or _cache() / "huggingface").absolute()
     return {"downloads": next(path for path in (home, *home.parents) if path.is_dir())}
 

@@ -1,4 +1,4 @@
-"""The controller's own metrics: the queue, and the HTTP requests that it answers."""
+"""The controller's own metrics: the queue, and its HTTP requests."""
 
 from functools import partial
 

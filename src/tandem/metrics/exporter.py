@@ -1,10 +1,10 @@
-"""`python -m tandem.metrics.exporter`: serves the metrics of the trainer's and the inference
-container to Prometheus, and tells it where each vLLM of the container serves its own.
+"""Serves the metrics of the trainer's and the inference container to Prometheus (`python -m
+tandem.metrics.exporter`), and lists where each vLLM of the container serves its own.
 
-It needs nothing of what it watches: it imports no torch, makes no CUDA context and writes nothing
-but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects. It starts
-before the spool and the programs exist; until they do, `tandem_collector_success` is 0. Exits with
-0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
+It does not depend on the watched programs: it imports no torch, makes no CUDA context and writes
+nothing but the write probe. TANDEM_ROLE (trainer, inference; else both) decides what it collects.
+It starts before the spool and the programs exist; until they do, `tandem_collector_success` is 0.
+Exits with 0 on SIGTERM, 2 for wrong settings, 1 if its address is taken.
 """
 
 import json
@@ -47,7 +47,7 @@ log = Log("exporter")
 
 
 def exported_sides() -> tuple[Exporter, ...]:
-    """The sides whose metrics this process exports, by TANDEM_ROLE."""
+    """The sides (trainer, inference) whose metrics this process exports, by TANDEM_ROLE."""
     role = current_role()
     return BOTH if role == "all" else (role,)
 
@@ -55,9 +55,9 @@ def exported_sides() -> tuple[Exporter, ...]:
 def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Collector]:
     # A full or read-only volume can still be read.
     open_spool = cache(partial(Spool, settings.root))
-    # The container of one side may see the other side's devices too.
+    # One side's container may see the other side's devices too.
     selected = getattr(settings, f"{sides[0]}_devices") if len(sides) == 1 else ()
-    # The runner of Jobs has no GPU; those of the ranks are the Jobs' pods'.
+    # A runner of Jobs has no GPU; the ranks' GPUs belong to the Jobs' pods.
     device = (
         "cpu" if sides == ("trainer",) and settings.executor == "kubernetes" else settings.device
     )
@@ -84,16 +84,16 @@ def make_collectors(settings: Settings, sides: tuple[Exporter, ...]) -> list[Col
 
 
 class MetricsServer(ThreadingTCPServer):
-    """Serves `page` at `/metrics`, and at `/targets` the vLLM servers beside it as Prometheus' HTTP
-    service discovery reads them. Raises OSError if the address is taken.
+    """Serves `page` at `/metrics`, and at `/targets` the vLLM servers of this container, in the
+    form of Prometheus' HTTP service discovery. Raises OSError if the address is taken.
 
-    `targets`: the port of each vLLM, by its name, which is empty of the only one.
+    `targets`: the port of each vLLM by its name; an only vLLM has an empty name.
 
-    Not an HTTPServer, which looks up the host's name as it starts; that may take seconds.
+    It is not an HTTPServer, which looks up the host's name when it starts; that may take seconds.
     """
 
     daemon_threads = True
-    # `tandem up` holds the port for us, and it may have a connection in TIME_WAIT.
+    # `tandem up` holds the port for this process, and it may have a connection in TIME_WAIT.
     allow_reuse_address = True
 
     def __init__(
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _targets(self) -> list[dict[str, Any]]:
-        """Each vLLM at the host by which Prometheus has reached this server."""
+        """Each vLLM's address, with the host by which Prometheus has reached this server."""
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         return [
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a line per scrape would bury everything else."""
+        """Logs nothing: a line per scrape would bury all other lines."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""GPUs: memory, load, temperature, power and errors, as the driver reports them."""
+"""Collects the GPUs' memory, load, temperature, power and errors, as the driver reports them."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -79,8 +79,8 @@ METRICS = (
 
 
 class NvmlCollector(Collector):
-    """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all that
-    there are."""
+    """`selected`: indices or UUIDs (or their beginnings) of the GPUs to measure; empty: all
+    GPUs."""
 
     name = "nvml"
     metrics = METRICS
@@ -91,10 +91,10 @@ class NvmlCollector(Collector):
         super().__init__()
         self._device = device
         self._selected = tuple(selected)
-        # It stays open between collections: without persistence mode a GPU that no process has open
-        # loses its state.
+        # The driver stays open between collections: without persistence mode, a GPU that no process
+        # has open loses its state.
         self._driver: Driver | None = None
-        self._seen = False  # whether there ever was a GPU
+        self._seen = False  # whether a GPU was ever found
 
     def collect(self, gauges: Samples) -> None:
         if self._device == "cpu":
@@ -116,13 +116,14 @@ class NvmlCollector(Collector):
             self._seen = self._seen or measured > 0
         finally:
             if self.errors or not measured:
-                # The next collection opens it again: a driver that was reloaded answers only then.
+                # The next collection opens the driver again, because a reloaded driver answers only
+                # a new client.
                 self._driver.close()
                 self._driver = None
 
     def _measure(self, driver: Driver, gpu: Gpu, gauges: Samples) -> None:
-        """A MIG device has memory and processes of its own, and shares the rest with its whole
-        GPU."""
+        """Measures a device. A MIG device has its own memory and processes, and shares the rest
+        with its whole GPU."""
         nvml, ask = driver.nvml, driver.ask
         self._describe(driver, gpu, gauges)
 

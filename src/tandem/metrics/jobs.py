@@ -1,8 +1,9 @@
-"""Jobs, from their events, each of which is counted once. Counters begin when the exporter starts.
+"""Collects jobs' metrics from their events. Each event is counted once. Counters begin when the
+exporter starts.
 
 The cost does not grow with the number of queued or finished jobs: only jobs that have begun are
-read, and of those that ended before the exporter started only the newest. A directory of finished
-jobs is listed only after it has changed.
+read, and of the jobs that ended before the exporter started, only the newest. A directory of
+finished jobs is listed only after it has changed.
 """
 
 from contextlib import suppress
@@ -43,14 +44,15 @@ ERRORS = (
     "job_damaged",
     "other",
 )
-"""Why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
+"""Reasons why an attempt failed (docs/jobs.md); an error that is not listed counts as "other"."""
 
 _STEP_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-# Jobs of each terminal state that a new exporter reads, to find the one that ended last.
+# How many jobs of each terminal state a new exporter reads to find the one that ended last.
 _MOST_ENDED = 20
 _JOB_BUCKETS = (1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600)
 
-# Key in the event `step` -> tandem_train_<name> of the last optimizer step, and what it is.
+# Key in the event `step` -> name of the gauge tandem_train_<name> for the last optimizer step, and
+# its meaning.
 _LAST_STEP = {
     "loss": ("loss", "The loss"),
     "grad_norm": ("grad_norm", "Norm of the gradient before clipping"),
@@ -81,7 +83,7 @@ _LAST_STEP = {
 }
 _HELD_OUT = "tandem_train_held_out_loss"
 _LAST_STEP_AT = "tandem_train_last_step_timestamp_seconds"
-# Key in the event `step` -> the counter that adds it up, and what it counts.
+# Key in the event `step` -> the counter that adds it up, and its meaning.
 _TOTALS = {
     "tokens": (
         "tandem_train_tokens_total",
@@ -211,7 +213,7 @@ class JobsCollector(SpoolCollector):
         # Directories of ended jobs, as they were last listed.
         self._listed: dict[Path, tuple[JobDir, ...]] = {}
         self._caught_up = False
-        # Of events from before this process, which only set gauges.
+        # Events from before this process only set gauges.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
@@ -221,7 +223,7 @@ class JobsCollector(SpoolCollector):
         if not self._caught_up:
             self.try_each(self._begun(spool), lambda job_id: self._follow(spool, job_id))
         found = self._find(spool)
-        # A job that has ended is known until its file has moved, so that it is not counted twice.
+        # An ended job stays known until its file has moved, so that it is not counted twice.
         self._followed = {
             known: job for known, job in self._followed.items() if known in found or not job.ended
         }
@@ -236,9 +238,9 @@ class JobsCollector(SpoolCollector):
                 gauges.set(name, value, uuid=uuid)
 
     def _begun(self, spool: Spool) -> list[str]:
-        """Ids of the jobs whose attempts began before this process: the last one that ended, then
-        requeued ones, then running ones, which set the gauges last. `_find` lists the running jobs
-        again, since a requeued one may be claimed meanwhile."""
+        """Ids of the jobs whose attempts began before this process: first the last one that ended,
+        then requeued ones, then running ones, which set the gauges last. `_find` lists the running
+        jobs again, since a requeued job may be claimed in between."""
         running = [key.id for key in spool.jobs.index.running()]
         requeued = []
         for head in spool.jobs.index.heads():
@@ -248,11 +250,11 @@ class JobsCollector(SpoolCollector):
         return list(dict.fromkeys([*_last_ended(spool), *requeued, *running]))
 
     def _find(self, spool: Spool) -> set[str]:
-        """Ids of running jobs, of those that ended since the last collection, and of those that
-        were not read then."""
+        """Ids of running jobs, of jobs that ended since the last collection, and of jobs that could
+        not be read then."""
         index = spool.jobs.index
-        # Running jobs are listed first: a job that ends meanwhile is then found in at least one of
-        # the two lists.
+        # Running jobs are listed first, so a job that ends in between is in at least one of the two
+        # lists.
         found = self._unread | {key.id for key in index.running()}
         listed = index.ended()
         for directory, ended in listed.items() if self._caught_up else ():
@@ -328,9 +330,9 @@ class JobsCollector(SpoolCollector):
 
 
 def _last_ended(spool: Spool) -> list[str]:
-    """The id of the job that the present runner, or the last one, ended last, of those submitted
-    last; or none. What an earlier runner's jobs left on the devices says nothing: resident ranks
-    end with their runner.
+    """The id of the job that ended last, among the jobs submitted last; None if the present or last
+    runner has ended no job. Jobs of an earlier runner left nothing on the devices, because resident
+    ranks end with their runner.
     """
     ended = list[tuple[float, str]]()
     runner = spool.runner()
@@ -357,14 +359,14 @@ def _count_phases(counts: Samples, values: object, prefix: str = "") -> None:
 
 
 def _device_memory(released: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Gauge -> UUID -> bytes, from the data of an event `released`, where None is a size that
-    nobody could measure."""
+    """Gauge -> UUID -> bytes, from the data of an event `released`, in which None is a size that
+    could not be measured."""
     before, left, floor, kept = (
         released.get(key) or {} for key in ("before", "devices", "floor", "resident")
     )
     resident = {uuid: size for uuid, size in kept.items() if size is not None}
-    # Memory below the floor is a sleeping vLLM's, and resident ranks keep theirs: the job left
-    # neither.
+    # Memory below the floor belongs to a sleeping vLLM, and resident ranks keep theirs: the job
+    # left neither.
     before, left = beyond(before, floor), beyond(beyond(left, floor), resident)
     measured = {uuid: size for uuid, size in left.items() if size is not None}
     given_back = {

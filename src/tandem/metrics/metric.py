@@ -1,4 +1,4 @@
-"""What a metric is, and the values of some metrics between their collection and a scrape.
+"""The type of a metric, and the values of some metrics between their collection and a scrape.
 
 The file of each collector lists the metrics that it collects; `catalogue.py` joins these lists.
 
@@ -25,7 +25,7 @@ BOTH: tuple[Exporter, ...] = ("trainer", "inference")
 ALL: tuple[Exporter, ...] = ("trainer", "inference", "controller")
 
 OPEN: tuple[str, ...] = ()
-"""The values of a label whose values are not known beforehand."""
+"""The values of a label that are not known beforehand."""
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 PHASES = (
     "rendezvous",
@@ -43,18 +43,18 @@ PHASES = (
     "checkpoint",
     "offload",
 )
-"""What a rank does, in this order. "old_logprobs" to "optimizer" repeat for each optimizer step.
-Only resident ranks offload, and only ranks on a GPU rehearse a new model's first pass."""
+"""The phases of a rank, in this order. "old_logprobs" to "optimizer" repeat for each optimizer
+step. Only resident ranks offload, and only ranks on a GPU rehearse a new model's first pass."""
 
 STALE_SECONDS = 60.0
-"""A rank without a new heartbeat for this long is not up. Perishable metrics of a collector that
-has failed for this long are no longer exported."""
+"""A rank without a new heartbeat for this many seconds is not up. Perishable metrics of a collector
+that has failed for this long are no longer exported."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum`
-    and `_count`."""
+    """A metric. `name` is PromQL's: counters end in `_total`; histograms add `_bucket`, `_sum` and
+    `_count`."""
 
     name: str
     help: str
@@ -68,21 +68,21 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without +Inf."""
     perishable: bool = False
-    """A measurement, which says nothing about now once it is STALE_SECONDS old."""
+    """A measurement that is void once it is STALE_SECONDS old."""
 
 
 _Series = dict[tuple[str, ...], tuple[float, ...]]
-"""Label values, in the order of the metric's labels -> the value. A histogram has the number of
-observations in each bucket (the last bucket is above all bounds), and then the sum of the observed
-values."""
+"""Label values, in the order of the metric's labels -> the value. A histogram's value is the number
+of observations in each bucket (the last bucket is above all bounds), followed by the sum of the
+observed values."""
 
 
 class Samples:
     """The series of some metrics. Several threads may write and read them.
 
     A counter or histogram without open labels has all its series from the start, at 0, because
-    PromQL's increase() does not see a series' first event. Every method raises KeyError for a
-    metric that is not one of these, and for labels that are not the metric's.
+    PromQL's increase() does not see a series' first event. Every method raises KeyError for an
+    unknown metric, and for labels that are not the metric's.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -153,7 +153,6 @@ def _family(metric: Metric, series: _Series) -> Family:
 
 
 def number(values: Any, key: str) -> float | None:
-    """`values[key]` if that is a number. Events have null in place of numbers that are not
-    finite."""
+    """`values[key]` if it is a number. Events have null in place of numbers that are not finite."""
     value = values.get(key) if isinstance(values, dict) else None
     return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,4 @@
-"""Which step of each run is the newest and which one is served; the newest checkpoint of all
+"""Collects, for each run, the newest step and the served step; and the newest checkpoint of all
 runs."""
 
 from tandem.metrics.collector import OpenSpool, SpoolCollector
@@ -7,12 +7,12 @@ from tandem.spool import Spool
 
 PARTS = ("copy", "stage", "drain", "swap", "load", "verify", "since_checkpoint")
 RUNS = 20
-"""Only so many runs, those that changed last, are exported: each run is a label value, which stays
-in Prometheus."""
+"""At most this many runs are exported, the ones that changed last: each run is a label value, which
+stays in Prometheus."""
 
 
 class PolicyCollector(SpoolCollector):
-    """`sides`: "trainer" exports which step was made, "inference" which one is served."""
+    """`sides`: "trainer" exports the newest step, "inference" the served step."""
 
     name = "policy"
     metrics = (

@@ -1,5 +1,5 @@
-"""What vLLM is given to serve: the publisher's work, counted from the exporter's start on, and
-merged weights."""
+"""Collects the publisher's work, counted from the exporter's start, and the state of merged
+weights."""
 
 from contextlib import suppress
 from typing import get_args
@@ -58,7 +58,7 @@ class PublishCollector(SpoolCollector):
 
     def __init__(self, open_spool: OpenSpool) -> None:
         super().__init__(open_spool)
-        # Run -> when served.json was written, and what.
+        # Run -> time and content of served.json.
         self._records: dict[str, tuple[float, Served | None]] = {}
         # Unix seconds, error and allowed error in nats of the last verification.
         self._error: tuple[float, float, float] | None = None
@@ -97,7 +97,7 @@ class PublishCollector(SpoolCollector):
         # one is served.
         first = record.step if before is None or before.step > record.step else before.step + 1
         for step in [step for step in spool.checkpoints.steps(run) if first <= step < record.step]:
-            with suppress(NotFound):  # it was removed meanwhile
+            with suppress(NotFound):  # it was removed in between
                 job = spool.checkpoints.manifest(run, step).job
                 events = [] if job is None else spool.events.read(job)
                 if event := next((event for event in events if event.type == "served"), None):
@@ -113,9 +113,10 @@ class PublishCollector(SpoolCollector):
 
 
 class MergedCollector(SpoolCollector):
-    """Whether vLLM has whole and verified weights, and which runs want to be served.
+    """Collects whether vLLM has whole and verified merged weights, and which runs want to be
+    served.
 
-    Asks vLLM's server itself: it answers while the publisher waits for a swap, and without a
+    Asks vLLM's server itself, which answers while the publisher waits for a swap, and without a
     publisher.
     """
 
@@ -158,14 +159,14 @@ class MergedCollector(SpoolCollector):
         for replica, settings in self._servers.items():
             if replica not in self._clients:
                 self._clients[replica] = VllmClient(settings, timeout=5.0)
-            # It starts, or is gone: Prometheus' `up` of vLLM says so.
+            # vLLM is starting, or gone: Prometheus' `up` of vLLM tells.
             with suppress(InferenceUnavailable):
                 current = self._clients[replica].merged()["phase"]
                 for phase in PHASES:
                     gauges.set(
                         "tandem_merged_phase", phase == current, replica=replica, phase=phase
                     )
-        with self.part("runs"):  # what vLLM says does not depend on the volume
+        with self.part("runs"):  # vLLM's answer does not depend on the volume
             gauges.set(
                 "tandem_merged_runs",
                 sum(run.weights == "merged" for run in self.spool().runs.list()),
@@ -173,7 +174,7 @@ class MergedCollector(SpoolCollector):
 
 
 class ReplicasCollector(SpoolCollector):
-    """Several inference servers: who is ready, and how far each is behind."""
+    """Collects the inference servers: which are ready, and how far each is behind."""
 
     name = "replicas"
     metrics = (

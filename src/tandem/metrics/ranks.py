@@ -142,13 +142,13 @@ class _AttemptSeries:
     number: int
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
-    # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
+    # For each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
     # clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
 
 
 class RanksCollector(SpoolCollector):
-    """`ranks`: how many ranks an attempt starts."""
+    """`ranks`: the number of ranks that an attempt starts."""
 
     name = "ranks"
     metrics = METRICS
@@ -173,7 +173,7 @@ class RanksCollector(SpoolCollector):
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
             if last != beat:
-                # What a rank counted before this process began, an earlier exporter has counted.
+                # An earlier exporter has counted what a rank counted before this process began.
                 self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
         self._caught_up = True
@@ -201,8 +201,8 @@ class RanksCollector(SpoolCollector):
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
-        """A rank counts from 0 in each attempt, also a resident one; our counters continue from
-        attempt to attempt."""
+        """Continues the counters from attempt to attempt: a rank's own counts begin at 0 in each
+        attempt, even in a resident rank."""
         for key, (name, *_) in _ALLOCATOR_COUNTS.items():
             if key in beat.memory and beat.uuid is not None:
                 earlier = 0 if before is None else before.memory.get(key, 0)
@@ -217,7 +217,7 @@ def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
         if beat.steps:
             gauges.set("tandem_train_steps", beat.steps)
     if not up or beat.uuid is None:
-        return  # the memory of a silent rank a minute ago says nothing about now
+        return  # the memory of a rank that was silent for a minute is out of date
     where = {"uuid": beat.uuid, "rank": rank}
     for key in _ALLOCATOR_BYTES:
         if key in beat.memory:

@@ -1,4 +1,5 @@
-"""The adapter's tensors: which part each rank has, and whole tensors of parts and back."""
+"""The parts of the adapter that each rank has: makes whole tensors of parts, and parts of whole
+tensors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,7 +22,7 @@ _BLOCKS = {
     "linear_attention.": "linear_attn",
     "mlp.": "mlp",
 }
-"""Megatron's names of a layer's modules, and Hugging Face's."""
+"""Megatron's name of a layer's module -> Hugging Face's."""
 
 
 class AdapterParts:
@@ -30,7 +31,7 @@ class AdapterParts:
     def __init__(
         self, gpt: GPTModel, arch: Arch, lora: LoraShape | None, topology: Topology, layers: range
     ) -> None:
-        """`layers`: those of this rank's stage."""
+        """`layers`: the layers of this rank's stage."""
         self._topology, self._num_layers = topology, arch.num_layers
         self._shapes = adapter_shapes(arch, lora) if lora else {}
         self._keys: dict[str, list[str]] = {}  # LoRA parameter -> PEFT keys of the tensors in it
@@ -43,9 +44,9 @@ class AdapterParts:
         ranks of a stage."""
 
     def whole(self, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole fp32 tensor on the CPU, of all stages and on every rank, from every
-        rank's `local`, by LoRA parameter. A collective of all ranks that hold one copy of the
-        model."""
+        """PEFT key -> whole fp32 tensor on the CPU, on every rank, of all stages. It is made of
+        every rank's `local`, which maps LoRA parameters to tensors. A collective of all ranks that
+        hold one copy of the model."""
         whole_tensors: dict[str, torch.Tensor] = {}
         for name, tensor in local.items():
             whole_tensors |= self.gather(name, tensor)
@@ -64,9 +65,9 @@ class AdapterParts:
         return {key: whole_tensors[key] for key in self._shapes}
 
     def gather(self, name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-        """PEFT key -> whole tensor on the CPU, from every rank's `local`, which has the shape of
-        LoRA parameter `name` (a moment of Adam, for example). A collective of the tensor-parallel
-        ranks, in the same order on each.
+        """PEFT key -> whole tensor on the CPU, made of every rank's `local`, a tensor of LoRA
+        parameter `name`'s shape (a moment of Adam, for example). A collective of the
+        tensor-parallel ranks, in the same order on each.
         """
         tensor, sizes = self.tensors[name], self._topology.sizes
         group = self._topology.expert_group if tensor.stacked else self._topology.tensor
@@ -89,8 +90,8 @@ class AdapterParts:
         local: Mapping[str, torch.Tensor],
         suffix: str = "",
     ) -> None:
-        """Undo `whole`: fill `local`, this rank's part of each LoRA parameter, from a file's whole
-        tensors, which are named `<PEFT key><suffix>`. Reads no other bytes. Raises as
+        """The inverse of `whole`: fill `local`, this rank's part of each LoRA parameter, from a
+        file's whole tensors, which are named `<PEFT key><suffix>`. Reads no other bytes. Raises as
         `read_tensors`."""
         pieces = [
             piece
@@ -144,7 +145,7 @@ def _tensors(gpt: GPTModel, arch: Arch, layers: range) -> dict[str, LoraTensor]:
 
 
 def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
-    """The whole tensor of its parts, or of equal copies."""
+    """The whole tensor made of its parts, or of equal copies."""
     if tensor.cut == "whole":
         return parts[0]
     if tensor.sections:
@@ -157,8 +158,8 @@ def _join(parts: list[torch.Tensor], tensor: LoraTensor) -> torch.Tensor:
 def _piece(
     stored: StoredTensor, cut: Cut, part: int, target: torch.Tensor, begin: int = 0
 ) -> Piece:
-    """How the part `part` of a whole tensor, or of its section from row `begin` on, gets into
-    `target`, which has its shape."""
+    """Fills `target`, which has the shape of the part `part` of a whole tensor, or of its section
+    that begins at row `begin`."""
     rows, columns = target.shape
     if cut == "columns":
         return Piece(

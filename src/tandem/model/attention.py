@@ -22,7 +22,7 @@ Kernel = Literal["sdpa", "flex"]
 
 @dataclass
 class TreeParams:
-    """What all layers need to know of a row's prefix trees. Megatron carries it to the layers as
+    """A row's prefix trees, as all layers need them. Megatron passes it to the layers as
     `packed_seq_params`, the name of an argument of its own."""
 
     mask: torch.Tensor | FlexMask  # bool [S, S] for `sdpa`, FlexMask for `flex`
@@ -52,12 +52,11 @@ def tree_params(
 
     Args:
         subtree_end: int [S], on the host. A padding slot holds its own index + 1: it sees itself,
-        so no softmax is
-            empty.
-        rotation: of the slots that the layers compute, which are the row's first; all others are
-        padding.
+            so no softmax is empty.
+        rotation: cosines and sines of the slots that the layers compute, which are the row's first;
+            all others are padding.
         window: how many tokens of its sequence a token sees, itself included; None: all before it.
-        deal: which slots of the row this rank computes; None: the row's first.
+        deal: the slots of the row that this rank computes; None: the row's first.
     """
     slots, device = None if deal is None else deal.slots, rotation[0].device
     if kernel == "sdpa":
@@ -80,14 +79,16 @@ def rotation(
     """RoPE's cosines and sines (Su et al., 2021, arXiv:2104.09864) times `factor`: [S, head_dim /
     2] each.
 
-    `positions`: [S]; `inv_freq`: [head_dim / 2], radians per position of each pair of dimensions.
+    Args:
+        positions: [S].
+        inv_freq: [head_dim / 2], radians per position of each pair of dimensions.
     """
     angles = torch.outer(positions.float(), inv_freq)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 def without_rotation(tree: TreeParams) -> TreeParams:
-    """The same for layers without RoPE."""
+    """The parameters for layers without RoPE."""
     cos, sin = tree.rotation
     return replace(tree, rotation=(torch.ones_like(cos), torch.zeros_like(sin)))
 
@@ -111,9 +112,13 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale) v under the row's mask: query [length, heads, head_dim], key [keys,
-    key heads, head_dim], value [keys, key heads, value's dim] -> [length, heads, value's dim].
-    `sinks` [heads]: one more logit of each head's softmax, without a value.
+    """softmax(q k^T * scale) v under the row's mask: [length, heads, value's dim].
+
+    Args:
+        query: [length, heads, head_dim].
+        key: [keys, key heads, head_dim].
+        value: [keys, key heads, value's dim].
+        sinks: [heads], one more logit in each head's softmax, without a value.
     """
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     if isinstance(tree.mask, FlexMask):
@@ -121,7 +126,7 @@ def attend(
         depth, out = tree.reach
         output = flex(query, key, value, scale, slots, depth, out, sinks, *tree.mask)
     else:
-        # Not `enable_gqa`, with which the backward of CUDA's kernels is many times slower.
+        # Not `enable_gqa`, with which the backward pass of CUDA's kernels is many times slower.
         repeat = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         mask, size = tree.mask, value.shape[-1]
@@ -140,9 +145,9 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a key that every query sees and whose value is zero. Its product with each query is the
-    head's sink: eight dimensions are added (kernels want multiples of eight), and the first of them
-    is 1 in queries.
+    """The attention with one more key that every query sees and whose value is zero. Its product
+    with each query is the head's sink. Eight dimensions are added (kernels want multiples of
+    eight), and the first of them is 1 in queries.
     """
     key, value = pad(key, (0, 8, 0, 1)), pad(value, (0, 8, 0, 1))
     one = torch.zeros(8, dtype=query.dtype, device=query.device)

@@ -1,4 +1,4 @@
-"""Builds Megatron's GPTModel for an `Arch`, with our attention and LoRA; no weight is
+"""Builds Megatron's GPTModel for an `Arch`, with Tandem's layers and LoRA; no weight is
 initialised."""
 
 import logging
@@ -36,8 +36,8 @@ def build_policy(
     recompute: Recompute = "none",
     base: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Policy:
-    """This rank's part of the policy, on this process's device. Its base weights are uninitialised,
-    its adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
+    """Build this rank's part of the policy, on this process's device. Its base weights are
+    uninitialised, its adapter is zero; `load_weights` and `Policy.load_adapter` fill them.
 
     Call it after `device.activate` and `parallel.init_parallel`. The device may still be starting:
     the model is made in host memory that is never touched, so it takes none, and moves to the
@@ -80,7 +80,7 @@ def build_policy(
         pre_process=stage.first,
         post_process=stage.last,
     )
-    gpt.decoder.pre_process = True  # on every stage it takes the hidden states as an argument
+    gpt.decoder.pre_process = True  # every stage takes the hidden states as an argument
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for layer in gpt.decoder.layers:
@@ -93,7 +93,7 @@ def build_policy(
 
 
 def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConfig:
-    """What Megatron reads of the model, whose layers are ours."""
+    """Megatron's configuration of a model whose layers are Tandem's."""
     return mcore.TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -110,9 +110,9 @@ def _transformer_config(arch: Arch, dtype: torch.dtype) -> mcore.TransformerConf
 
 def rope_frequencies(arch: Arch) -> torch.Tensor:
     """Radians per position of each pair of head dimensions (Su et al., 2021, arXiv:2104.09864):
-    fp32 [1, head_dim / 2]; or [2, head_dim / 2], where layers with a sliding window have the
-    second. Where the two have heads of other sizes (`Arch.rope_sizes`), zeros fill up the
-    narrower.
+    fp32 [1, head_dim / 2]; or [2, head_dim / 2], with the frequencies of layers with a sliding
+    window second. If the two kinds have heads of different sizes (`Arch.rope_sizes`), zeros fill up
+    the narrower.
 
     With Llama 3's scaling, wavelengths above original / low_freq_factor are stretched by `factor`,
     those below original / high_freq_factor stay, and between them the two are blended.
@@ -151,11 +151,11 @@ def _scale_rope(
 
 
 def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    """Section 3.2 of Peng et al., 2023 (arXiv:2309.00071)."""
+    """YaRN's frequencies: section 3.2 of Peng et al., 2023 (arXiv:2309.00071)."""
     pairs = len(frequencies)
 
     def pair(rotations: float) -> float:
-        """Which pair of dimensions turns so often within the original positions."""
+        """The pair of dimensions that turns this many times within the original positions."""
         return (
             pairs
             * math.log(scaling.original_max_positions / (rotations * 2 * math.pi))

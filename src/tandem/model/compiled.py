@@ -1,10 +1,9 @@
-"""Functions that torch.compile compiles once, and later processes load from files.
+"""Compiles functions once by torch.compile; later processes load them from files.
 
 torch itself caches kernels in files, but each process must trace the function to learn which
 kernels it needs. A function compiled ahead of time (`aot_compile`) loads sooner. The files are
-pickles beside torch's own, in TORCHINDUCTOR_CACHE_DIR, and are trusted like those: whoever can
-write there runs code in the ranks. So a directory that another user made or can write to is
-refused.
+pickles beside torch's own, in TORCHINDUCTOR_CACHE_DIR, and need the same trust: whoever can write
+there runs code in the ranks. So a directory that another user made or can write to is refused.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from tandem.errors import SpoolUnusable
 from tandem.spool import fs
 from tandem.system.environment import INDUCTOR_VARIABLE, compiler_caches, trusted_directory
 
-# Prefixes of variables that may change what the compiler makes.
+# Prefixes of variables that may change the compiler's output.
 _ENVIRONMENT = ("TORCHINDUCTOR_", "TRITON_")
 
 
@@ -90,13 +89,13 @@ class Compiled[**P, T]:
         with contextlib.ExitStack() as settings:
             if hasattr(config, "enable_aot_compile"):  # off by default in torch 2.11
                 settings.enter_context(config.patch(enable_aot_compile=True))
-            # Since torch 2.12 each thread has settings of its own.
-            # torch.use_deterministic_algorithms sets this one in the thread that calls it, and a
-            # new rank's rehearsal compiles in another.
+            # Since torch 2.12 each thread has its own settings. torch.use_deterministic_algorithms
+            # sets this one in the thread that calls it, and a new rank's rehearsal compiles in
+            # another thread.
             settings.enter_context(
                 inductor.patch(deterministic=torch.are_deterministic_algorithms_enabled())
             )
-            # Guards on globals are about torch's own, and some can't be serialised.
+            # Guards on globals concern torch's own, and some can't be serialised.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
             lazy: Any = torch.compile(
                 self._function, fullgraph=True, dynamic=False, options=options
@@ -112,13 +111,14 @@ class Compiled[**P, T]:
 
 
 def _directory() -> Path:
-    """Where the files are. SpoolUnusable if another user may have written there."""
+    """The directory of the files. Raises SpoolUnusable if another user may have written there."""
     if not os.environ.get(INDUCTOR_VARIABLE):  # no launcher has set it
         os.environ |= compiler_caches(os.environ)
     cache = Path(os.environ[INDUCTOR_VARIABLE])
     cache.parent.mkdir(parents=True, exist_ok=True)
     directory = trusted_directory(cache) / "tandem"
-    with contextlib.suppress(OSError):  # read-only: nothing is there, and writing says so
+    # read-only: the file is not there, and the write below reports it
+    with contextlib.suppress(OSError):
         trusted_directory(directory)
     return directory
 

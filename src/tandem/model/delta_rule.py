@@ -1,11 +1,11 @@
-"""The gated delta rule (Yang et al., 2024, arXiv:2412.06464) and its short convolution over packed
-prefix-tree rows.
+"""Computes the gated delta rule (Yang et al., 2024, arXiv:2412.06464) and its short convolution
+over packed prefix-tree rows.
 
 A head's state S [key size, value size] starts at zero. Each token decays it by exp(g), writes
-`beta k (v - S^T k)^T` into it and reads `S^T q`. A token continues the state of its parent in the
-tree, so siblings start from the same state, whose gradient is the sum of theirs.
+`beta k (v - S^T k)^T` into it and reads `S^T q`. A token continues its parent's state in the tree.
+So siblings start from the same state, whose gradient is the sum of theirs.
 
-On a GPU flash-linear-attention computes the rule, if it is installed; else torch does.
+On a GPU flash-linear-attention computes the rule, if it is installed; otherwise torch does.
 """
 
 import functools
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 CHUNK = 64
-"""Slots whose updates of the state are computed as matrix products."""
+"""Slots whose updates of the state are computed together, as matrix products."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Slots that follow one another in the row and in each of their sequences."""
+    """Consecutive slots of the row that are also consecutive in each of their sequences."""
 
     begin: int
     end: int
@@ -45,7 +45,7 @@ class Level:
 
 @dataclass
 class Recurrence:
-    """How states travel through a row; on the device."""
+    """The path of states through a row; on the device."""
 
     segments: list[Segment]
     length: int  # slots
@@ -53,8 +53,8 @@ class Recurrence:
     _before: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def before(self, distance: int) -> torch.Tensor:
-        """int64 [length]: the slot that is `distance` tokens before each slot in its sequences, or
-        `length` where there is none."""
+        """For each slot, the slot `distance` tokens before it in its sequences: int64 [length];
+        `length` if there is none."""
         if distance not in self._before:
             self._before[distance] = torch.from_numpy(
                 _ancestors(self.segments, self.length, distance)
@@ -63,12 +63,12 @@ class Recurrence:
 
     @functools.cached_property
     def levels(self) -> list[Level]:
-        """Whole segments. `slots` of a level: those of its segments, one after the other."""
+        """The `slots` of a level: its segments' slots, one segment after the other."""
         return self._levels(self.segments)
 
     @functools.cached_property
     def chunks(self) -> list[Level]:
-        """Segments in chunks. `slots` of a level: [chunks, CHUNK], filled with `length`."""
+        """The `slots` of a level in chunks: [chunks, CHUNK], filled with `length`."""
         chunks: list[Segment] = []
         last: list[int] = []  # the last chunk of each segment
         for segment in self.segments:
@@ -105,13 +105,17 @@ class Recurrence:
 
 
 def recurrence(subtree_end: torch.Tensor, slots: int, device: torch.device) -> Recurrence:
-    """`subtree_end`: int [slots, or longer], on the host, as in `RowTensors`."""
+    """The recurrence of a row.
+
+    Args:
+        subtree_end: int [slots, or longer], on the host, as in `RowTensors`.
+    """
     return Recurrence(_segments(subtree_end[:slots].cpu().numpy()), slots, device)
 
 
 def _segments(ends: NDArray[np.int64]) -> list[Segment]:
-    """The segments in the row's order: a new one begins where a subtree ends or branches. Padding
-    is one segment: trees of one slot, which nothing is predicted from."""
+    """The segments in the row's order. A new one begins where a subtree ends or branches. Padding
+    is one segment, because nothing is predicted from its trees of one slot."""
     index = np.arange(1, len(ends))
     starts = np.flatnonzero((ends[1:] != ends[:-1]) | (ends[:-1] <= index)) + 1
     begins = [0, *starts.tolist()]
@@ -155,7 +159,7 @@ def _ancestor(
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, row: Recurrence) -> torch.Tensor:
     """The causal convolution of each feature along its sequences: x [slots, features], weight
-    [features, tokens], whose last column is of the token itself."""
+    [features, tokens], whose last column is for the token itself."""
     weight, kernel = _wide(weight), weight.shape[1]
     wide = _wide(x)
     output, padded = wide * weight[:, -1], pad(wide, (0, 0, 0, 1))
@@ -175,8 +179,8 @@ def delta_rule(
     """The values that tokens read: [slots, value heads, value size], in the dtype of `value`.
 
     Queries and keys [slots, key heads, key size] are divided by their lengths here, queries also by
-    the root of the size. Equally many value heads have the same key head. `g`, the logarithm of the
-    decay, and `beta`: fp32 [slots, value heads].
+    the square root of the size. Each key head serves an equal number of value heads. `g`, the
+    logarithm of the decay, and `beta`: fp32 [slots, value heads].
     """
     if value.is_cuda and (rule := _flash_linear_attention()) is not None:
         return _by_levels(rule, query, key, value, g, beta, row)
@@ -185,7 +189,7 @@ def delta_rule(
 
 @functools.cache
 def _flash_linear_attention() -> Any:
-    """Its kernel, or None."""
+    """The kernel of flash-linear-attention, or None."""
     if importlib.util.find_spec("fla") is None:
         logging.getLogger(__name__).warning(
             "flash-linear-attention is not installed: torch computes the delta rule, slowly;"
@@ -206,7 +210,7 @@ def _by_levels(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """Level by level, all segments of a level at once."""
+    """Computes level by level, all segments of a level at once."""
     outputs: list[torch.Tensor] = []
     states: torch.Tensor | None = None
     several = len(row.levels) > 1
@@ -236,8 +240,8 @@ def _in_chunks(
     beta: torch.Tensor,
     row: Recurrence,
 ) -> torch.Tensor:
-    """Section 3.3 of Yang et al.: within a chunk, the updates are the solution of a triangular
-    system; from chunk to chunk only the state travels."""
+    """Computes by section 3.3 of Yang et al.: within a chunk, the updates are the solution of a
+    triangular system; from chunk to chunk only the state travels."""
     slots = torch.cat([level.slots for level in row.chunks])
     repeat = value.shape[1] // key.shape[1]
 
@@ -281,7 +285,7 @@ def _in_chunks(
 
 
 def _of_parents(states: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """The states that a level's pieces begin with. The backward of indexing sums the gradients of
+    """The states with which a level's pieces begin. The backward of indexing sums the gradients of
     siblings in a fixed order."""
     return states[parents]
 

@@ -1,4 +1,4 @@
-"""The embedding of a row's tokens, and its gradient where it is trained."""
+"""Computes the embedding of a row's tokens, and its gradient if it is trained."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from tandem.model.parallel import Topology
 
 
 def embed(gpt: GPTModel, tokens: torch.Tensor, arch: Arch, topology: Topology) -> torch.Tensor:
-    """tokens int64 [S] -> [S, 1, hidden]; with sequence parallelism this rank's part of the slots,
-    which divide evenly.
+    """The tokens' embeddings: int64 [S] -> [S, 1, hidden]; with sequence parallelism only this
+    rank's part of the slots, which divide evenly.
 
     The vocabulary is cut over tensor-parallel ranks.
     """
-    # A leaf, so that autograd comes back here.
+    # A leaf, so that autograd comes back to this function.
     leaf = torch.empty(
         (), requires_grad=gradients.has_gradient_buffer(gpt.embedding.word_embeddings.weight)
     )
@@ -40,7 +40,7 @@ class _Embed(torch.autograd.Function):
             topology,
         )
         hidden: torch.Tensor = gpt.embedding(input_ids=tokens[None], position_ids=None)
-        # The scale is rounded to the dtype, as elsewhere.
+        # The scale is rounded to the dtype, as in transformers and vLLM.
         ctx.scale = None if scale is None else torch.tensor(scale, dtype=hidden.dtype)
         if ctx.scale is not None:
             hidden = hidden * ctx.scale
@@ -59,7 +59,7 @@ class _Embed(torch.autograd.Function):
         local = ctx.tokens - topology.place.tensor * rows
         here = (local >= 0) & (local < rows)
         grad_local = torch.where(here[:, None], gradient.float(), 0.0)
-        # Deterministic on CUDA too, where torch sorts the indices.
+        # Deterministic on CUDA too, because torch sorts the indices there.
         ctx.weight.gradient_sum.index_put_(
             (torch.where(here, local, 0),), grad_local, accumulate=True
         )

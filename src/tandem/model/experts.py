@@ -1,8 +1,9 @@
-"""A mixture's experts with LoRA. Megatron's need TransformerEngine or run one by one.
+"""A mixture's experts with LoRA, as grouped matrix products. Megatron's own experts need
+TransformerEngine, or run one by one.
 
 The weights of all experts are stacked [experts, out, in] and multiplied by torch's grouped matrix
 product. The adapters are stacked too: A [experts, rank, in] and B [experts, out, rank]. Rows are
-ordered by expert. As in `lora.py`, gradients are computed here, not by autograd.
+ordered by expert. As in `lora.py`, gradients are computed here and not by autograd.
 """
 
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def _sizes(ends: torch.Tensor) -> list[int]:
 
 
 class ExpertLinear(Adapters):
-    """The same linear layer of each of this rank's experts: frozen, with adapters; or trained
+    """The same linear layer of each of this rank's experts: frozen with adapters, or trained
     itself. Uninitialised.
 
     Ranks that cut the same experts (ETP) have the same assignments in the same order. Outputs,
@@ -76,7 +77,7 @@ class ExpertLinear(Adapters):
         dtype: torch.dtype,
         bias: bool,
     ) -> None:
-        """`experts`, `in_features` and `out_features` are of all ranks together; see `Adapters`."""
+        """`experts`, `in_features` and `out_features` count all ranks together; see `Adapters`."""
         topology = parallel.current()
         sizes = topology.sizes
         if cut == "rows":
@@ -94,8 +95,8 @@ class ExpertLinear(Adapters):
         self.bias = nn.Parameter(torch.empty(self.weight.shape[:2], dtype=dtype)) if bias else None
 
     def assignment_biases(self, ends: torch.Tensor, count: int) -> torch.Tensor | None:
-        """The bias of each of the `count` assignments, or None. Where ranks cut an expert and their
-        outputs are summed, only the first has one."""
+        """The bias of each of the `count` assignments, or None. If ranks cut an expert and sum
+        their outputs, only the first has a bias."""
         if self.bias is None or (not self.column and self.topology.place.expert_tensor):
             return None
         assignments = torch.arange(count, device=ends.device)
@@ -116,7 +117,7 @@ class ExpertLinear(Adapters):
     def input_gradient(
         self, gradient: torch.Tensor, ends: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From the gradient of the output, those of x and of A x."""
+        """The gradients of x and of A x, from the gradient of the output."""
         grad_x = grouped_product(gradient, self.weight, ends)
         if not self.adapted:
             return grad_x, None
@@ -132,14 +133,14 @@ class ExpertLinear(Adapters):
         inner: torch.Tensor | None,
         ends: torch.Tensor,
     ) -> None:
-        """Add the gradients of the adapters, and of the weight where it is trained, to theirs."""
+        """Add the gradients of the adapters, and of a trained weight, to their buffers."""
         if gradients.has_gradient_buffer(self.weight):
             gradients.add(self.weight, grouped_outer(gradient, x, ends))
         if grad_inner is None or inner is None:
             return
         grad_a = grouped_outer(grad_inner, x, ends).float()
         grad_b = grouped_outer(gradient, inner, ends).float()
-        # The tensor that all ranks have whole; grad_inner of gate and up, and A x of down, are this
-        # rank's summands.
+        # The tensor that all ranks have whole; grad_inner of gate and up, and A x of down, are only
+        # this rank's summands.
         parallel.all_reduce(grad_a if self.column else grad_b, group=self.topology.expert_tensor)
         self._add_gradients(grad_a, grad_b)

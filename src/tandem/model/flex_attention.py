@@ -1,7 +1,7 @@
 """FlexAttention over packed prefix-tree rows: the mask in blocks, and the compiled kernel.
 
 PyTorch's FlexAttention (Dong et al., 2024, arXiv:2412.05496) skips blocks without visible keys.
-`Compiled` hashes this module's source, so everything that the kernel is traced from is here.
+`Compiled` hashes this module's source, so all code that the kernel is traced from is here.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ BLOCK = 128  # FlexAttention's own default, in slots
 
 
 class FlexMask(NamedTuple):
-    """The mask as FlexAttention takes it.
+    """The mask in FlexAttention's form.
 
     For each block of queries: the number of key blocks that it sees partly (`kv`) and wholly
     (`full_kv`), int32 [1, 1, blocks], and the indices of these, then of all others, int32 [1, 1,
@@ -46,10 +46,10 @@ def block_mask(
 
     A key block before the queries' own is needed if any of its subtrees reaches the first query,
     and needs no mask if all of them reach past the last query. The queries' own block is always
-    needed, with the mask. A window drops the blocks that lie wholly out of it, by the smallest and
+    needed, with the mask. A window drops blocks that lie wholly outside of it, by the smallest and
     largest depths of the two blocks.
 
-    Computed on the host, because on a GPU it would be about forty small kernels for each row.
+    It is computed on the host, because on a GPU it would be about forty small kernels for each row.
     """
     ends = padded_ends(subtree_end)
     partial, full = seen_blocks(ends, len(subtree_end), window)
@@ -65,8 +65,8 @@ def block_mask(
 
 
 def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each slot's depth in its tree: [S]. The slots before it that are not its ancestors are those
-    whose subtrees have ended."""
+    """Each slot's depth in its tree: [S]. A slot before it is not an ancestor exactly if its
+    subtree has ended."""
     length = len(subtree_end)
     return np.arange(length) - np.cumsum(np.bincount(subtree_end, minlength=length))[:length]
 
@@ -74,10 +74,11 @@ def depths(subtree_end: NDArray[np.int64]) -> NDArray[np.int64]:
 def seen_blocks(
     ends: NDArray[np.int64], length: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which blocks of keys each block of queries sees partly, and which wholly: bool [query blocks,
-    key blocks].
+    """For each block of queries: which blocks of keys it sees partly, and which wholly: bool [query
+    blocks, key blocks].
 
-    `ends`: `subtree_end` of whole blocks, of which the slots from `length` on are padding.
+    Args:
+        ends: `subtree_end` of whole blocks; slots from `length` on are padding.
     """
     slots = np.arange(len(ends))
     blocks = len(ends) // BLOCK

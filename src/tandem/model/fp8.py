@@ -1,5 +1,5 @@
-"""Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs from compute
-capability 8.9.
+"""Frozen weights in FP8 (e4m3; Micikevicius et al., 2022, arXiv:2209.05433), for GPUs of compute
+capability 8.9 or newer.
 
 A weight is quantised once, row by row for the forward product and column by column for the backward
 one. The two take the memory of the bfloat16 weight. Activations and gradients are quantised row by
@@ -13,12 +13,12 @@ from tandem.model import device
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-_MULTIPLE = 16  # sizes that torch's scaled product takes
+_MULTIPLE = 16  # multiples of sizes that torch's scaled product takes
 
 
 class Fp8Weight:
-    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, which has no
-    other values then."""
+    """A quantised weight [out, in]. Its two layouts lie in the memory of the weight, whose own
+    values are lost."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         """`weight`: bfloat16, contiguous, on a GPU."""
@@ -41,7 +41,7 @@ class Fp8Weight:
 
 
 def check_device() -> None:
-    """Raise InvalidInput where this process's device has no FP8 products."""
+    """Raise InvalidInput if this process's device has no FP8 products."""
     if device.wait_until_started() == "cpu":
         name = "the CPU"
     elif torch.cuda.get_device_capability() < (8, 9):
@@ -59,14 +59,15 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def _quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(FP8 [n, columns], fp32 scales [n, 1]): `rows` is their product."""
+    """(FP8 [n, columns], fp32 scales [n, 1]), whose product is `rows`."""
     from tandem.model.layer import triton_kernels
 
     return triton_kernels.quantise_rows(rows, E4M3, LARGEST)
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """rows [S, k] and weight [n, k] with scales [n, 1] -> rows weight^T, bfloat16 [S, n]."""
+    """The product rows weight^T, bfloat16 [S, n], of rows [S, k] and weight [n, k] with scales [n,
+    1]."""
     quantised, row_scales = _quantise(rows)
     return torch._scaled_mm(
         quantised,

@@ -1,8 +1,8 @@
-"""Where layers add the gradients that they compute: those of adapters, and where a run trains all
-weights, of these.
+"""Buffers to which layers add the gradients that they compute: adapters' gradients and, if a run
+trains all weights, the weights' gradients.
 
-Gradients of base weights have fp32 buffers. Only the last norm's comes from autograd, which would
-give each in the weight's dtype, as a new tensor for every row.
+Gradients of base weights have fp32 buffers. Only the last norm's gradient comes from autograd.
+Autograd would make every gradient in the weight's dtype, as a new tensor for every row.
 """
 
 from typing import Any
@@ -33,15 +33,15 @@ def add_product(parameter: Any, left: Tensor, right: Tensor) -> None:
     if not left.is_cuda or left.dtype is torch.float32:
         parameter.gradient_sum.addmm_(left.float().t(), right.float())
         return
-    # Some rows at a time, because the product in fp32 takes memory of its own: of an output layer
-    # gigabytes.
+    # A few rows at a time, because the fp32 product takes memory of its own: gigabytes for an
+    # output layer.
     rows = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     for part, buffer in zip(left.split(rows, 1), parameter.gradient_sum.split(rows), strict=True):
         buffer.add_(product(part, right))
 
 
 def accumulator(parameter: Tensor) -> Tensor:
-    """The parameter's own gradient, which is zero at first."""
+    """The parameter's own gradient buffer, which is zero at first."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

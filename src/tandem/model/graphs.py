@@ -1,9 +1,9 @@
 """The decoder's layers as CUDA graphs: one for the forward pass, one for the backward pass.
 
-The host launches a layer's kernels one by one; the GPU computes those of a short row of a small
-model faster than that. A graph launches all layers' kernels at once, to the same bits. It reads and
-writes the memory of its capture, so inputs are copied there, and weights, adapters and gradients
-must stay in theirs. All rows of a job have one length, and so inputs of the same shapes.
+The host launches a layer's kernels one by one; the GPU computes a small model's kernels for a short
+row faster than that. A graph launches all layers' kernels at once, to the same bits. It reads and
+writes the memory of its capture. So inputs are copied there, and weights, adapters and gradients
+must stay at their addresses. All rows of a job have one length, so all inputs have the same shapes.
 """
 
 import time
@@ -26,14 +26,15 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import FIRST_CHANNEL, HEADROOM
 
 CAPTURE = 2.0
-"""Capturing takes less time than the host needs to launch so many forward and backward passes."""
+"""The number of forward and backward passes that the host launches in the time of a capture, at
+least."""
 _LAG = 2e-3
-"""Seconds after which the GPU is done with what the host launched, if it waits for the host."""
+"""Seconds after which a GPU that waits for the host has finished the launched work."""
 
 
 class LayerGraphs:
-    """Both graphs, captured when they are made. Of one row at a time: its backward pass comes
-    before the next row's forward pass."""
+    """Both graphs, captured when this object is made. They serve one row at a time: its backward
+    pass comes before the next row's forward pass."""
 
     def __init__(
         self,
@@ -42,10 +43,14 @@ class LayerGraphs:
         tree: TreeParams,
         adapter_fixed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`hidden` and `tree`: inputs of `layers`. Their memory becomes that of the graphs' inputs.
-        `adapter_fixed`: the policy's; each forward pass casts the adapters anew.
+        """Captures both graphs. Each layer must have computed such a row before, so that all
+        kernels are loaded.
 
-        Each layer has computed such a row before, so that all kernels are loaded.
+        Args:
+            hidden: [S, 1, hidden], the row's input of `layers`. Its memory becomes the memory of
+                the graphs' input.
+            tree: the row's parameters, whose memory becomes the graphs', too.
+            adapter_fixed: the policy's; each forward pass casts the adapters again.
         """
         self._hidden, self._tree = hidden.detach(), tree
         self._inputs = _tensors(tree)
@@ -71,7 +76,7 @@ class LayerGraphs:
 
     @contextmanager
     def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        # Other threads may use the GPU meanwhile.
+        # Other threads may use the GPU during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             yield
@@ -80,7 +85,7 @@ class LayerGraphs:
 
     def __call__(self, hidden: torch.Tensor, tree: TreeParams) -> torch.Tensor:
         """hidden [S, 1, hidden] -> the same, until the next call."""
-        # A leaf, so that autograd comes back here.
+        # A leaf, so that autograd comes back to this function.
         leaf = torch.empty((), requires_grad=True)
         output: torch.Tensor = _Replay.apply(leaf, hidden, self, tree)
         return output
@@ -94,8 +99,8 @@ class LayerGraphs:
         return self._output[:, None].detach()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """From the gradient of what `forward` returned that of its `hidden`; adds those of
-        parameters to theirs."""
+        """The gradient of `hidden`, from the gradient of what `forward` returned; adds the
+        parameters' gradients to their buffers."""
         self._gradient.copy_(gradient[:, 0])
         self._backward.replay()
         return self._input_gradient
@@ -115,7 +120,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _tensors(tree: TreeParams) -> list[torch.Tensor]:
-    """All tensors of a row's parameters, in an order that all rows share."""
+    """All tensors of a row's parameters, in the same order for every row."""
     mask = list(tree.mask) if isinstance(tree.mask, FlexMask) else [tree.mask]
     reach = [tensor for tensor in tree.reach if tensor is not None]
     windowed = [] if tree.windowed is None else _tensors(tree.windowed)
@@ -123,15 +128,15 @@ def _tensors(tree: TreeParams) -> list[torch.Tensor]:
 
 
 def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
-    """Capture the policy's passes if `passes` more of them, of rows as long as `row`, end sooner
-    so, and if the memory is ample.
+    """Capture the policy's passes if that saves time over `passes` more passes of rows as long as
+    `row`, and if the memory is ample.
 
-    Call it right after the backward pass of such a row, since whose forward pass the allocator's
-    peaks have not begun anew.
+    Call it right after the backward pass of such a row, so that the allocator's peaks come from
+    that row's passes.
     """
-    # Trained base weights, latent attention, and what is done to heads' rows are left out: nothing
-    # has shown that they get the same bits. So are delta nets, whose passes launch other kernels
-    # for a row of another tree.
+    # Trained base weights, latent attention, and changes to heads' rows are left out, because no
+    # test shows that they get the same bits. Delta nets are left out because they launch other
+    # kernels for a row with another tree.
     arch = policy.arch
     of_rows = arch.wide_qk_norm or arch.value_norm or arch.query_growth or arch.rope_layers
     if not device.is_cuda() or policy.lora is None or arch.moe or arch.gdn or arch.mla or of_rows:
@@ -149,12 +154,16 @@ def repeat(policy: Policy, row: RowTensors, passes: int) -> None:
 
 
 def worth_capturing(passes: int, host: float, gpu: float) -> bool:
-    """`host`, `gpu`: seconds to launch and to compute one pass, or the same part of each."""
+    """Whether a capture saves time.
+
+    Args:
+        host, gpu: seconds to launch and to compute one pass, or the same part of each.
+    """
     return passes * (host - gpu) > CAPTURE * host
 
 
 def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
-    """Let the policy's passes be graphs. Where they can't be captured, they stay as they are."""
+    """Turn the policy's passes into graphs. If they can't be captured, they stay as they are."""
     # The passes so far have left as much unused memory as the graphs need.
     memory.release_cached()
     layers = list(policy.gpt.decoder.layers)
@@ -163,7 +172,7 @@ def capture(policy: Policy, hidden: torch.Tensor, tree: TreeParams) -> None:
         policy.layer_graphs = LayerGraphs(layers, hidden, tree, policy.adapter_fixed)
     except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's
         failed = f"no CUDA graphs, the host launches each kernel: {error}"
-    # Outside of `except`, whose error holds the tensors of the frames that it left.
+    # Outside of `except`, because the error holds the tensors of the frames that it left.
     if failed is not None:
         warnings.warn(failed, stacklevel=2)
         memory.release_cached()
@@ -179,8 +188,8 @@ def drop(policy: Policy) -> bool:
 
 
 def _gpu_is_done() -> bool:
-    """Whether the GPU is done with what was launched, at most a moment later: otherwise the passes
-    wait for the GPU, and graphs gain nothing."""
+    """Whether the GPU has finished the launched work now or a moment later. If not, the passes wait
+    for the GPU, and graphs gain nothing."""
     stream, end = torch.cuda.current_stream(), time.perf_counter() + _LAG
     while not stream.query():
         if time.perf_counter() > end:
@@ -189,13 +198,13 @@ def _gpu_is_done() -> bool:
 
 
 def _fits(policy: Policy, items: int) -> bool:
-    """Whether there is room for what passes allocate and, beside it, for what is allocated between
-    them: graphs keep their memory."""
+    """Whether the memory of the passes and the memory allocated between them fit together, because
+    graphs keep their memory."""
     stats, most = memory.stats(), memory.obtainable()
     adapter = sum(parameter.nbytes for parameter in policy.lora_parameters().values())
-    between = max(working_bytes(items, policy.head), 2 * adapter)  # the softmax's, or Adam's
+    between = max(working_bytes(items, policy.head), 2 * adapter)  # the softmax's memory, or Adam's
     if policy.topology.sizes.data > 1:
-        between += FIRST_CHANNEL  # NCCL's, which may not have any yet
+        between += FIRST_CHANNEL  # NCCL's memory, which may not be allocated yet
     headroom = max(HEADROOM * most, LEAST_HEADROOM)
     return stats["allocated_peak"] + between + headroom < most
 
@@ -204,7 +213,7 @@ def _layer_seconds(
     layer: DecoderLayer, hidden: torch.Tensor, tree: TreeParams
 ) -> tuple[float, float]:
     """Seconds that the host takes to launch one layer's passes, and that the GPU takes to compute
-    them. The GPU is idle before. Adds zeros to the parameters' gradients."""
+    them. The GPU is idle before the measurement. It adds zeros to the parameters' gradients."""
 
     @torch.no_grad()
     def passes() -> float:
@@ -216,7 +225,7 @@ def _layer_seconds(
     host = passes()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # The GPU waits until all kernels are launched, so that it computes them without a pause. No GPU
-    # has 2e9 cycles per second.
+    # has more than 2e9 cycles per second.
     torch.cuda._sleep(int(2 * host * 2e9))
     begin.record()
     passes()

@@ -1,5 +1,5 @@
-"""Log-probs and entropies of items from hidden states, with the vocabulary cut over tensor-parallel
-ranks.
+"""Computes log-probs and entropies of items from hidden states, with the vocabulary cut over
+tensor-parallel ranks.
 
 All logits [items, vocabulary] never exist at once: items are computed in chunks, and each chunk's
 logits are computed again in the backward pass.
@@ -50,8 +50,8 @@ def item_logprobs(
 
 
 def working_bytes(items: int, weight: torch.Tensor) -> int:
-    """What `item_logprobs` and its backward pass take for a while on a GPU: one chunk of logits,
-    and four tensors of the items' hidden states or their gradients."""
+    """Temporary bytes of `item_logprobs` and its backward pass on a GPU: one chunk of logits, and
+    four tensors of the items' hidden states or their gradients."""
     vocabulary, hidden = weight.shape
     return (min(items * vocabulary, CHUNK_ELEMENTS) + 4 * items * hidden) * weight.element_size()
 
@@ -77,7 +77,7 @@ class _Statistics(torch.autograd.Function):
         for chunk in _chunks(len(targets), len(weight), softcap):
             logits = _capped(linear(hidden[chunk], weight), softcap)
             parts.append(_statistics(logits, targets[chunk], temperature, group))
-            del logits  # before the next chunk's exist
+            del logits  # freed before the next chunk's logits exist
         logprobs, entropy, largest, log_total = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, targets, weight, largest + log_total, entropy)
         ctx.temperature, ctx.group, ctx.parameter = temperature, group, weight
@@ -105,19 +105,19 @@ class _Statistics(torch.autograd.Function):
             torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if gradients.has_gradient_buffer(ctx.parameter):
                 gradients.add_product(ctx.parameter, grad_logits, hidden[chunk])
-            del logits, slope, grad_logits  # before the next chunk's exist
+            del logits, slope, grad_logits  # freed before the next chunk's logits exist
         if ctx.group is not None:
             parallel.all_reduce(grad_hidden, dist.ReduceOp.SUM, ctx.group)
         return grad_hidden, None, None, None, None, None
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """In their own memory."""
+    """The capped logits, written over the logits."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
-    """With a cap the backward pass has its slope beside the logits."""
+    """The chunks of items. With a cap the backward pass keeps its slope beside the logits."""
     size = max(1, CHUNK_ELEMENTS // (1 if softcap is None else 2) // vocabulary)
     return [slice(start, start + size) for start in range(0, items, size)]
 
@@ -125,8 +125,8 @@ def _chunks(items: int, vocabulary: int, softcap: float | None) -> list[slice]:
 def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
-    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank] and
-    indices into them, int64 [n], which are out of range on all ranks but one."""
+    """log p(target), entropy, m and log Z, fp32 [n], of logits [n, vocabulary of this rank].
+    `targets` are int64 [n] indices into them, which are out of range on all ranks but one."""
     if logits.is_cuda:
         from tandem.model.layer import triton_softmax
 

@@ -1,11 +1,11 @@
 """LoRA on linear layers (Hu et al., 2021, arXiv:2106.09685): `W x + alpha / rank * B (A x)`.
 
-Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, also
-where Megatron fuses the base weights. All are fp32 and cast to the activations' dtype in use, so
+Each of q, k, v, o, gate, up and down has its own A [rank, in] and B [out, rank], as in PEFT, even
+where Megatron fuses the base weights. All are fp32 and cast to the activations' dtype when used, so
 they are their own master weights.
 
-Gradients are computed here, not by autograd, so that `tandem.model.layer` decides what is saved for
-them. Across tensor-parallel ranks:
+Gradients are computed here and not by autograd, so that `tandem.model.layer` decides which tensors
+are saved for them. Across tensor-parallel ranks:
 
 - Column-parallel layers (q, k, v, gate, up): A is replicated, B is cut along its outputs. Backward
   sums the gradients of x and A x.
@@ -47,27 +47,27 @@ class AdapterSwitch:
 
 @dataclass(frozen=True)
 class LoraTensor:
-    """A trainable tensor of this rank: PEFT's, or PEFT's of all experts of a layer, stacked."""
+    """A trainable tensor of this rank: a tensor of PEFT, or the stacked tensors of all experts of a
+    layer."""
 
     parameter: nn.Parameter
     cut: Cut
     stacked: bool = False  # [experts, rows, columns]; the ranks of the experts have it
-    # Sizes of the whole tensor's sections of rows, each of which is cut for itself; empty: one
+    # Sizes of the whole tensor's sections of rows, each of which is cut separately; empty: one
     # section.
     sections: tuple[int, ...] = ()
 
 
 class Adapters(nn.Module):
-    """A and B, uninitialised, of each adapted target of a weight: a matrix that fuses several, or
-    that of each expert.
+    """Uninitialised A and B of each adapted target of a weight. The weight is a matrix that fuses
+    several targets, or one of each expert.
 
-    The weight's rows, or those of all experts, are `blocks` equal blocks, each with its share of
-    every target's rows.
+    The weight's rows, or all experts' rows, are `blocks` equal blocks, each with its share of every
+    target's rows.
     """
 
     aligned = 1
-    """The rows of A of all targets, and the columns of B, are padded with zeros to a multiple of
-    it."""
+    """All targets' rows of A, and columns of B, are padded with zeros to a multiple of this."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Adapters(nn.Module):
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """`in_features`, `out_features`: of this rank, the latter for each target, adapted or not;
-        `cut`: how ranks cut the weight. `groups`: the blocks of a matrix; Megatron's `linear_qkv`
-        has one per key head. `sections`: see `WeightRule`, by target."""
+        `cut`: the cut of the weight over ranks. `groups`: the blocks of a matrix; Megatron's
+        `linear_qkv` has one per key head. `sections`: see `WeightRule`, by target."""
         super().__init__()
         self.column, self.stacked, self.switch = cut == "rows", experts is not None, switch
         self._cut = cut
@@ -119,10 +119,10 @@ class Adapters(nn.Module):
         return bool(self.targets) and self.switch.on
 
     def cast(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A of all adapted targets [targets * rank, in], of experts [experts, targets * rank, in];
-        and alpha / rank * B of them [out, targets * rank] in the order of the weight's rows, of
-        experts [experts, out, targets * rank]. Both are padded. B is zero where a row is of one
-        target and a column of another."""
+        """A of all adapted targets [targets * rank, in], and alpha / rank * B of them [out, targets
+        * rank] in the order of the weight's rows; for experts [experts, targets * rank, in] and
+        [experts, out, targets * rank]. Both are padded. B is zero where row and column belong to
+        different targets."""
         if self._cast_memory is None:
             a, b = (self._a[0].new_zeros(shape, dtype=dtype) for shape in self.cast_shapes())
             return self._write_cast(a, b)
@@ -134,13 +134,13 @@ class Adapters(nn.Module):
     def hold(
         self, memory: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keep what `cast` returns in `memory`, zeros of `cast_shapes`, until this is called with
-        what it returns. Meanwhile the parameters may not change."""
+        """Keep the result of `cast` in `memory`, zeros of `cast_shapes`, until this is called with
+        that result. Until then the parameters may not change."""
         before, self._cast_memory, self._cast_is_written = self._cast_memory, memory, False
         return before
 
     def cast_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of what `cast` returns."""
+        """The shapes of the tensors that `cast` returns."""
         stack = (self.blocks,) if self.stacked else ()
         features = sum(self.block_features.values()) * (1 if self.stacked else self.blocks)
         return (*stack, self._columns, self._a[0].shape[-1]), (*stack, features, self._columns)
@@ -154,8 +154,8 @@ class Adapters(nn.Module):
         return a, b
 
     def _add_gradients(self, grad_a: torch.Tensor, grad_b: torch.Tensor) -> None:
-        """Add to the parameters' gradients those of `cast`'s tensors, fp32; `grad_b` before it is
-        scaled."""
+        """Add to the parameters' gradients the gradients of `cast`'s tensors, fp32; `grad_b` is the
+        one before scaling."""
         blocks = self._target_blocks(grad_b.view(self.blocks, -1, grad_b.shape[-1]))
         sums_a = [gradients.accumulator(a) for a in self._a]
         sums_b = [
@@ -166,12 +166,12 @@ class Adapters(nn.Module):
         torch._foreach_add_(sums_b, blocks, alpha=self.scale)
 
     def _target_rows(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of A of all targets each one's own."""
+        """Each target's own rows in A of all targets."""
         return list(whole[..., : len(self.targets) * self.rank, :].split(self.rank, -2))
 
     def _target_blocks(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of [blocks, sum of rows, columns] each adapted target's own rows, and `rank` columns
-        after those of the adapted targets before it."""
+        """Each adapted target's own rows and columns in [blocks, sum of rows, columns]: `rank`
+        columns after those of the adapted targets before it."""
         blocks: list[torch.Tensor] = []
         begin = 0
         for target, count in self.block_features.items():
@@ -183,8 +183,8 @@ class Adapters(nn.Module):
 
 
 class LoraLinear(Adapters):
-    """A linear layer: frozen, with adapters; or trained itself. Column parallel if its rows are
-    cut, row parallel if its columns are. Uninitialised."""
+    """A linear layer: frozen with adapters, or trained itself. It is column parallel if its rows
+    are cut, row parallel if its columns are. Uninitialised."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class LoraLinear(Adapters):
         bias: bool = False,
         sections: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`in_features` and `out_features` are of all ranks together, `groups` is of this rank; see
+        """`in_features` and `out_features` count all ranks together, `groups` this rank; see
         `Adapters`."""
         topology = parallel.current()
         parts = topology.sizes.tensor
@@ -218,7 +218,7 @@ class LoraLinear(Adapters):
         )
         self.bias = nn.Parameter(torch.empty(len(self.weight), dtype=dtype)) if bias else None
         self.fp8: Fp8Weight | None = None
-        """The frozen weight, where it is quantised; `weight` then has no values."""
+        """The quantised frozen weight, if any; `weight` then has no values."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -230,7 +230,7 @@ class LoraLinear(Adapters):
         output, inner = self._product(x), None
         if not self.column:
             output = self._sum_over_ranks(output)
-            # All ranks of a row-parallel layer have the same bias, so it is added once.
+            # All ranks of a row-parallel layer have the same bias, so only one of them adds it.
             if self.bias is not None:
                 output += self.bias
         if self.adapted:
@@ -239,18 +239,19 @@ class LoraLinear(Adapters):
             if not self.column:
                 inner = self._sum_over_ranks(inner)
             output.addmm_(inner, b.t())
-        # Last: bf16 rounds a sum in proportion to it, and the residual is the largest part.
+        # Added last: bf16 rounds a sum in proportion to its size, and the residual is the largest
+        # part.
         return (output if residual is None else output.add_(residual)), inner
 
     def inner(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A x of a column-parallel layer, as `forward` returns it."""
+        """A x of a column-parallel layer, equal to what `forward` returns."""
         if not self.adapted:
             return None
         x = parallel.gather(x, self.group) if self.sequence else x
         return linear(x, self.cast(x.dtype)[0])
 
     def input_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """From the gradient of the output [S, out] those of x and of A x."""
+        """The gradients of x and of A x, from the gradient of the output [S, out]."""
         a, b = self.cast(gradient.dtype) if self.adapted else (None, None)
         grad_inner = None if b is None else gradient @ b
         if self.sequence and not self.column:
@@ -272,14 +273,18 @@ class LoraLinear(Adapters):
         x: torch.Tensor,
         inner: torch.Tensor | None,
     ) -> None:
-        """Add the gradients of the adapters, and of the layer's own weight and bias where these are
-        trained, to theirs. `grad_inner`: from `input_gradient`; `inner`: from the forward."""
+        """Add the gradients of the adapters, and of a trained weight and bias, to their buffers.
+
+        Args:
+            grad_inner: from `input_gradient`.
+            inner: from the forward pass.
+        """
         if gradients.has_gradient_buffer(self.weight):
             self._add_base_gradients(gradient, x)
         if grad_inner is None or inner is None:
             return
         grad_a, grad_b = gradients.product(grad_inner, x), gradients.product(gradient, inner)
-        if self._own_tokens:  # each rank has that of its own tokens
+        if self._own_tokens:  # each rank has the sum for its own tokens
             if self.column or not self.sequence:
                 parallel.all_reduce(grad_a, group=self.group)
             if not self.column:
@@ -296,7 +301,7 @@ class LoraLinear(Adapters):
         gradients.add_product(self.weight, gradient, x)
 
     def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of [S, features]: of all tokens, or of this rank's."""
+        """The sum of [S, features] over the ranks, for all tokens, or for this rank's tokens."""
         if self._alone:
             return partial
         if self.sequence:
@@ -305,7 +310,7 @@ class LoraLinear(Adapters):
         return partial
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """`W x`, with a column-parallel layer's bias: this rank's part."""
+        """This rank's part of `W x`, with a column-parallel layer's bias."""
         bias = self.bias if self.column else None
         if self.fp8 is None:
             return linear(x, self.weight, bias)

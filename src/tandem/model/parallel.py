@@ -1,4 +1,4 @@
-"""Process groups: how ranks connect, and which ranks share a model or its gradients."""
+"""Process groups: connects ranks, and knows which ranks share a model or its gradients."""
 
 import os
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ reduce_scatter = getattr(_COLLECTIVES, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Topology:
-    """How the ranks divide the work, this rank's place, and the groups of ranks that it is in."""
+    """The division of the work over ranks, this rank's place, and its groups of ranks."""
 
     sizes: Sizes
     rank: int
@@ -31,18 +31,18 @@ class Topology:
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
     data: dist.ProcessGroup
-    """The ranks that gradients are summed over: data and context together. Megatron has other
-    groups of the same ranks, but each group in use makes a communicator of its own, which takes
-    time and half a gigabyte of device memory."""
+    """The ranks over which gradients are summed: data and context together. Megatron has other
+    groups of the same ranks, but each group in use makes its own communicator, which takes time and
+    half a gigabyte of device memory."""
     pipeline: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
     expert_group: dist.ProcessGroup
-    """The ranks that the experts are cut over: expert_tensor and expert together, in the order of
+    """The ranks over which the experts are cut: expert_tensor and expert together, in the order of
     their ranks."""
     expert_data: dist.ProcessGroup
     forward: dist.ProcessGroup
-    """The pipeline's ranks, for hidden states. With one stage, this and the next two groups are
+    """The pipeline's ranks, for hidden states. With one stage, this group and the next two are
     `pipeline`."""
     backward: dist.ProcessGroup
     """The pipeline's ranks, for the gradients of hidden states."""
@@ -51,14 +51,14 @@ class Topology:
 
 
 type ReadingGroups = tuple[dist.ProcessGroup, dist.ProcessGroup]
-"""The ranks that share the reading of a model's weights, and of its experts where other ranks hold
-the same ones."""
+"""The ranks that share the reading of a model's weights, and of its experts if other ranks hold the
+same experts."""
 
 _current: Topology | None = None
 
 
 def current() -> Topology:
-    """This process's, since `init_parallel`."""
+    """This process's topology, set by `init_parallel`."""
     assert _current is not None, "init_parallel was not called"
     return _current
 
@@ -67,9 +67,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
     """Join torch's default process group; a collective that waits longer than `timeout` fails."""
     if world_size == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else Gloo looks up this host's name
-    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone the first such
+    # Beside a GPU, Gloo carries the tensors in host memory. With NCCL alone, the first such
     # collective of each group would create an NCCL communicator, which takes time once and device
-    # memory for as long as the process lives.
+    # memory for the life of the process.
     backend = "cpu:gloo,cuda:nccl" if device.is_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -77,9 +77,9 @@ def connect(store: Store, rank: int, world_size: int, timeout: timedelta) -> Non
 def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0) -> Topology:
     """Join the process groups, after `device.activate`.
 
-    Under torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) with all its ranks,
-    else alone. A collective that waits longer than `timeout_seconds` fails. `sizes.data` is not
-    read: the number of ranks gives it.
+    With torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) it joins all its ranks;
+    otherwise it is alone. A collective that waits longer than `timeout_seconds` fails. `sizes.data`
+    is not read: it follows from the number of ranks.
 
     Raises:
         InvalidInput: the number of ranks is not a multiple of the other sizes.
@@ -138,8 +138,8 @@ def init_parallel(sizes: Sizes | None = None, *, timeout_seconds: float = 600.0)
 
 
 def _new_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """A new group of this rank's: the one of `groups` that it is in. The pipeline's where that is
-    one rank, or where it is in none."""
+    """The new group, out of `groups`, that this rank is in. The pipeline's group if that has one
+    rank, or if this rank is in none of them."""
     group_of_rank: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     if group_of_rank.size() > 1:
         for ranks in groups:
@@ -149,11 +149,11 @@ def _new_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup
 
 
 def reading_groups() -> ReadingGroups | None:
-    """The ranks that read the base weights together (`BaseWeights`); None if each rank reads all of
-    them.
+    """The ranks that read the base weights together (`BaseWeights`); None if each rank reads
+    everything.
 
     They read together if several ranks need the same weights and their GPUs reach one another's
-    memory, because the host's memory bounds how fast ranks read at once. All ranks get the same
+    memory, because the host's memory limits how fast ranks read at once. All ranks get the same
     answer. Ranks of several hosts don't read together, because no GPU reaches another host's
     memory.
     """
@@ -171,9 +171,9 @@ def reading_groups() -> ReadingGroups | None:
 
 
 def connect_gradients(*, experts: bool) -> None:
-    """Have NCCL connect the groups that gradients are summed over, so that its memory is counted
-    from here on. NCCL can't get any once torch's allocator has taken the rest. A collective of all
-    ranks. `experts`: whether the gradients of experts are summed over a group of their own."""
+    """Have NCCL connect the groups over which gradients are summed, so that its memory is counted
+    from here on. NCCL can't get memory once torch's allocator has taken the rest. A collective of
+    all ranks. `experts`: whether the gradients of experts are summed over a group of their own."""
     for group in (current().data, current().expert_data) if experts else (current().data,):
         all_reduce(torch.zeros(1, device=device.device()), group=group)
 
@@ -183,14 +183,14 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`dist.all_reduce`, skipped in a group of one rank, where NCCL would make a communicator in
-    vain: that takes time, and device memory for as long as the process lives."""
+    """`dist.all_reduce`, skipped in a group of one rank. NCCL would make a communicator for it,
+    which takes time, and device memory for the life of the process."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's [n, ...] one after the other, by rank. All have the same shape."""
+    """Every rank's [n, ...], concatenated in the order of ranks. All ranks give the same shape."""
     if group.size() == 1:
         return tensor
     whole = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
@@ -199,8 +199,8 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Of every rank's [ranks * n, ...] this rank's n, summed over the ranks in their order, so that
-    two runs have the same bits."""
+    """This rank's n of every rank's [ranks * n, ...], summed over the ranks in a fixed order, so
+    that two runs have the same bits."""
     if group.size() == 1:
         return tensor
     parts = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -209,8 +209,8 @@ def scatter_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, by rank; pickled, through host memory. A collective of the group
-    (default: all ranks)."""
+    """Every rank's `value`, in the order of ranks; pickled, through host memory. A collective of
+    the group (default: all ranks)."""
     values = [value] * dist.get_world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)
@@ -218,7 +218,7 @@ def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def destroy() -> None:
-    """Destroy all process groups, after all ranks have come here."""
+    """Destroy all process groups, once all ranks have come here."""
     if dist.is_initialized():
         device.synchronize()
         gather_objects(None)  # a barrier that makes no communicator

@@ -1,8 +1,8 @@
 """Carries hidden states to the next pipeline stage, and their gradients back.
 
-Stages exchange rows within the policy's own forward and backward passes, so a training step is the
-same loop on every stage. `Pipeline.backward` has the schedule, 1F1B of PipeDream-Flush (Narayanan
-et al., 2021, arXiv:2006.09503).
+Stages exchange rows within the policy's own forward and backward passes, so the loop of a training
+step is the same on every stage. `Pipeline.backward` follows the schedule 1F1B of PipeDream-Flush
+(Narayanan et al., 2021, arXiv:2006.09503).
 """
 
 from collections import deque
@@ -16,16 +16,16 @@ from tandem.model.parallel import Topology
 
 
 class _Lane:
-    """Sends tensors one after the other to the rank that is `step` stages further, which receives
-    them in this order.
+    """Sends tensors one after the other to the rank `step` stages further, which receives them in
+    this order.
 
-    Each direction has a process group of its own: NCCL runs what is queued in a group in order, so
-    a send that waits for its receiver would stop the other direction.
+    Each direction has its own process group: NCCL runs the operations of a group in order, so a
+    send that waits for its receiver would stop the other direction.
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
         self._group, self._step = group, step
-        # The work, and what must live until it is done.
+        # The operation, and the tensors that must live until it is done.
         self._sending: tuple[Any, torch.Tensor] | None = None
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class _Lane:
         self._sending = work, tensor
 
     def finish(self) -> None:
-        """Wait until everything is sent, and let go of it."""
+        """Wait until everything is sent, and free the tensors."""
         if self._sending is not None:
             self._sending[0].wait()
             self._sending = None
@@ -56,14 +56,14 @@ class Pipeline:
         self.layers = topology.sizes.layers(num_layers, stage)
         self.first, self.last = stage == 0, stage == stages - 1
         self.ahead = stages - 1 - stage
-        """How many rows the stage computes before the one after which it first goes back."""
+        """The number of later stages: so many rows are computed ahead of their backward passes."""
         self._group = topology.pipeline
         self._forward, self._backward = _Lane(topology.forward, 1), _Lane(topology.backward, -1)
 
     def backward(self, losses: Iterable[torch.Tensor]) -> None:
-        """Go back from each loss, in the order in which `losses` computes them. `losses` computes
-        `ahead` rows before the first backward pass, and then one row before each, so that the later
-        stages have work.
+        """Run the backward pass of each loss, in the order in which `losses` computes them.
+        `losses` computes `ahead` rows before the first backward pass, and then one row before each,
+        so that the later stages have work.
         """
         waiting = deque[torch.Tensor]()
         for loss in losses:
@@ -74,14 +74,15 @@ class Pipeline:
             waiting.popleft().backward()
 
     def finish(self) -> None:
-        """Let go of what was sent, when the other stages have received it."""
+        """Free the sent tensors once the other stages have received them."""
         self._forward.finish()
         self._backward.finish()
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device
     ) -> torch.Tensor:
-        """The hidden states that the stage before sends. Going back, it gets their gradient."""
+        """The hidden states that the stage before sends. In the backward pass, that stage gets
+        their gradient."""
         hidden = self._forward.receive(shape, dtype, where)
         if not torch.is_grad_enabled():
             return hidden
@@ -89,13 +90,14 @@ class Pipeline:
         return leaf
 
     def send(self, hidden: torch.Tensor, items: int) -> torch.Tensor:
-        """Send hidden states to the next stage; returns zeros [items], fp32. Going back from them,
-        whatever their gradient, the next stage sends that of `hidden`."""
+        """Send hidden states to the next stage. Returns zeros [items], fp32. The backward pass of
+        these zeros receives the gradient of `hidden` from the next stage, whatever their own
+        gradient."""
         zeros: torch.Tensor = _Send.apply(hidden, items, self._forward, self._backward)
         return zeros
 
     def from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """The last stage's values, on every stage, which all give tensors of this shape. Through
+        """The last stage's values, on every stage; all stages give tensors of this shape. Through
         host memory."""
         if self.first and self.last:
             return values

@@ -1,4 +1,4 @@
-"""The policy: a base model, frozen with a trainable adapter or trained itself, for packed rows."""
+"""The policy for packed rows: a base model, frozen with a trainable adapter or trained itself."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -34,24 +34,23 @@ from tandem.model.weights.checkpoint_tensors import check_adapter
 from tandem.spool.schema import LoraShape
 
 TABLE = "embedding.word_embeddings.weight"
-"""The embedding's `WeightRule`; with `Arch.tie_embeddings` the output layer's too."""
+"""The `WeightRule` of the embedding; with `Arch.tie_embeddings` also of the output layer."""
 
 
 @dataclass(frozen=True)
 class ItemOutputs:
-    """Per item of a row, fp32 [items], in nats."""
+    """The results for each item of a row, fp32 [items], in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
 
 
 class Policy(nn.Module):
-    """Built by `tandem.model.build.build_policy`.
+    """The model on this rank, built by `tandem.model.build.build_policy`. `config` is Megatron's
+    TransformerConfig. Only LoRA tensors require gradients. Without `lora` all weights are trained:
+    layers add their gradients to buffers (`tandem.model.gradients`).
 
-    `config` is Megatron's TransformerConfig. Only LoRA tensors require gradients. Without `lora`
-    all weights are trained: layers add their gradients to buffers (`tandem.model.gradients`).
-
-    After `backward` only the sum of gradients over data-parallel ranks is left to do (see
+    After `backward`, gradients still have to be summed over data-parallel ranks (see
     `tandem.model.lora`).
     """
 
@@ -74,7 +73,7 @@ class Policy(nn.Module):
         self.adapter = AdapterParts(gpt, arch, lora, self.topology, stage.layers)
         self._base_memory, self._own_memory = Offload(contents=lora is None), Offload(contents=True)
         self.layer_graphs: Callable[[torch.Tensor, TreeParams], torch.Tensor] | None = None
-        """All layers' passes with gradients, where they are captured (`tandem.model.graphs`)."""
+        """All layers' passes with gradients, if they are captured (`tandem.model.graphs`)."""
 
     @torch.no_grad()
     def place(self, base: Mapping[str, torch.Tensor]) -> None:
@@ -101,7 +100,7 @@ class Policy(nn.Module):
         self._inv_freq = self._inv_freq.to(where)
 
     def base(self) -> dict[str, nn.Parameter]:
-        """The base weights, by the names of their `WeightRule`s."""
+        """The base weights, keyed by the names of their `WeightRule`s."""
         adapted = {id(tensor.parameter) for tensor in self.adapter.tensors.values()}
         return {
             self._base_name(name): parameter
@@ -110,8 +109,8 @@ class Policy(nn.Module):
         }
 
     def _base_name(self, name: str) -> str:
-        """The `WeightRule`'s name of this stage's parameter: Megatron counts the layers of each
-        stage from 0, and has a tied table of the last stage in its output layer."""
+        """The `WeightRule`'s name for this stage's parameter. Megatron counts the layers of each
+        stage from 0, and the last stage has a tied table in its output layer."""
         if name == "output_layer.weight" and self.arch.tie_embeddings:
             return TABLE
         head, layers, rest = name.partition("decoder.layers.")
@@ -139,10 +138,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def quantise_base(self) -> None:
-        """Quantise the base weights of all linear layers, when they have been read. Their values
+        """Quantise the base weights of all linear layers, after they have been read. Their values
         are lost.
 
-        Raises InvalidInput for a model or a GPU that FP8 is not for.
+        Raises InvalidInput for a model or a GPU without FP8.
         """
         fp8.check_device()
         if self.arch.moe is not None:
@@ -163,11 +162,11 @@ class Policy(nn.Module):
         return self._own_memory.parked
 
     def offload(self) -> int:
-        """Give back the device memory of all parameters; returns the bytes given back.
+        """Give back the device memory of all parameters. Returns the bytes given back.
 
-        What is trained goes to host memory. Frozen base weights are dropped, because they are in
-        files. Nothing may be computed until `restore`, and until the base weights that were dropped
-        are read again.
+        Trained tensors go to host memory. Frozen base weights are dropped, because the files have
+        them. Nothing may be computed until `restore`, and until the dropped base weights are read
+        again.
         """
         self.stage.finish()
         for layer in self._linear_layers():
@@ -176,14 +175,14 @@ class Policy(nn.Module):
         return self._base_memory.park(self.base().values()) + self._own_memory.park(trained)
 
     def restore(self) -> None:
-        """Undo `offload`: the same memory and adapter, but frozen base weights are
+        """The inverse of `offload`: memory and adapter are the same, but frozen base weights are
         uninitialised."""
         self._base_memory.restore()
         self._own_memory.restore()
 
     def load_adapter(self, directory: Path) -> None:
-        """Fill the adapter from PEFT's files. Raises as `check_adapter`, with the adapter in memory
-        unchanged, and as `AdapterParts.read`."""
+        """Fill the adapter from PEFT's files. Raises what `check_adapter` raises, with the adapter
+        in memory unchanged, and what `AdapterParts.read` raises."""
         assert self.lora is not None
         self.adapter.read(check_adapter(directory, self.arch, self.lora), self.lora_parameters())
 
@@ -200,7 +199,7 @@ class Policy(nn.Module):
 
     @contextlib.contextmanager
     def adapter_fixed(self) -> Iterator[None]:
-        """Within the block nobody may change the adapter, so layers cast it once and not in each
+        """Within the block the adapter must not change, so layers cast it once and not in each
         pass. The experts' adapters are too large to be kept twice."""
         layers = {
             str(index): layer for index, layer in enumerate(self._linear_layers()) if layer.targets
@@ -233,11 +232,11 @@ class Policy(nn.Module):
             self._switch.on = before
 
     def forward(self, row: RowTensors, temperature: float = 1.0) -> ItemOutputs:
-        """log p and entropy of every item at `temperature`; logits are computed at the items'
+        """log p and entropy of every item at `temperature`. Logits are computed at the items'
         sources only.
 
-        Only the last pipeline stage has them; on the others they are zero (`Pipeline.from_last`).
-        Every stage goes back from its own, by `Pipeline.backward`.
+        Only the last pipeline stage has the results; on the others they are zero
+        (`Pipeline.from_last`). Each stage runs its own backward pass, by `Pipeline.backward`.
         """
         items, row = len(row.item_token), self.lay_out(row)
         hidden, inputs = self.first_hidden(row), self.decoder_inputs(row)
@@ -254,8 +253,8 @@ class Policy(nn.Module):
     @torch.no_grad()
     def rehearse(self, row: RowTensors) -> None:
         """Load and compile the kernels that a process's first `forward` would load. Runs a layer of
-        each kind with whatever is in the weights' memory, which may be written meanwhile. A
-        collective of the ranks that share layers.
+        each kind with the present content of the weights' memory, which another thread may be
+        writing. A collective of the ranks that share layers.
         """
         decoder, row = self.gpt.decoder, self.lay_out(row)
         hidden = self.first_hidden(row) if self.stage.first else self.no_hidden(row)
@@ -268,7 +267,8 @@ class Policy(nn.Module):
             ).logprobs.cpu()
 
     def _outputs(self, row: RowTensors, hidden: torch.Tensor, temperature: float) -> ItemOutputs:
-        """`hidden`: the final hidden states [S, hidden] (`sequence`: of this rank's tokens)."""
+        """The items' results. `hidden`: the final hidden states [S, hidden] (`sequence`: of this
+        rank's tokens)."""
         if self.topology.sizes.sequence:
             hidden = _AllTokens.apply(hidden, self.topology.tensor)
         logprobs, entropy = item_logprobs(
@@ -285,22 +285,22 @@ class Policy(nn.Module):
         return ItemOutputs(logprobs, entropy)
 
     def lay_out(self, row: RowTensors) -> RowTensors:
-        """What this rank has of the row, in slots that tensor-parallel ranks can divide. What makes
-        the layers' inputs takes such a row."""
+        """This rank's part of the row, in slots that tensor-parallel ranks can divide. The
+        functions that make the layers' inputs take such a row."""
         sizes, row = self.topology.sizes, deal_row(row, self.topology)
         if sizes.sequence and row.deal is None:
             row = pad_row(row, -(-len(row.tokens) // sizes.tensor) * sizes.tensor)
         return row
 
     def first_hidden(self, row: RowTensors) -> torch.Tensor:
-        """[S, 1, hidden] that the first layer of this stage gets."""
+        """The input [S, 1, hidden] of this stage's first layer."""
         if self.stage.first:
             return embed(self.gpt, row.tokens, self.arch, self.topology)
         like = self.no_hidden(row)
         return self.stage.receive(tuple(like.shape), like.dtype, like.device)
 
     def no_hidden(self, row: RowTensors) -> torch.Tensor:
-        """Zeros in the shape of what a layer gets."""
+        """Zeros in the shape of a layer's input."""
         sizes = self.topology.sizes
         slots = len(row.tokens) // (sizes.tensor if sizes.sequence else 1)
         return torch.zeros(
@@ -312,9 +312,9 @@ class Policy(nn.Module):
         )
 
     def decoder_inputs(self, row: RowTensors) -> dict[str, Any]:
-        """The arguments of the decoder, and of each of its layers, beside the hidden states."""
+        """The arguments of the decoder, and of each of its layers, besides the hidden states."""
         sizes, place, dtype = self.topology.sizes, self.topology.place, self.config.params_dtype
-        # A window's RoPE of its own is unscaled.
+        # The window's own RoPE is unscaled.
         kinds = zip(
             self._inv_freq, self.arch.rope_sizes, (self.arch.rope_factor, 1.0), strict=False
         )

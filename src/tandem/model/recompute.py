@@ -1,4 +1,4 @@
-"""Chooses what each layer saves for its backward pass, so that a row fits the device's memory
+"""Chooses how much each layer saves for its backward pass, so that a row fits the device's memory
 (`SaveLevel`).
 
 Levels change neither results nor their bits, only memory and time.
@@ -19,25 +19,25 @@ from tandem.model.rows import RowTensors
 from tandem.planning.memory import HEADROOM, SavedBytes, choose_levels
 
 LEAST_HEADROOM = 2**29
-"""Bytes that stay free, where HEADROOM is less. Where ranks share layers, which `lower` can't help,
-twice what a layer's passes take stays free: gaps grow with the tensors."""
+"""Bytes that stay free if HEADROOM is less. If ranks share layers, `lower` can't help. Then twice
+the memory of a layer's passes stays free, because gaps in memory grow with the tensors."""
 
 
 def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
-    """Set every layer's `save_level` to the most that rows as long as `row` allow; returns the
+    """Set every layer's `save_level` to the most that rows as long as `row` allow. Returns the
     levels, by layer.
 
     It measures one layer at each level on the device, which takes as long as a few layers of a
-    training step. On the CPU everything is saved. A collective of all ranks; those of a pipeline
-    stage choose the same.
+    training step. On the CPU everything is saved. A collective of all ranks; the ranks of a
+    pipeline stage choose the same levels.
     """
     layers = policy.gpt.decoder.layers
     levels = [SaveLevel.ALL] * len(layers)
     if device.is_cuda():
         try:
             levels = _fitting_levels(policy, row)
-        except torch.OutOfMemoryError:  # of one layer that keeps everything
-            # Others wait in the layer's collectives: this rank must end.
+        except torch.OutOfMemoryError:  # for one layer that keeps everything
+            # Other ranks wait in the layer's collectives: this rank must end.
             if policy.topology.sizes.layers_shared:
                 raise
             levels = [SaveLevel.INPUT] * len(layers)  # others wait for this rank's levels
@@ -52,7 +52,7 @@ def fit(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
-    """The levels that this rank's device has room for."""
+    """The levels for which this rank's device has room."""
     parallel.connect_gradients(
         experts=sums_experts_apart(policy.arch, policy.lora, policy.topology.sizes)
     )
@@ -74,7 +74,7 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
         - max(transient, head)
     )
     in_flight, layers = 1 + policy.stage.ahead, len(policy.gpt.decoder.layers)
-    # On average: the kinds take turns from layer to layer.
+    # On average, because the kinds alternate from layer to layer.
     saved = (
         sum(kind.layers * kind.saved[level] for kind in kinds) // layers for level in SaveLevel
     )
@@ -87,9 +87,9 @@ def _fitting_levels(policy: Policy, row: RowTensors) -> list[SaveLevel]:
 
 
 def lower(policy: Policy) -> bool:
-    """After the memory ran out: halve the number of layers that keep more than their input, the
-    fullest ones first to their attention block alone. False if there are none, or if other ranks
-    share this rank's layers: they would wait for it in a collective.
+    """After the memory ran out: halve the number of layers that keep more than their input. The
+    fullest ones first drop to their attention block alone. False if there are none, or if other
+    ranks share this rank's layers: they would wait for it in a collective.
     """
     layers = policy.gpt.decoder.layers
     if parallel.current().sizes.layers_shared:
@@ -104,7 +104,7 @@ def lower(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Layers with the same attention, of which one was measured."""
+    """Layers with the same attention. One of them was measured."""
 
     layers: int
     saved: dict[SaveLevel, int]  # bytes that a layer saves

@@ -1,8 +1,8 @@
-"""A packed row on the device, and the part of it that one rank computes.
+"""A packed row on the device, and its division among ranks.
 
-Context-parallel ranks share each row: its slots are dealt in blocks. Each rank computes its blocks'
-queries; keys and values are gathered for each layer and not kept. What is computed per slot needs
-nothing else.
+Context-parallel ranks share each row: its slots are dealt to them in blocks. Each rank computes its
+blocks' queries; keys and values are gathered for each layer and not kept. Everything else is
+computed slot by slot.
 """
 
 import math
@@ -23,27 +23,28 @@ from tandem.model.parallel import Topology
 
 @dataclass(frozen=True)
 class Deal:
-    """Which slots of a row this rank has. The row has `length` slots, each rank length / ranks."""
+    """The slots of a row that this rank has. The row has `length` slots, and each rank has length /
+    ranks of them."""
 
     slots: torch.Tensor  # int64 [length / ranks], on the device: this rank's, rising
     place: torch.Tensor  # int64 [length / BLOCK], on the device: where each block lies in `by_rank`
     # int64 [length / BLOCK], on the device: the blocks of all ranks, rank after rank.
     by_rank: torch.Tensor
-    # int64 [rank items], on the device: those of the row that this rank predicts.
+    # int64 [rank items], on the device: the row's items that this rank predicts.
     items: torch.Tensor
     num_items: int
     group: dist.ProcessGroup
 
     def gather(self, heads: Heads) -> Heads:
-        """This rank's queries, and the keys and values of the whole row, in its order."""
+        """This rank's queries, and the keys and values of the whole row, in the row's order."""
         q, k, v = heads
         both = parallel.gather(torch.cat([k, v], 1), self.group)
         k, v = _reorder(both, self.place).chunk(2, 1)
         return q, k.contiguous(), v.contiguous()
 
     def scatter(self, gradients: Heads) -> Heads:
-        """From the gradients of what `gather` returned those of its arguments, summed over the
-        ranks in their order."""
+        """The gradients of `gather`'s arguments, from the gradients of what it returned, summed
+        over the ranks in their order."""
         q, k, v = gradients
         k, v = parallel.scatter_sum(_reorder(torch.cat([k, v], 1), self.by_rank), self.group).chunk(
             2, 1
@@ -51,7 +52,7 @@ class Deal:
         return q, k, v
 
     def gather_items(self, values: torch.Tensor) -> torch.Tensor:
-        """[rank items] -> [items], of all ranks. Every rank computes the loss of all, so no
+        """[rank items] -> [items], of all ranks. Every rank computes the loss of all items, so no
         gradient is summed."""
         whole: torch.Tensor = _GatherItems.apply(values, self)
         return whole
@@ -62,7 +63,7 @@ class _GatherItems(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, deal: Deal) -> torch.Tensor:
         ctx.items = deal.items
         whole = values.new_zeros(deal.num_items).index_copy(0, deal.items, values)
-        parallel.all_reduce(whole, group=deal.group)  # exact: all ranks but one add 0
+        parallel.all_reduce(whole, group=deal.group)  # exact, because all ranks but one add 0
         return whole
 
     @staticmethod
@@ -74,7 +75,7 @@ def deal_blocks(subtree_end: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
     """Each rank's blocks of queries, rising. All ranks have equally many, and see about as many
     blocks of keys.
 
-    Blocks are dealt in the order of how many blocks of keys they see, the most first: to rank 0, 1,
+    Blocks are sorted by how many blocks of keys they see, the most first, and dealt to rank 0, 1,
     ..., and back.
     """
     partial, full = seen_blocks(subtree_end, len(subtree_end))
@@ -91,8 +92,8 @@ def _reorder(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowTensors:
-    """What the model needs of a packed row, int64, on the device unless noted. Slots are indices
-    into the row."""
+    """A packed row as the model needs it: int64, on the device unless noted. Slots are indices into
+    the row."""
 
     tokens: torch.Tensor  # [S]
     positions: torch.Tensor  # [S]
@@ -100,15 +101,14 @@ class RowTensors:
     subtree_end: torch.Tensor
     item_source: torch.Tensor  # [items], the slot each item is predicted from
     item_token: torch.Tensor  # [items], the predicted token
-    # int16 [S, layers, experts per token], which compute the slot; -1, or None: those that the
-    # router chooses.
+    # int16 [S, layers, experts per token], which compute the slot; -1 or None: the router chooses.
     slot_experts: torch.Tensor | None = None
-    # The other fields but `subtree_end` are then of this rank's slots and items.
+    # The other fields except `subtree_end` are then for this rank's slots and items.
     deal: Deal | None = None
 
 
 def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
-    """This rank's part of the row, where context-parallel ranks share it."""
+    """This rank's part of the row, if context-parallel ranks share it."""
     group, sizes = topology.context, topology.sizes
     if group.size() == 1 or row.deal is not None:
         return row
@@ -120,10 +120,10 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
     slots, place, order = (
         torch.from_numpy(array).to(where) for array in (rank_slots, np.argsort(by_rank), by_rank)
     )
-    number = torch.full_like(row.tokens, -1)  # of each slot among this rank's
+    number = torch.full_like(row.tokens, -1)  # the number of each slot among this rank's
     number[slots] = torch.arange(len(slots), device=where)
     sources, experts = number[row.item_source], row.slot_experts
-    items = (sources >= 0).nonzero()[:, 0]  # waits for the device
+    items = (sources >= 0).nonzero()[:, 0]  # the host waits for the device
     return RowTensors(
         tokens=row.tokens[slots],
         positions=row.positions[slots],
@@ -136,7 +136,7 @@ def deal_row(row: RowTensors, topology: Topology) -> RowTensors:
 
 
 def pad_row(row: RowTensors, slots: int) -> RowTensors:
-    """The row with so many slots, of which the new ones are padding. `subtree_end` may be longer
+    """The row with this many slots; the new ones are padding. `subtree_end` may be longer
     already."""
     missing, ends, experts = slots - len(row.tokens), row.subtree_end, row.slot_experts
     return replace(

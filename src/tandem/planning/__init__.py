@@ -1,5 +1,3 @@
-"""Plans, without torch.
-
-`checks.py` says whether the trainer can cut a model so, `memory.py` what a rank needs of its GPU,
-and `plan.py` which topology to take.
+"""Planning, without torch: `checks.py` says whether the trainer can cut a model into given sizes,
+`memory.py` computes a rank's GPU memory, and `plan.py` chooses a topology.
 """

@@ -1,5 +1,5 @@
-"""Checks of sizes against a model: whether the trainer can cut it so, and what is nearest. No
-torch."""
+"""Checks sizes against a model: whether the trainer can cut it that way, and which sizes are
+nearest. No torch."""
 
 import math
 from dataclasses import asdict
@@ -10,8 +10,8 @@ from tandem.topology.sizes import Sizes, all_sizes
 
 
 def check_sizes(arch: Arch, sizes: Sizes) -> None:
-    """Raise InvalidInput if the trainer can't cut the model so; it names the reason and the nearest
-    sizes that work."""
+    """Raise InvalidInput if the trainer can't cut the model that way; the error names the reason
+    and the nearest sizes that work."""
     if found := refusal(arch, sizes):
         field, reason = found
         # Data parallelism always.
@@ -23,7 +23,8 @@ def check_sizes(arch: Arch, sizes: Sizes) -> None:
 
 
 def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
-    """The setting to change, and the reason why the trainer can't cut the model so; or None."""
+    """The setting to change, and the reason why the trainer can't cut the model that way; or
+    None."""
     ranks, moe = f"{sizes.tensor} tensor-parallel ranks", arch.moe
     for parts, size in (
         ("key/value heads", arch.num_kv_heads),
@@ -88,7 +89,7 @@ def refusal(arch: Arch, sizes: Sizes) -> tuple[str, str] | None:
 
 
 def _distance(one: Sizes, other: Sizes) -> float:
-    """How many halvings and doublings lie between them; a changed number of model copies weighs
+    """The distance of two sizes in halvings and doublings. A changed number of model copies weighs
     less, sequence parallelism least."""
     ratios = {
         name: abs(math.log2(size / getattr(other, name)))

@@ -1,5 +1,5 @@
-"""What a rank needs of its GPU's memory, by part, computed from the model's shape and its `Sizes`.
-No torch."""
+"""Computes the GPU memory that a rank needs, by part, from the model's shape and its `Sizes`. No
+torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from tandem.topology.sizes import Sizes
 
 GIB = 2**30
 HEADROOM = 0.04
-"""Part of the memory that stays free: the allocator can't use every gap."""
+"""The share of the memory that stays free, because the allocator can't use every gap."""
 CHUNK_ELEMENTS = 2**27
 """Elements of one chunk of logits on a rank: 256 MiB in bf16, and a few times that in fp32 on the
 CPU."""
 CONTEXT = 760 * 2**20
-"""CUDA's context and loaded kernels: what a `resident` rank alone keeps between jobs
+"""CUDA's context and loaded kernels: the only memory that a `resident` rank keeps between jobs
 (docs/performance.md)."""
 FIRST_CHANNEL = 832 * 2**20
-"""NCCL, for the first of `_channels`: what a rank of DP=2 has beside that
+"""NCCL's memory for the first of `_channels`: measured as what a rank of DP=2 takes in addition
 (bench/results/topologies-groups.json)."""
 FURTHER_CHANNEL = GIB // 2
-"""For each further one."""
+"""NCCL's memory for each further channel."""
 TIED_TABLE = 3 * FURTHER_CHANNEL
-"""NCCL between the pipeline's ends, which sum and send the gradient and the values of a tied table
-that is trained: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
+"""NCCL's memory between the pipeline's ends, which sum and send the gradient and the values of a
+trained tied table: 1.59 GiB on the first stage, with Qwen3-0.6B's shape."""
 CLAMPED_SWIGLU, GEGLU = 25, 18
-"""Elements in bf16 per activated feature that GPT-OSS' and Gemma's activation need in the backward
-pass beside that, as they are computed in fp32 and by several kernels (`model/layer/kernels.py`)."""
+"""Extra bf16 elements per activated feature in the backward pass of GPT-OSS' and Gemma's
+activations, because several kernels compute them in fp32 (`model/layer/kernels.py`)."""
 
 DELTA_CHUNK = 64
 """Tokens of a chunk of the delta rule."""
@@ -43,7 +43,7 @@ _BF16, _INT16, _FP32 = 2, 2, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """A training as planning sees it: what is trained, and in which rows. `lora`: None trains all
+    """A training as planning sees it: the trained weights, and the rows. `lora`: None trains all
     weights."""
 
     arch: Arch
@@ -54,7 +54,7 @@ class Workload:
 
 
 class SavedBytes(NamedTuple):
-    """Bytes that a layer keeps of a row for its backward pass, by `SaveLevel` of
+    """Bytes of a row that a layer keeps for its backward pass, by `SaveLevel` of
     `model/layer/sublayers.py`."""
 
     input: int
@@ -63,9 +63,9 @@ class SavedBytes(NamedTuple):
 
 
 def choose_levels(saved: SavedBytes, layers: int, budget: float) -> tuple[int, int]:
-    """How many of `layers` keep everything, and how many of the others their attention block: as
-    many as possible within `budget` bytes. Keeping everything saves more time per byte than keeping
-    the attention block alone.
+    """The number of `layers` that keep everything, and of the others that keep their attention
+    block: as many as fit into `budget` bytes. Keeping everything saves more time per byte than
+    keeping the attention block alone.
     """
     left = budget - layers * saved.input
     counts: list[int] = []
@@ -99,8 +99,8 @@ class Memory:
         return self.weights + self.adapter + self.gradients + self.optimizer
 
     def activations(self, levels: tuple[int, int]) -> int:
-        """`levels`: how many layers keep everything, and how many of the others their attention
-        block."""
+        """`levels`: the number of layers that keep everything, and the number of the others that
+        keep their attention block."""
         everything, attention = levels
         least = self.layers - everything - attention
         saved = (
@@ -111,15 +111,15 @@ class Memory:
         return saved * self.in_flight
 
     def working(self, levels: tuple[int, int]) -> int:
-        """Logits and a layer's pass do not exist at once."""
+        """The larger of the logits and a layer's pass, because they do not exist at once."""
         return max(self.logits, self.layer if levels[0] == self.layers else self.layer_recomputing)
 
     def total(self, levels: tuple[int, int]) -> int:
         return self.states + self.activations(levels) + self.working(levels) + self.context
 
     def levels(self, gpu: float) -> tuple[int, int] | None:
-        """What `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the inputs can be
-        kept."""
+        """The levels that `recompute=auto` chooses on a GPU of `gpu` bytes; None if not even the
+        inputs can be kept."""
         budget = (
             (1 - HEADROOM) * (gpu - self.context)
             - self.states
@@ -141,7 +141,7 @@ def stages(workload: Workload, sizes: Sizes) -> list[Memory]:
 
 
 def fullest(found: Iterable[Memory]) -> Memory:
-    """The pipeline stage that needs the most where layers keep their inputs."""
+    """The pipeline stage that needs the most memory when layers keep only their inputs."""
     return max(found, key=lambda stage: stage.total((0, 0)))
 
 
@@ -175,7 +175,7 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
         gradients, optimizer = adapter, 2 * adapter
         adapter += _cast(rules, workload.lora, sizes) * _BF16
     saved, working, recomputing = _layers(workload, sizes, layers)
-    # One forward, one backward.
+    # One row in the forward pass and one in the backward pass.
     in_flight = min(sizes.pipeline - stage, max(1, workload.rows // sizes.data))
     slots = -(-workload.sequence_length // sizes.context)
     chunk = min(slots * arch.vocab_size // sizes.tensor, CHUNK_ELEMENTS)
@@ -202,9 +202,9 @@ def _stage_memory(workload: Workload, sizes: Sizes, stage: int) -> Memory:
 
 
 def _channels(workload: Workload, sizes: Sizes) -> int:
-    """How many times NCCL takes memory: once for each group of several ranks that a rank computes
-    in (`parallel.Topology`), and once more for a group that exchanges parts and not only sums. A
-    pipeline counts three times, as was measured."""
+    """The number of times that NCCL takes memory: once for each group of several ranks in which a
+    rank computes (`parallel.Topology`), and once more for a group that exchanges parts besides
+    sums. A pipeline counts as three, by measurement."""
     data = sizes.data * sizes.context
     channels = [sizes.tensor, sizes.context, sizes.context, data, *3 * [sizes.pipeline]]
     if sizes.sequence:
@@ -219,13 +219,13 @@ def _channels(workload: Workload, sizes: Sizes) -> int:
 
 
 def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters. Of A and B, one is cut over tensor-parallel ranks
+    """Elements of this rank's adapters. Either A or B is cut over tensor-parallel ranks
     (`model/lora.py`)."""
     total = 0
     for rule in rules:
         experts, cut = rule.num_experts or 1, rule.num_parts(sizes)
         a, b = (cut, 1) if rule.cut == "columns" else (1, cut)
-        # Of experts the first one's sources, which stand for all.
+        # The sources of the first expert stand for all experts'.
         for name, shape in islice(rule.sources.items(), len(rule.sources) // experts):
             if in_targets(name, lora.targets):
                 elements = lora.rank * (shape[1] // a + shape[0] // b)
@@ -236,8 +236,8 @@ def _adapter(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
-    """Elements of this rank's adapters as layers multiply them (`Adapters.cast`), without the
-    experts'."""
+    """Elements of this rank's adapters in the dtype in which layers multiply them
+    (`Adapters.cast`), without the experts'."""
     total = 0
     for rule in rules:
         if rule.num_experts is None and (
@@ -248,8 +248,8 @@ def _cast(rules: Iterable[WeightRule], lora: LoraShape, sizes: Sizes) -> int:
 
 
 def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[SavedBytes, int, int]:
-    """As `_layer`, of layers of both kinds: what they keep on average, and the most that a pass
-    has."""
+    """Like `_layer`, for layers of both kinds: the average of what they keep, and the maximum of
+    what a pass takes."""
     saved, working, recomputing = _layer(workload, sizes)
     gdn, kinds = workload.arch.gdn, list(layers)
     share = sum(gdn.layers[index] for index in kinds) / len(kinds) if gdn else 0.0
@@ -263,12 +263,12 @@ def _layers(workload: Workload, sizes: Sizes, layers: Iterable[int]) -> tuple[Sa
 def _delta_net(
     workload: Workload, gdn: GatedDeltaNet, sizes: Sizes, others: SavedBytes
 ) -> tuple[SavedBytes, int, int]:
-    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): what it
-    keeps, of it the graph between its products, and what the backward pass of that graph has
-    beside it. Computed, not measured. `others`: what an attention layer keeps, whose MLP is the
-    same."""
+    """Bytes of a delta net's layer (`DeltaNetSublayer`, with flash-linear-attention): the tensors
+    that it keeps, the part of them in the graph between its products, and the extra memory of that
+    graph's backward pass. Computed, not measured. `others`: what an attention layer keeps, whose
+    MLP is the same."""
     slots, parts, hidden = workload.sequence_length, sizes.tensor, workload.arch.hidden_size
-    own = -(-slots // parts) if sizes.sequence else slots  # of the residual stream
+    own = -(-slots // parts) if sizes.sequence else slots  # width of the residual stream
     features, value, heads = sum(gdn.sections) // parts, gdn.value_size // parts, gdn.value_heads
     heads //= parts
     targets = () if workload.lora is None else workload.lora.targets
@@ -278,8 +278,8 @@ def _delta_net(
     down = rank * ("down_proj" in targets) * _mlp_rows(workload, sizes, slots, own)
     least = own * hidden + slots * (value + rank * ("out_proj" in targets)) + down
     attention = least + own * hidden + slots * (features + value + 2 * heads + ranks_in)
-    # What the convolution's activation got; queries, keys and values; the chunks' triangular
-    # systems; what heads read, its norm, the gate and what it is made of.
+    # The input of the convolution's activation; queries, keys and values; the chunks' triangular
+    # systems; the heads' outputs, their norm, the gate and its input.
     graph = slots * ((wide + 1) * features + DELTA_CHUNK * heads + 4 * wide * value)
     # The states of all chunks and their gradients; gradients of the convolution's terms and of
     # queries, keys and values.
@@ -291,27 +291,29 @@ def _delta_net(
 
 
 def _mlp_rows(workload: Workload, sizes: Sizes, slots: int, residual_slots: int) -> int:
-    """Rows of the MLP's products, or of the experts' if they get equally many: the ranks of expert
-    and expert tensor parallelism gather their slots, and each has 1 / `expert` of the rows."""
+    """Rows of the MLP's products, or of the experts' products if all experts get equally many. The
+    ranks of expert and expert tensor parallelism gather their slots, and each has 1 / `expert` of
+    the rows."""
     moe = workload.arch.moe
     return slots if moe is None else residual_slots * sizes.expert_tensor * moe.experts_per_token
 
 
 def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
-    """Bytes of a layer's row: what it keeps (`AttentionSublayer`, `MlpSublayer` and `MoeSublayer`
-    in `model/layer/`), and what its backward pass has beside that, where it kept everything and
-    where it kept its input."""
+    """Bytes of a layer's row: the tensors that it keeps (`AttentionSublayer`, `MlpSublayer` and
+    `MoeSublayer` in `model/layer/`), and the extra memory of its backward pass, if it kept
+    everything and if it kept only its input."""
     arch, moe, hidden = workload.arch, workload.arch.moe, workload.arch.hidden_size
 
     def adapted(*targets: str) -> int:
-        """Width of A x over `targets`."""
+        """Total width of A x over `targets`."""
         return (
             0
             if workload.lora is None
             else workload.lora.rank * sum(target in workload.lora.targets for target in targets)
         )
 
-    slots = -(-workload.sequence_length // sizes.context)  # that this rank's attention and MLP see
+    # Slots that this rank's attention and MLP see.
+    slots = -(-workload.sequence_length // sizes.context)
     # Slots whose residual stream this rank has.
     residual_slots = -(-slots // sizes.tensor) if sizes.sequence else slots
     rows = _mlp_rows(workload, sizes, slots, residual_slots)
@@ -327,17 +329,17 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     query = sum(kind.output_size for kind in kinds) // len(kinds) // sizes.tensor
     sent = sum(kind.query_size + kind.kv_size + kind.value_size for kind in kinds)
     qkv = sent // len(kinds) // sizes.tensor
-    gates = query if arch.output_gate else 0  # beside the output, or in the rows of qkv
+    gates = query if arch.output_gate else 0  # in addition to the output, or in the rows of qkv
     least = (
         residual_slots * hidden
         + slots * (query + gates + adapted("o_proj"))
         + rows * adapted("down_proj")
     )
-    if moe is not None and moe.beside_mlp:  # the experts' sum, and that with the MLP's output
+    if moe is not None and moe.beside_mlp:  # the experts' sum, and its sum with the MLP's output
         least += 2 * residual_slots * hidden
-    if arch.sinks:  # FlexAttention's own output, beside that with the sinks
+    if arch.sinks:  # FlexAttention's own output, kept in addition to the output with the sinks
         least += slots * query
-    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and the q, k and v made of it, which
+    # ATTENTION: the MLP's input, qkv, A x of q, k and v, and q, k and v themselves, which
     # context-parallel ranks make and gather again.
     made = 1 if sizes.context > 1 else 2
     attention = least + residual_slots * hidden
@@ -370,8 +372,8 @@ def _layer(workload: Workload, sizes: Sizes) -> tuple[SavedBytes, int, int]:
     # Gate and up, and the MLP's input.
     recomputing = working + 2 * rows * features + 2 * slots * hidden
     if arch.mla is not None:
-        # Gradients of heads, and of what they are made of; beside that the heads, and what they
-        # are made of. Computed, not measured.
+        # Gradients of heads, and of their inputs; in addition the heads and their inputs. Computed,
+        # not measured.
         gradients = slots * 2 * qkv + 2 * slots * hidden
         working, recomputing = max(working, gradients), max(recomputing, 2 * gradients)
     return saved, working * _BF16, recomputing * _BF16

@@ -1,5 +1,5 @@
-"""Which topologies of a number of GPUs fit a model, how fast each trains, and which to take. No
-torch.
+"""Plans topologies: which ones fit a model on a number of GPUs, how fast each trains, and which to
+take. No torch.
 
 Speed is an estimate: the model's operations over rates measured on one H200
 (bench/results/train.json), plus the bytes that ranks exchange over an assumed bandwidth, times what
@@ -29,10 +29,10 @@ EXPERTS_RATE = 361e12
 """Operations per second of a mixture's linear layers with LoRA on attention: 30B-A3B's shape, where
 attention takes 51 %."""
 ADAPTED_EXPERTS_RATE = 260e12
-"""The same with LoRA on all experts."""
+"""The same rate with LoRA on all experts."""
 EXCHANGE_RATE = 300e9
 """Bytes per second that a GPU exchanges with others in a collective: an assumption, two thirds of
-NVLink 4's 450 GB/s per direction. No computation is assumed to go on meanwhile."""
+NVLink 4's 450 GB/s per direction. Computation is assumed not to overlap with it."""
 SHARES = {
     "tensor": 0.95,
     "sequence": 0.82,
@@ -41,9 +41,9 @@ SHARES = {
     "expert_tensor": 0.80,
     "context": 1.0,
 }
-"""Measured speed of two ranks of a dimension over what operations and bytes give; context's beside
-DP=2 (bench/results/topologies-4.json). Not measured: expert tensor, which exchanges what expert
-does and has smaller products."""
+"""Measured speed of two ranks of a dimension, divided by the speed that operations and bytes give;
+context's on top of DP=2 (bench/results/topologies-4.json). Not measured: expert tensor, which
+exchanges as much as expert does and has smaller products."""
 MIXTURES_SEQUENCE_SHARE = 0.60
 """With SP the products of a mixture's experts get half the rows."""
 ADAM_RATE = 200e9
@@ -51,13 +51,14 @@ ADAM_RATE = 200e9
 are trained, with the gradient's norm: 0.43 s of 8B's step on one GPU, 0.18 on two
 (bench/results/train-full.json, topologies.json)."""
 LAUNCH_SECONDS = 3.5e-3
-"""Seconds of a layer's forward and backward pass, however short the row: Python and the launches of
-its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
+"""Seconds of a layer's forward and backward pass, even for the shortest row: Python and the
+launches of its kernels. Measured with Qwen3-0.6B's shape and rows of 2048 on an H100's host
 (bench/results/small-jobs.json)."""
 UNMEASURED = 0.9
-"""What the estimate for a topology that nobody has measured is worth beside a measured one."""
+"""The factor on the estimate for a topology that nobody has measured, when it is compared with a
+measured one."""
 ROW = 8192
-"""Slots of the rows that `TANDEM_TOPOLOGY=auto` plans for."""
+"""Slots of the rows for which `TANDEM_TOPOLOGY=auto` plans."""
 _BF16 = 2
 
 
@@ -73,13 +74,13 @@ class Candidate:
 
     @property
     def total(self) -> int:
-        """Bytes on a rank's GPU; where it does not fit, the least that it needs."""
+        """Bytes on a rank's GPU; if it does not fit, the least that it needs."""
         return self.memory.total(self.levels or (0, 0))
 
 
 @dataclass(frozen=True)
 class Plan:
-    candidates: list[Candidate]  # those that fit first, the fastest first
+    candidates: list[Candidate]  # candidates that fit come first, the fastest first
     why: str
 
     @property
@@ -88,8 +89,8 @@ class Plan:
 
 
 def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
-    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds; InvalidInput if
-    none fits."""
+    """All topologies of `gpus` GPUs of `gpu_memory` bytes that the trainer builds. Raises
+    InvalidInput if none fits."""
     found = [
         _candidate(workload, sizes, gpu_memory)
         for sizes in all_sizes(gpus)
@@ -111,20 +112,24 @@ def plan(workload: Workload, gpus: int, gpu_memory: float) -> Plan:
 
 
 def servers_to_keep_busy(trained: float, generated: float, share: float) -> int:
-    """How many inference servers generate what a trainer trains meanwhile: the least number.
+    """The least number of inference servers that generate as many tokens as a trainer trains in the
+    same time.
 
-    `trained`: slots that the trainer trains per second; `generated`: new tokens that one server
-    generates per second; `share`: of the slots that are new tokens. Prompts that trajectories share
-    are one slot each, and no server generates them.
+    Prompts that trajectories share are one slot each, and no server generates them.
+
+    Args:
+        trained: slots that the trainer trains per second.
+        generated: new tokens that one server generates per second.
+        share: of the slots that are new tokens.
     """
     return max(1, math.ceil(trained * share / generated))
 
 
 def automatic(settings: Settings, gpu_memory: int) -> Plan:
-    """What `TANDEM_TOPOLOGY=auto` takes for the trainer's ranks, the first of the plan: for rows of
-    `ROW` slots, or as many as the model has positions, and the largest LoRA that a run may have by
-    default. `gpu_memory`: bytes of the smallest of their GPUs. InvalidInput if it is 0 or no
-    topology fits."""
+    """The choice of `TANDEM_TOPOLOGY=auto` for the trainer's ranks: the first topology of the plan,
+    for rows of `ROW` slots, or as many as the model has positions, and the largest LoRA that a run
+    may have by default. `gpu_memory`: bytes of the smallest of their GPUs. Raises InvalidInput if
+    it is 0 or no topology fits."""
     if gpu_memory == 0:
         problem = (
             "auto plans the memory of GPUs, and the trainer has none whose memory is known; leave"
@@ -143,7 +148,7 @@ def automatic(settings: Settings, gpu_memory: int) -> Plan:
 
 
 def describe(sizes: Sizes) -> str:
-    """`TP=2+SP EP=4`: the dimensions of several ranks."""
+    """The dimensions that have several ranks, as `TP=2+SP EP=4`."""
     names = {
         "TP": sizes.tensor,
         "CP": sizes.context,
@@ -190,7 +195,7 @@ def _share(workload: Workload, sizes: Sizes) -> float:
 def _step_seconds(
     workload: Workload, sizes: Sizes, needs: Memory, levels: tuple[int, int]
 ) -> float:
-    """Seconds of one optimizer step; with LoRA without Adam, which takes 2 ms."""
+    """Seconds of one optimizer step. With LoRA, Adam's 2 ms are left out."""
     arch, slots, hidden, moe = (
         workload.arch,
         workload.sequence_length,
@@ -210,7 +215,7 @@ def _step_seconds(
     # Operations of a row's forward pass (`bench/train.py`).
     linear = 2.0 * (layer + router) * arch.num_layers * slots
     head = 2.0 * hidden * arch.vocab_size * slots
-    # Causal: half of the products with keys and of those with values.
+    # Causal: half of the products with keys and half of the products with values.
     attention = slots**2 * _features_that_see_all(arch, slots)
     passes = 3 if workload.lora is None else 2  # forward, gradients of activations, and of weights
     rate = DENSE_RATE
@@ -222,8 +227,8 @@ def _step_seconds(
         )
     everything, some = levels
     least = needs.layers - everything - some
-    # What layers compute again, as a part of a forward pass: of those that keep their input all but
-    # down.
+    # The recomputation as a share of a forward pass: layers that keep only their input compute
+    # everything but down again.
     recomputed = (least * (qkv + proj + gate_up) + some * gate_up) / (layer * needs.layers)
     seconds = (
         linear * (passes + recomputed) + head * passes
@@ -234,7 +239,7 @@ def _step_seconds(
     )
     seconds = max(seconds, LAUNCH_SECONDS * needs.layers)
     rows = -(-workload.rows // sizes.data)
-    # The pipeline is not full at a step's begin and end.
+    # The pipeline is not full at the beginning and the end of a step.
     step = seconds * (rows + sizes.pipeline - 1)
     if workload.lora is None:
         step += needs.optimizer / ADAM_RATE
@@ -244,8 +249,8 @@ def _step_seconds(
 
 
 def _attention_weights(arch: Arch) -> tuple[float, float]:
-    """Of the products before and after the attention or the delta net, of a layer on average. The
-    delta rule itself is not counted."""
+    """Weights of the products before and after the attention or the delta net, per layer on
+    average. The delta rule itself is not counted."""
     kinds = arch.kinds
     features = sum(sum(attention_features(kind).values()) for kind in kinds) / len(kinds)
     before = arch.hidden_size * features
@@ -265,8 +270,8 @@ def _attention_weights(arch: Arch) -> tuple[float, float]:
 
 
 def _features_that_see_all(arch: Arch, slots: int) -> float:
-    """Features of queries and of outputs that, without windows, would see as many tokens, in a row
-    of one sequence."""
+    """Features of queries and of outputs, counted as if no layer had a window: layers with one
+    count in proportion to the tokens that they see, in a row of one sequence."""
     if arch.gdn is not None:
         return (arch.query_size + arch.output_size) * arch.gdn.layers.count(False)
     seen = 1.0
@@ -302,9 +307,9 @@ def _exchange_bytes(workload: Workload, sizes: Sizes) -> float:
 
 
 def _order(one: Candidate) -> tuple[float, int, int]:
-    """The fastest first, where a speed that was not measured counts a tenth less. Of equally fast
-    ones the one that cuts no expert, whose products are larger, then the one that needs less
-    memory."""
+    """The order of candidates: the fastest first, where an unmeasured speed counts a tenth less.
+    Among equally fast candidates, one that cuts no expert comes first, since its products are
+    larger; then the one that needs less memory."""
     worth = one.tokens_per_second * (1 if one.measured else UNMEASURED)
     return -round(worth), one.sizes.expert_tensor, one.total
 

@@ -1,13 +1,14 @@
 """The spool: the volume that controller, trainer and inference share. `Spool` opens it; all access
 goes through it.
 
-`queue.py` claims jobs, ends them and puts them back for the next attempt (`job_checks.py`: what
-they must fit). `session_jobs.py` queues those of sessions, and `recovery.py` settles what a lost
-runner left. `attempt.py` names the files of one attempt, `fence.py` ends one for good.
-`replicas.py` announces what several inference servers serve; `inference.py` says how and where vLLM
-is. `sessions.py` and `requests.py` have the sessions whose clients train by single calls, and these
-calls. `tunings.py` has the files and jobs of OpenAI's API. `locks.py` has leases and the hold,
-`removal.py` what goes. No other package builds a path on the volume.
+`queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
+job before it is queued. `session_jobs.py` queues the jobs of sessions, and `recovery.py` settles
+the jobs that a lost runner left. `attempt.py` names the files of one attempt, `fence.py` ends one
+for good. `replicas.py` announces the steps that several inference servers have in common;
+`inference.py` records the state and the address of vLLM. `sessions.py` has the sessions, whose
+clients train by single calls; `requests.py` has these calls. `tunings.py` has the files and jobs of
+OpenAI's API. `locks.py` has leases and the hold; `removal.py` removes what the settings don't keep.
+No other package builds a path on the volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version
@@ -75,25 +76,27 @@ calls. `tunings.py` has the files and jobs of OpenAI's API. `locks.py` has lease
       jobs/inference.json                 with TANDEM_TRANSPORT=nccl: the publisher says where vLLM
                                           is; of several servers each says it in replicas/<id>.json
 
-Checks: the hashes in an adapter's manifest are those of the bytes that the rank had in memory. It
-is not read back, because the page cache would answer. Files of all weights, which several ranks
-write, are read back for their hashes. The next job and the publisher compare what they read.
+Checks: the hashes in an adapter's manifest are hashes of the bytes that the rank had in memory. The
+file is not read back for them, because the page cache would answer. Files of all weights, which
+several ranks write, are read back for their hashes. The next job and the publisher compare what
+they read.
 
 Commit by rename (`fs.py`): a name that exists is complete. On NFS a reader opens the parent
 directory before it trusts that a name is absent. `checkpoints.py` commits a checkpoint, `runs.py`
 writes its manifest. A submission stages a job's directory, and one rename makes the job. When the
-job has ended, what only a living job needs goes. Then one rename moves the directory to
-`jobs/ended/`, with the state in its name.
+job has ended, the files that only a living job needs are removed. Then one rename moves the
+directory to `jobs/ended/`, with the state in its name.
 
-Names carry order: a job's key says when it was submitted, its base step, run and id. So queue,
-lists and counts come from names; only the job that is meant is read. Whoever wants to know which
-jobs run reads those that `jobs/active/` names. That name comes before the change of the state and
-goes after it, and the next claim removes one that is left over. A directory that has not changed is
-not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These memories are caches: any
-process may forget them.
+Names carry order: a job's key says when it was submitted, its base step, run and id. So the queue,
+the lists and the counts come from names; a program reads only the job that it needs. A claim takes
+the oldest queued job whose run has no running job. A program that wants the running jobs reads the
+jobs that `jobs/active/` names. A name in `jobs/active/` comes before the change of the state and
+goes after it. The next claim removes a name that is left over. A directory that has not changed is
+not listed again (`listing` in `paths.py`, `Index` in `jobs.py`). These memories are caches: a
+process may drop them at any time.
 
 Removal by rename (`removal.py`): the controller removes what the settings don't keep. A run, a
-checkpoint or an ended job gets a temporary name, and then the files go.
+checkpoint or an ended job gets a temporary name, and then its files are removed.
 
 Damage stays local. The directory of a job whose `job.json` can't be read is moved to
 `jobs/damaged/`, and the job ends as `failed` with `job_damaged`. A file with keys that only a newer
@@ -105,25 +108,26 @@ after another and lets every program read it.
 Ids are ULIDs or the client's own. The same id with the same content is one job; with other content
 it is a conflict. A job for base step N starts from checkpoint N and makes checkpoint N + 1. If N +
 1 exists and this job made it, the job is done. A job with a result is decided. It has ended once
-its terminal event is written; who finds one that has not moved, because a process died, completes
-it.
+its terminal event is written. If a process died between the two, the next process that finds the
+job completes the change.
 
 The fence (`fence.py`): before an attempt ends without success, its staged directories lose their
-names. Then its directory goes, until the volume says that it is gone. A commit is a rename out of
-that directory, so of the commit and the fence exactly one wins. That holds where a rank was frozen
-and thaws a day later, and where an NFS client still has the names in its cache. The checkpoint is
-looked for again after the fence: if it is there, the job succeeded. A rank that was ended can't
-append events either (`Attempt.event`), and who reads events leaves those of ended attempts out.
+names. Then the directory is removed, and removed again until the volume confirms that it is gone. A
+commit is a rename out of that directory, so exactly one of commit and fence wins. That also holds
+for a rank that was frozen and thaws a day later, and for an NFS client that still has the names in
+its cache. The checkpoint is looked for again after the fence: if it is there, the job succeeded. A
+rank whose attempt was ended can't append events (`Attempt.event`), and readers of events skip the
+events of ended attempts.
 
 Locks are fcntl locks on files of their own (`locks.py`): `runs/<run>/lock`, `jobs/locks/`. The
 runner holds `jobs/runner.lock`, and a second runner is refused. The publisher holds
-`jobs/locks/publisher`; a second one says who holds the lock, and waits. Several inference servers
-have a name and a publisher each, which holds `replicas/<id>.lock`.
+`jobs/locks/publisher`; a second publisher names the holder and waits. With several inference
+servers, each has a name and a publisher, which holds `replicas/<id>.lock`.
 
 Events are appended under the job's lock. Readers tolerate a half-written last line.
 
-Volumes of the format before (`schema_version` 1 in `spool.json`) are refused. Their runs are the
-same: once their jobs have ended, remove `spool.json` and `jobs/`, and start.
+Volumes of the format before (`schema_version` 1 in `spool.json`) are refused. The runs of both
+formats are the same: once all jobs have ended, remove `spool.json` and `jobs/`, and start.
 """
 
 import json
@@ -157,16 +161,17 @@ from tandem.spool.tunings import Tunings, Uploads
 
 
 def real_root(root: Path | str) -> Path:
-    """The spool's directory without a link in its path, so that a link below it is found."""
+    """The spool's directory with all links resolved, so that a link below it can be told from a
+    link above it."""
     return Path(os.path.realpath(root))
 
 
 class Spool:
-    """A spool, for many processes at once."""
+    """A spool. Many processes may use it at once."""
 
     def __init__(self, root: Path | str) -> None:
-        """Opens an existing spool, also a full or read-only one. SpoolUnusable if it can't be
-        read."""
+        """Opens an existing spool, even if the volume is full or read-only. Raises SpoolUnusable if
+        it can't be read."""
         self.root = real_root(root)
         self.paths = Paths(self.root)
         self.runs = Runs(self.paths)
@@ -191,15 +196,16 @@ class Spool:
 
     @classmethod
     def create(cls, root: Path | str) -> "Spool":
-        """Makes what a spool lacks, and opens it. SpoolUnusable if it can't; later calls go on from
-        there."""
+        """Makes the directories that a spool lacks, and opens it. Raises SpoolUnusable if it can't;
+        the next call continues from there."""
         paths = Paths(real_root(root))
         with fs.volume_errors(paths.root):
             if fs.exists(paths.version_file):
                 _check_version(paths)
             for directory in paths.directories:
                 fs.make_dir(directory)
-            # Made now, so that a full disk can't keep anybody from locking later.
+            # The lock files are made now, so that a full disk can't keep a process from locking
+            # later.
             for file in paths.locks:
                 if not fs.exists(file):
                     file.touch()
@@ -210,12 +216,12 @@ class Spool:
         return cls(paths.root)
 
     def check(self) -> None:
-        """SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
+        """Raises SpoolUnusable if the spool is gone. Without its volume a mount point is an empty
         directory, which would look like a spool without runs and jobs."""
         _check_version(self.paths)
 
     def check_writable(self) -> None:
-        """SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
+        """Raises SpoolUnusable if a small file can't be written now. Leaves nothing behind."""
         with (
             fs.volume_errors(self.root),
             TemporaryFile(dir=self.root, prefix=fs.TEMPORARY, buffering=0) as file,
@@ -224,8 +230,8 @@ class Spool:
             os.fsync(file.fileno())
 
     def damage(self) -> dict[str, list[str]]:
-        """What is damaged and left out, by kind: `job` (set aside), `name` (names among the jobs'
-        directories that are no job's), `run`. Each entry names a path."""
+        """Damaged entries that are left out, by kind: `job` (set aside), `name` (a name among the
+        jobs' directories that is not a job's), `run`. Each entry names a path."""
         jobs = [str(self.paths.damaged / name) for name in listing(self.paths.damaged)]
         names = [str(path) for path in self.jobs.index.junk()]
         runs = [
@@ -238,17 +244,18 @@ class Spool:
         return file_lock(self.paths.job_lock(job_id))
 
     def runner_lock(self, runner: str) -> AbstractContextManager[None]:
-        """Held by the spool's one runner while it lives. SpoolUnusable names the holder if there is
-        another."""
+        """The lock that the spool's one runner holds while it lives. SpoolUnusable names the holder
+        if there is another."""
         return hold_runner_lock(self.paths, runner)
 
     def publisher_lock(self) -> AbstractContextManager[None]:
-        """Held by the spool's one publisher while it lives. SpoolUnusable names another holder."""
+        """The lock that the spool's one publisher holds while it lives. SpoolUnusable names the
+        holder if there is another."""
         return hold_publisher_lock(self.paths)
 
     def runner(self) -> RunnerInfo | None:
-        """Who holds, or last held, the runner lock; None if nobody did. The runner itself must not
-        call this."""
+        """The runner that holds, or last held, the runner lock; None if nobody did. The runner
+        itself must not call this."""
         return runner_info(self.paths)
 
 

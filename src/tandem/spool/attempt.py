@@ -11,7 +11,7 @@ from tandem.spool.schema import Beat, EventType
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a job. Runner, launcher and ranks name its files by this object.
+    """One attempt at a job. Runner, launcher and ranks get the paths of its files from this object.
 
     The files are in the directory `work`. A claim makes it, and the attempt's end removes it.
     """
@@ -66,8 +66,8 @@ class Attempt:
             self.spool.events.append(self.job, kind, attempt=self.number, **data)
 
     def check(self) -> None:
-        """Conflict if the attempt was ended: nothing of it may reach the run or the job any
-        more."""
+        """Raises Conflict if the attempt was ended: then it must change nothing of the run or the
+        job."""
         located = self.spool.jobs.locate(self.job)
         current = (
             located is not None
@@ -98,9 +98,9 @@ class Attempt:
         return {int(rank): path for rank, path in paths.items() if rank.isdigit()}
 
     def remove_staged(self) -> None:
-        """Remove what the ranks of an ended attempt had begun to write.
+        """Remove the unfinished files of the ranks of an ended attempt.
 
-        It may fill the volume, on which the attempt's end must be written. A commit has renamed
-        what was complete.
+        They may fill the volume, and the end of the attempt must still be written to it. Finished
+        files are safe: a commit has renamed them.
         """
         fence.take_staged(self.work)

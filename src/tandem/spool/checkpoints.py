@@ -1,5 +1,5 @@
-"""Checkpoints, `runs/<run>/checkpoints/<8 digits>/`, and whole merged weights,
-`runs/<run>/merged/<8 digits>-<12 hex digits>/`, of which the latter name the checkpoint.
+"""Checkpoints (`runs/<run>/checkpoints/<8 digits>/`) and whole merged weights
+(`runs/<run>/merged/<8 digits>-<12 hex digits>/`). The 12 digits name the checkpoint.
 
 Both are immutable once they have that name.
 """
@@ -38,7 +38,7 @@ class Checkpoints:
         return self._runs.directory(run) / "checkpoints"
 
     def steps(self, run: str) -> list[int]:
-        """The run's steps, ascending; NotFound (field `run`) without the run."""
+        """The run's steps, ascending. Raises NotFound (field `run`) if the run does not exist."""
         return [int(name) for name in listing(self._dir(run)) if _is_step(name)]
 
     def discarded(self, run: str) -> list[Path]:
@@ -48,15 +48,15 @@ class Checkpoints:
 
     def size(self, run: str) -> int:
         """Bytes of the files of all checkpoints of the run, discarded ones too, and of its whole
-        merged weights; NotFound without the run."""
+        merged weights. Raises NotFound if the run does not exist."""
         directory = self._runs.directory(run)
         return sum(
             _bytes_of_all(directory / name) or 0 for name in ("checkpoints", "discarded", "merged")
         )
 
     def pin(self, run: str, step: int) -> None:
-        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it;
-        NotFound."""
+        """Keeps a checkpoint from being removed, until `unpin` or a rollback that discards it.
+        Raises NotFound if there is none."""
         with self._runs.lock(run):
             marker = self._pins(run) / self.path(run, step).name
             fs.in_made_dir(marker.parent, lambda: fs.write_atomic(marker, b""))
@@ -73,12 +73,12 @@ class Checkpoints:
         return self._runs.directory(run) / "pinned"
 
     def changed(self, run: str) -> float:
-        """When a checkpoint last came or went, Unix seconds by the volume's clock; NotFound without
-        the run."""
+        """When a checkpoint last came or went, Unix seconds by the volume's clock. Raises NotFound
+        if the run does not exist."""
         return self._dir(run).stat().st_mtime
 
     def newest(self, run: str) -> int:
-        """The newest step; CheckpointDamaged if the run has none."""
+        """The newest step. Raises CheckpointDamaged if the run has none."""
         newest = next(filter(_is_step, reversed(listing(self._dir(run)))), None)
         if newest is None:
             raise CheckpointDamaged(
@@ -87,7 +87,7 @@ class Checkpoints:
         return int(newest)
 
     def path(self, run: str, step: int) -> Path:
-        """The checkpoint's directory; NotFound (field `step`) if there is none."""
+        """The checkpoint's directory. Raises NotFound (field `step`) if there is none."""
         directory = self._dir(run) / step_name(min(step, STEPS))
         if not 0 <= step < STEPS or (not directory.is_dir() and not fs.exists(directory)):
             steps = self.steps(run)
@@ -101,15 +101,15 @@ class Checkpoints:
         return directory
 
     def manifest(self, run: str, step: int) -> Manifest:
-        """The manifest; NotFound without the checkpoint, CheckpointDamaged if the manifest is
-        missing, unreadable or of another checkpoint."""
+        """The manifest. Raises NotFound if the checkpoint does not exist, CheckpointDamaged if the
+        manifest is missing, unreadable or of another checkpoint."""
         path = self.path(run, step) / MANIFEST
         try:
             manifest = fs.read_record(path, Manifest)
         except ValidationError as error:
             raise CheckpointDamaged(f"{path} is truncated or altered ({error})") from error
         if manifest is None:
-            self.path(run, step)  # the checkpoint may have been removed meanwhile
+            self.path(run, step)  # the checkpoint may be gone by now
             raise CheckpointDamaged(f"{path} is missing")
         if (manifest.run, manifest.step) != (run, step):
             raise CheckpointDamaged(
@@ -118,16 +118,16 @@ class Checkpoints:
         return manifest
 
     def manifest_identity(self, run: str, step: int) -> tuple[int, int] | None:
-        """Differs where the manifest is another file, or was written again; None without one.
-        NotFound without the checkpoint."""
+        """The identity of the manifest's file; it changes when the manifest is written again. None
+        if there is no manifest. Raises NotFound if the checkpoint does not exist."""
         with suppress(FileNotFoundError):
             status = (self.path(run, step) / MANIFEST).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
     def has(self, run: str, served: Served) -> bool:
-        """Whether what is served is the run's present checkpoint of that step. Opens its manifest
-        only where that is not the file which the record names."""
+        """Whether the served checkpoint is the run's present checkpoint of that step. Opens the
+        manifest only if it is not the file that the record names."""
         with suppress(NotFound, CheckpointDamaged):
             if served.manifest is not None and served.manifest == self.manifest_identity(
                 run, served.step
@@ -137,7 +137,7 @@ class Checkpoints:
         return False
 
     def verify(self, run: str, step: int) -> Manifest:
-        """The manifest, after comparing every file with it. CheckpointDamaged names each damaged
+        """The manifest, after every file was compared with it. CheckpointDamaged names each damaged
         file."""
         manifest = self.manifest(run, step)
         verify_files(self.path(run, step), manifest)
@@ -153,11 +153,18 @@ class Checkpoints:
         check: Callable[[], None] = lambda: None,
         **details: Any,
     ) -> Manifest:
-        """Makes `staged_dir` (anywhere under the root) the checkpoint `step`, by one rename; if
-        this fails, it stays where it was. `sha256`: hashes of files whose writer knows them.
-        `check` refuses right before the rename. `details`: the manifest's other fields. Conflict
-        (field `step`) if the step exists or does not follow the newest; InvalidInput if the
-        directory holds anything but plain files."""
+        """Makes `staged_dir` the checkpoint `step`, by one rename. If this fails, `staged_dir`
+        stays where it was.
+
+        Raises Conflict (field `step`) if the step exists or does not follow the newest, and
+        InvalidInput if the directory holds anything but plain files.
+
+        Args:
+            staged_dir: anywhere under the root.
+            sha256: hashes of the files whose writer knows them; the others are read.
+            check: raises to refuse, right before the rename.
+            details: the manifest's other fields.
+        """
         target = self._dir(run) / step_name(step)
         newest = self.newest(run)
         if step != newest + 1:
@@ -177,7 +184,8 @@ class Checkpoints:
             check()
             try:
                 fs.rename_dir(staged_dir, target)
-            except FileExistsError as error:  # a rank of an earlier attempt has done it meanwhile
+            # a rank of an earlier attempt has committed it already
+            except FileExistsError as error:
                 raise Conflict(
                     f"run {run!r} has a checkpoint {step} already", field="step"
                 ) from error
@@ -185,7 +193,7 @@ class Checkpoints:
 
     def made_by(self, job: Job) -> bool:
         """Whether the job's checkpoint exists and this job made it. A session's job makes any
-        number, so none of them says that it is done."""
+        number of checkpoints, so no checkpoint says that the job is done."""
         if isinstance(job.spec, SessionJob):
             return False
         try:
@@ -195,9 +203,9 @@ class Checkpoints:
 
     def rollback(self, run: str, step: int) -> list[int]:
         """Moves every checkpoint after `step` into `runs/<run>/discarded/`, newest first; returns
-        their steps. Conflict (field `step`) if jobs of the run are queued or running, since they
-        build on these checkpoints. A crash half-way leaves a whole, shorter chain; calling again
-        does the rest."""
+        their steps. Raises Conflict (field `step`) if jobs of the run are queued or running, since
+        they build on these checkpoints. A crash half-way leaves a shorter chain without gaps;
+        calling again completes the rollback."""
         if self._runs.get(run).session is not None:
             problem = f"run {run!r} is of a session, whose requests can't be undone"
             raise Conflict(f"{problem}; fork it from this step", field="run")
@@ -222,9 +230,11 @@ class Checkpoints:
 
     def fork(self, run: str, step: int, new: RunSpec) -> RunSpec:
         """Makes the run `new`, whose step 0 is a copy of this checkpoint, optimizer state included.
-        Verifies the copy. Conflict (field `name`) if `new.name` exists; InvalidInput if `new` has
-        another base model or LoRA shape; CheckpointDamaged; NotFound. While it copies, the run may
-        change: open files outlive their names.
+        Verifies the copy.
+
+        Raises Conflict (field `name`) if `new.name` exists, InvalidInput if `new` has another base
+        model or LoRA shape, CheckpointDamaged, and NotFound. The source run may change during the
+        copy, because files that are open outlive their names.
         """
         with ExitStack() as opened:
             with self._runs.lock(run):
@@ -242,8 +252,8 @@ class Checkpoints:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with target.open("xb") as out:
                         shutil.copyfileobj(file, out, _COPY_BYTES)
-                    # Before the next one is copied: `recovery.sweep` removes what has not changed
-                    # for an hour.
+                    # Removed before the next one is copied: `recovery.sweep` removes only files
+                    # that have not changed for an hour.
                     self._check_copy(checkpoint, run, manifest, name)
 
             sha256 = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -264,7 +274,7 @@ class Checkpoints:
             verify_files(copy, manifest.model_copy(update={"files": {name: manifest.files[name]}}))
         except CheckpointDamaged:
             with suppress(NotFound):
-                self.verify(run, manifest.step)  # if the source is damaged, it is named
+                self.verify(run, manifest.step)  # if the source is damaged, the error names it
             raise
 
     def _open(self, run: str, step: int, name: str) -> IO[bytes]:
@@ -276,8 +286,8 @@ class Checkpoints:
 
 
 class MergedFiles:
-    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, with these
-    files."""
+    """Merged weights as Hugging Face models. Their `manifest.json` is the checkpoint's, except that
+    it lists these files."""
 
     def __init__(
         self, runs: Runs, served: ServedRecords, replicas: Callable[[str], Collection[int]]
@@ -289,19 +299,21 @@ class MergedFiles:
         return self._runs.directory(run) / "merged"
 
     def steps(self, run: str) -> dict[Path, int]:
-        """The directories of whole weights, and the step of each; NotFound without the run."""
+        """The directory of each step's whole weights. Raises NotFound if the run does not exist."""
         directory = self._dir(run)
         return {directory / name: int(name[:8]) for name in listing(directory) if _is_merged(name)}
 
     def _path(self, checkpoint: Manifest) -> Path:
-        """A checkpoint of the same step that a rollback discarded has another name."""
+        """The checkpoint's digits are part of the name, so a discarded checkpoint of the same step
+        has another name."""
         made = hashlib.sha256(f"{checkpoint.job} {checkpoint.created!r}".encode()).hexdigest()[:12]
         return self._dir(checkpoint.run) / f"{step_name(checkpoint.step)}-{made}"
 
     def commit(self, staged: Path, checkpoint: Manifest) -> int:
-        """Makes `staged` (on the volume) the merged weights of the checkpoint, and removes those of
-        older checkpoints but the served one and the step before. Returns their bytes. If this
-        fails, `staged` stays where it was. What the checkpoint has already is not replaced.
+        """Makes `staged` (on the volume) the merged weights of the checkpoint. Removes older merged
+        weights, except those of the served step and of the step before this one. Returns their
+        bytes. If this fails, `staged` stays where it was. Existing merged weights of the checkpoint
+        are not replaced.
         """
         run, target = checkpoint.run, self._path(checkpoint)
         directory = target.parent
@@ -312,8 +324,8 @@ class MergedFiles:
             with suppress(FileExistsError):
                 fs.rename_dir(staged, target)
         served, steps = self._served.get(run), self.steps(run)
-        # vLLM may still read those of the step before. On NFS a reader on another host loses files
-        # that are removed.
+        # vLLM may still read the weights of the step before. On NFS a reader on another host loses
+        # files that are removed.
         before = [step for step in steps.values() if step < checkpoint.step][-1:]
         keep = {*before, served.step if served else None, *self._replicas(run)}
         for path, step in steps.items():
@@ -324,8 +336,8 @@ class MergedFiles:
         return sum(entry.size for entry in manifest.files.values())
 
     def find(self, checkpoint: Manifest) -> Path | None:
-        """The directory with the whole weights of this checkpoint, after comparing every file with
-        its manifest; None if there is none. CheckpointDamaged names each damaged file."""
+        """The directory with the whole weights of this checkpoint, after every file was compared
+        with its manifest; None if there is none. CheckpointDamaged names each damaged file."""
         directory = self._path(checkpoint)
         manifest = fs.read_undamaged(directory / MANIFEST, Manifest)
         if manifest is None or (manifest.job, manifest.created) != (
@@ -339,14 +351,15 @@ class MergedFiles:
 
 @remembered
 def _bytes_of_all(directory: Path) -> int:
-    """Bytes of all files in the subdirectories, which never change while they have their names."""
+    """Bytes of all files in the subdirectories. The sums are remembered by name, because a named
+    subdirectory never changes."""
     return sum(_bytes_of(directory / name) or 0 for name in listing(directory))
 
 
 @remembered
 def _bytes_of(directory: Path) -> int:
-    """Bytes of all files below; those that vanish meanwhile, or are links to nowhere, don't
-    count."""
+    """Bytes of all files below the directory. Files that vanish during the count and broken links
+    don't count."""
     total = 0
     for here, _, files in os.walk(directory):
         for name in files:

@@ -18,12 +18,12 @@ from tandem.spool.schema import TERMINAL, Event, EventType
 from tandem.system.plain_files import NotPlainError, descriptor, open_plain
 
 EVENTS_BYTES = 2**28
-"""The most of a job's events that is read at once: some 500,000 events."""
+"""The most bytes of a job's events that are read at once: some 500,000 events."""
 _TAIL_BYTES = 65536
 
 
 class Events:
-    """Any process may append to any job; `seq` counts 0, 1, 2, … without gaps over all of them."""
+    """Any process may append to any job. `seq` counts 0, 1, 2, … without gaps over all of them."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -36,9 +36,9 @@ class Events:
         attempt: int = 0,
         **data: Any,
     ) -> Event:
-        """Adds one event, durably. `data` must be what JSON can hold; NaN and infinities become
-        null. Ends a line that a dead writer left unterminated. Raises SpoolUnusable, and then the
-        file is as before; NotFound (field `id`) without the job."""
+        """Adds one event, durably. `data` must fit into JSON; NaN and infinities become null. Ends
+        a line that a dead writer left unterminated. Raises SpoolUnusable, and then the file is
+        unchanged. Raises NotFound (field `id`) if the job does not exist."""
         with file_lock(self._paths.job_lock(job_id)):
             path = self._paths.events_file(job_id)
             if not path.parent.is_dir():
@@ -74,11 +74,11 @@ class Events:
             return Event.model_validate_json(content)
 
     def _opened(self, path: Path) -> BinaryIO:
-        """The file, to append to. Removes what Tandem did not write: such damage must not keep the
-        job from its end."""
+        """The event file, opened to append to. Removes anything at its path that Tandem did not
+        write: such damage must not keep the job from its end."""
         try:
             fd = descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            # A reader leaves such a file out, so appending to it would tell nobody anything.
+            # Readers leave such a file out, so an appended event would reach nobody.
             if os.fstat(fd).st_size > EVENTS_BYTES:
                 os.ftruncate(fd, 0)
         except NotPlainError:
@@ -92,15 +92,15 @@ class Events:
         """All events, in order; empty if the job has none (yet)."""
         path, before = self._paths.events_file(job_id), None
         while (content := fs.read_bytes(path, most=EVENTS_BYTES)) is None and path != before:
-            path, before = self._paths.events_file(job_id), path  # the job may have ended meanwhile
+            path, before = self._paths.events_file(job_id), path  # the job may have ended by now
         return _parse(content or b"")
 
     def since(
         self, job_id: str, offset: int, limit: int | None = None
     ) -> tuple[list[Event], int, int]:
-        """Events of the complete lines from byte `offset` on, the offset to go on from, and where
-        reading ended. `limit`: reads this many bytes, or as many times as many as the first line
-        needs."""
+        """Events of the complete lines from byte `offset` on, the offset to continue from, and the
+        offset at which reading ended. Reads at least one complete line, in chunks of `limit`
+        bytes."""
         content = b""
         with (
             suppress(FileNotFoundError, NotPlainError),
@@ -128,8 +128,8 @@ def _parse(content: bytes) -> list[Event]:
 
 
 def _next_seq(fd: int, size: int) -> tuple[int, bool]:
-    """The number after the last whole event's, and whether the file ends with a newline. A whole
-    event without its newline counts."""
+    """The number after the last whole event, and whether the file ends with a newline. A whole
+    event that lacks its newline counts."""
     for start in (max(0, size - _TAIL_BYTES), 0):
         content = os.pread(fd, size - start, start)
         terminated = not content or content.endswith(b"\n")

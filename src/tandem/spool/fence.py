@@ -1,9 +1,10 @@
 """The fence between attempts: an attempt that was ended changes nothing any more, however late its
 processes go on.
 
-An attempt makes its checkpoint by a rename out of its own directory. The fence takes the names away
-there, so the file system decides which of the two renames comes first, whatever a client has
-cached. Whoever ends an attempt looks for its checkpoint after the fence.
+An attempt makes its checkpoint by a rename out of its own directory. The fence renames the
+directory that is to become the checkpoint, so the file system decides which of the two renames
+comes first, whatever a client has cached. Whoever ends an attempt looks for its checkpoint after
+the fence.
 """
 
 import time
@@ -18,11 +19,11 @@ _TRIES, _PAUSE_SECONDS = 50, 0.1
 
 
 def end(directory: Path) -> None:
-    """Ends the attempt that has its files in `directory`, for good. SpoolUnusable where the volume
-    keeps the directory."""
+    """Ends the attempt that has its files in `directory`, for good. Raises SpoolUnusable if the
+    volume does not let the directory go."""
     if not fs.exists(directory):
         return
-    with suppress(VolumeFull):  # the names go all the same
+    with suppress(VolumeFull):  # the names are taken away even so
         fs.write_atomic(mark(directory), b"")
     for _ in range(_TRIES):
         take_staged(directory)
@@ -37,8 +38,9 @@ def end(directory: Path) -> None:
 
 
 def take_staged(directory: Path) -> None:
-    """Removes the directories that the attempt stages. Each loses its name first: a process may
-    hold a handle of `directory`, which stays valid when only `directory` is renamed."""
+    """Removes the directories in which the attempt stages its files. Each staged directory is
+    renamed first: a process may hold a handle of `directory`, which stays valid when only
+    `directory` is renamed."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in directory.iterdir():
             if path.is_dir():
@@ -51,7 +53,8 @@ def mark(directory: Path) -> Path:
 
 
 class LivingAttempts:
-    """Tells the events of a job in their order apart: those of ended attempts count no more."""
+    """Filters a job's events, given in their order: events that an ended attempt wrote after its
+    end are left out."""
 
     def __init__(self) -> None:
         self._ended = 0  # the newest attempt that was ended

@@ -1,8 +1,8 @@
 """Files on the volume: durable, committed by rename, with errors that say what to do.
 
-Every write goes to a temporary name beside its target (`.tmp-…`, which listings leave out), is
-fsynced and renamed, and then the directory is fsynced. So a name that exists is complete. A failed
-write removes its temporary name.
+A write goes to a temporary name beside its target (`.tmp-…`, which listings leave out). Then it is
+fsynced and renamed, and the directory is fsynced. So a name that exists is complete. A failed write
+removes its temporary name.
 """
 
 import errno
@@ -21,7 +21,7 @@ from tandem.system.plain_files import NOT_PLAIN, NotPlainError, open_plain, read
 
 TEMPORARY = ".tmp-"
 RECORD_BYTES = 2**24
-"""The most that the file of one record may have. No record that Tandem writes comes near."""
+"""The most bytes that the file of one record may have. Tandem's own records are far smaller."""
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 
 _DENIED = ("permission denied", f"give uid {os.getuid()} read and write permission on the volume")
@@ -36,7 +36,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _DENIED),
     **dict.fromkeys(
         NOT_PLAIN,
-        ("it is no regular file, or a link leads there", "remove it, or restore it from a copy"),
+        ("it is not a regular file, or a link leads there", "remove it, or restore it from a copy"),
     ),
     errno.ENOTDIR: (
         "a part of the path is a file, not a directory",
@@ -76,8 +76,8 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def volume_errors(path: Path) -> Iterator[None]:
-    """Turns an OSError about the state of the volume into SpoolUnusable naming `path`; other errors
-    pass."""
+    """Turns an OSError about the state of the volume into a SpoolUnusable that names `path`; other
+    errors pass."""
     try:
         yield
     except OSError as error:
@@ -87,8 +87,7 @@ def volume_errors(path: Path) -> Iterator[None]:
 
 
 def volume_error(error: OSError, path: object) -> SpoolUnusable | None:
-    """The SpoolUnusable that an OSError about the state of the volume means; None for another
-    OSError."""
+    """The SpoolUnusable for an OSError about the state of the volume; None for another OSError."""
     if error.errno not in _REMEDIES:
         return None
     problem, remedy = _REMEDIES[error.errno]
@@ -111,7 +110,7 @@ def fsync_dir(directory: Path) -> None:
 
 def fsync_tree(directory: Path) -> None:
     """Makes `directory` and everything below it durable, and its files readable by all who can read
-    the directory: safetensors writes files that only their user can read, but the users of a group
+    the directory. safetensors writes files that only their user can read, but the users of a group
     share the volume.
     """
     with volume_errors(directory):
@@ -134,17 +133,17 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Writes or replaces `path`: readers see the old content or the new, also after a crash at any
-    point. Not `durable`: after a loss of power the file may be old, empty or missing. Raises
-    SpoolUnusable (full, read-only, no permission, …), and leaves no temporary file then."""
+    """Writes or replaces `path`. Readers see the old content or the new, even after a crash at any
+    point. Without `durable`, a loss of power may leave the file old, empty or missing. Raises
+    SpoolUnusable (full, read-only, no permission, …), and then leaves no temporary file."""
     with replacing(path, data, durable=durable):
         pass
 
 
 @contextmanager
 def replacing(path: Path, data: bytes, *, durable: bool = True) -> Iterator[None]:
-    """As `write_atomic`, with the rename at the end of the block: what needs space is written
-    before. If the block raises, the file stays as it was."""
+    """Like `write_atomic`, but the rename comes at the end of the block: the writes that need space
+    come before it. If the block raises, the file stays as it was."""
     temporary = temporary_beside(path)
     with volume_errors(path):
         try:
@@ -173,7 +172,7 @@ def record_bytes(model: BaseModel) -> bytes:
 
 @contextmanager
 def staging(parent: Path) -> Iterator[Path]:
-    """A new directory under `parent` with a temporary name; removed at the end unless it was
+    """A new directory under `parent` with a temporary name. It is removed at the end unless it was
     renamed away."""
     directory = parent / f"{TEMPORARY}{new_ulid()}"
     with volume_errors(parent):
@@ -185,8 +184,8 @@ def staging(parent: Path) -> Iterator[Path]:
 
 
 def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
-    """The result of `action`, which puts a file into `directory`. Makes the directory, also if
-    another process removes it at the same moment because it is empty."""
+    """The result of `action`, which puts a file into `directory`. Makes the directory first, and
+    again if another process removes it at the same moment because it is empty."""
     with volume_errors(directory):
         for _ in range(20):
             with suppress(FileNotFoundError):
@@ -196,7 +195,7 @@ def in_made_dir[T](directory: Path, action: Callable[[], T]) -> T:
 
 
 def make_dir(directory: Path) -> None:
-    """Makes a directory that is absent, and those above it, durably."""
+    """Makes a directory and its missing parents, durably."""
     if not directory.is_dir():
         make_dir(directory.parent)
         with suppress(FileExistsError):
@@ -229,17 +228,18 @@ def rename_dir(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except OSError as error:
-            if error.errno == errno.ENOTEMPTY:  # another process made it since
+            if error.errno == errno.ENOTEMPTY:  # another process made it in between
                 raise taken from error
             raise
         fsync_dir(target.parent)
         if source.parent != target.parent:
-            with suppress(FileNotFoundError):  # it was removed since: an attempt's that was ended
+            # removed in between: it belonged to an attempt that was ended
+            with suppress(FileNotFoundError):
                 fsync_dir(source.parent)
 
 
 def remove_file(path: Path, *, durable: bool = True) -> None:
-    """Removes a file, or a directory in its place, if it is there. Not `durable`: a loss of power
+    """Removes a file, or a directory in its place, if it exists. Without `durable`, a loss of power
     may bring it back."""
     with volume_errors(path):
         try:
@@ -254,7 +254,7 @@ def remove_file(path: Path, *, durable: bool = True) -> None:
 
 def remove_tree(directory: Path) -> None:
     """Removes a directory if it exists and can be removed (NFS keeps files that are still mapped).
-    Renames it to a temporary name first, unless it has one, so that nobody finds half of it."""
+    Renames it to a temporary name first, unless it has one, so that no reader finds half of it."""
     with suppress(OSError):
         if not directory.name.startswith(TEMPORARY):
             directory = directory.rename(temporary_beside(directory))
@@ -287,10 +287,15 @@ def open_dir(directory: Path) -> int | None:
 
 
 def read_bytes(path: Path, *, sure: bool = True, most: int = RECORD_BYTES) -> bytes | None:
-    """The content of a file that others replace by rename; None if it does not exist. `sure`: list
-    the directory before saying so. Otherwise an NFS client may not see a new file yet. Of what is
-    no regular file of at most `most` bytes the content is b"", which every reader takes for
-    damage."""
+    """The content of a file that others replace by rename; None if it does not exist. If the path
+    is not a regular file of at most `most` bytes, the content is b"", which every reader takes for
+    damage.
+
+    Args:
+        sure: list the directory before answering None. Otherwise an NFS client may not see a new
+            file yet.
+        most: bytes.
+    """
     for more in (4, 3, 2, 1, 0):
         try:
             return read_plain(path.absolute(), most=most)

@@ -1,5 +1,6 @@
-"""How and where vLLM is, as its publisher says: `jobs/vllm.json` (`SharedVllm`) on GPUs that it
-shares with the trainer, and `jobs/inference.json` (`VllmPlace`) for ranks that send weights."""
+"""The state and the place of vLLM, as its publisher writes them: `jobs/vllm.json` (`SharedVllm`) on
+GPUs that vLLM shares with the trainer, and `jobs/inference.json` (`VllmPlace`) for ranks that send
+weights."""
 
 from tandem.spool import fs
 from tandem.spool.paths import Paths
@@ -8,25 +9,27 @@ from tandem.spool.schema import Hold, HoldAnswer, SharedVllm, VllmPlace
 
 
 class InferenceRecords:
-    """A loss of power loses nothing that matters: the publisher, which it ends too, writes them
+    """The records need not be durable: a loss of power also ends the publisher, which writes them
     again."""
 
     def __init__(self, paths: Paths, replicas: Replicas) -> None:
         self._paths, self._replicas = paths, replicas
 
     def shared(self) -> SharedVllm | None:
-        """None before a publisher wrote it, or if the file is damaged."""
+        """The state of a vLLM that shares its GPUs; None before a publisher wrote it, or if the
+        file is damaged."""
         return fs.read_undamaged(self._paths.shared_vllm, SharedVllm)
 
     def put_shared(self, record: SharedVllm) -> None:
         fs.write_json_atomic(self._paths.shared_vllm, record, durable=False)
 
     def put_place(self, place: VllmPlace) -> None:
-        """The place of the only inference server. One of several says it in its own record."""
+        """The place of the only inference server. With several servers, each has its place in its
+        own record."""
         fs.write_json_atomic(self._paths.inference, place, durable=False)
 
     def places(self) -> list[VllmPlace]:
-        """The places of the inference servers that have said where they are."""
+        """The places of the inference servers that have published them."""
         if replicas := self._replicas.fresh():
             return [record.place for record in replicas.values() if record.place is not None]
         only = fs.read_undamaged(self._paths.inference, VllmPlace)
@@ -34,7 +37,7 @@ class InferenceRecords:
 
 
 def same_attempt(one: Hold | HoldAnswer | None, other: Hold | None) -> bool:
-    """Whether both are of the same attempt of one runner, or both are absent."""
+    """Whether both records name the same attempt of one runner, or both are absent."""
     if one is None or other is None:
         return one is other
     return (one.runner, one.job, one.attempt) == (other.runner, other.job, other.attempt)

@@ -1,4 +1,4 @@
-"""Checks of a job that gets its place in the queue of its run."""
+"""Checks of a job before it gets its place in the queue of its run."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from tandem.spool.schema import JobSpec, SessionJob
 
 
 def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
-    """InvalidInput if the loss refers to a checkpoint that will not exist when the job starts.
-    `steps`: of its run, ascending."""
+    """Raises InvalidInput if the loss refers to a checkpoint that will not exist when the job
+    starts. `steps`: the run's steps, ascending."""
     if isinstance(spec, SessionJob):
         return
     reference = spec.loss.reference_step
@@ -20,8 +20,8 @@ def check_reference(spec: JobSpec, steps: Sequence[int]) -> None:
 
 
 def check_age(spec: JobSpec, most: int | None) -> None:
-    """InvalidInput if a turn was sampled more than `most` steps before. `data.prepare` has compared
-    turns with the base step before other jobs were queued."""
+    """Raises InvalidInput if a turn was sampled more than `most` steps before the job's base step.
+    `data.prepare` has compared turns with an earlier base step, before other jobs were queued."""
     oldest = None if isinstance(spec, SessionJob) else spec.data.policy_step_min
     if most is not None and oldest is not None and (age := spec.base_step - oldest) > most:
         behind = (

@@ -1,9 +1,9 @@
-"""Reads jobs. `tandem.spool.queue` changes them.
+"""Reads jobs; `tandem.spool.queue` changes them.
 
 A job is one directory (`tandem.spool.paths`), and `job.json` in it holds the state. A job with a
-result is decided, whatever its directory, and has ended once its terminal event is written. The
-directory of a job whose `job.json` is damaged is moved to `jobs/damaged/`, and the job is gone. A
-file with keys of a newer version stays, and its job waits for a program of that version.
+result is decided, whichever directory it is in. It has ended once its terminal event is written.
+A job whose `job.json` is damaged fails, and its directory is moved to `jobs/damaged/`. A file with
+keys of a newer version stays, and its job waits for a program of that version.
 """
 
 import heapq
@@ -34,9 +34,9 @@ log = Log("spool")
 
 
 class Index:
-    """The jobs there are, from the names of their directories; of live jobs that do more than wait
-    also from their files. A directory that has not changed is not listed again (`listing`), so no
-    answer costs more because there are many jobs."""
+    """The list of jobs. It comes from the names of their directories, and for live jobs that do
+    more than wait also from their files. An unchanged directory is not listed again (`listing`), so
+    many jobs do not make an answer slower."""
 
     def __init__(
         self, paths: Paths, locate: Callable[[JobKey], tuple[JobState, Job] | None]
@@ -49,12 +49,13 @@ class Index:
         return [self._paths.entries(directory) for directory in self._paths.live_buckets(run)]
 
     def ended(self) -> dict[Path, tuple[JobDir, ...]]:
-        """The ended jobs by directory; the very same tuple as long as it has not changed."""
+        """The ended jobs by directory; the same tuple object as long as the directory has not
+        changed."""
         top = self._paths.ended
         return {top / name: self._paths.entries(top / name) for name in listing(top)}
 
     def active(self) -> list[JobKey]:
-        """The jobs that may do more than wait, by submission. Some may be gone since, or wait
+        """The jobs that may do more than wait, by submission. Some may be gone by now, or wait
         again."""
         return [key for name in listing(self._paths.active) if (key := JobKey.parse(name))]
 
@@ -63,7 +64,8 @@ class Index:
         return [key for key in self.active() if run in (None, key.run) and self._runs(key)]
 
     def _runs(self, key: JobKey) -> bool:
-        if (located := self._locate(key)) is None:  # gone, or a newer version's, which judges it
+        # gone, or written by a newer version, which judges it
+        if (located := self._locate(key)) is None:
             return fs.exists(self._paths.live_dir(key))
         return located[0] == "running"
 
@@ -104,11 +106,11 @@ class Index:
         return [name for name in listing(self._paths.live) if is_run_name(name)]
 
     def queued(self, run: str) -> Iterator[JobKey]:
-        """The run's queued jobs in the order of their base steps, listed as they are needed."""
+        """The run's queued jobs in the order of their base steps, listed lazily."""
         return self._waiting(run, set(self.running(run)))
 
     def heads(self) -> Iterator[JobKey]:
-        """The queued job with the lowest base step of each run, listed as they are needed."""
+        """The queued job with the lowest base step of each run, listed lazily."""
         running = set(self.running())
         for run in self.runs():
             yield from islice(self._waiting(run, running), 1)
@@ -119,7 +121,7 @@ class Index:
             yield from sorted(set(keys).difference(running), key=lambda key: (key.base_step, key))
 
     def first_gap(self, run: str, step: int, decided: Collection[JobKey]) -> int:
-        """The first base step from `step` on that no job takes. `decided` ones take none."""
+        """The first base step from `step` on that has no job. Jobs in `decided` don't count."""
         while True:
             entries = self._paths.entries(self._paths.bucket(run, step))
             taken = {entry.key.base_step for entry in entries if entry.key not in decided}
@@ -154,7 +156,7 @@ class Jobs:
         self._newer = set[Path]()
 
     def get(self, job_id: str) -> tuple[JobState, Job]:
-        """The job and its state; NotFound (field `id`) if there is none."""
+        """The job and its state. Raises NotFound (field `id`) if there is none."""
         located = self.locate(job_id, sure=False) or self.located(job_id)
         return self._state(*located), located[1]
 
@@ -166,9 +168,9 @@ class Jobs:
         limit: int | None = None,
         before: str | None = None,
     ) -> JobList:
-        """Jobs of one run or all, in some states or all, oldest first; only the newest `limit`,
-        only those submitted before the job `before`. NotFound (field `before`) if there is no such
-        job."""
+        """Jobs of one run or all, in some states or all, oldest first. At most the newest `limit`
+        jobs, all submitted before the job `before`. Raises NotFound (field `before`) if there is no
+        such job."""
         wanted = frozenset(states or _STATES)
         bound = None
         if before is not None and (bound := self.find(before)) is None:
@@ -187,8 +189,9 @@ class Jobs:
         return found[::-1]
 
     def _candidates(self, run: str | None, wanted: frozenset[JobState]) -> Iterator[JobDir]:
-        """The jobs that may be in the states `wanted`, newest first, each once."""
-        # Live jobs are listed first: one that ends meanwhile is found among the ended ones.
+        """The jobs that may be in the states `wanted`, newest first, without duplicates."""
+        # Live jobs are listed first: a job that ends during the listing is found among the ended
+        # ones.
         if "queued" in wanted:
             live = [*self.index.newest_live(run)]
         else:  # decided jobs may show a terminal state
@@ -203,7 +206,7 @@ class Jobs:
         return sorted(self.list(run, PENDING), key=lambda item: item[1].spec.base_step)
 
     def check_none_pending(self, run: str, field: str) -> None:
-        """Conflict (with this field) if jobs of the run are queued or running."""
+        """Raises Conflict (with this field) if jobs of the run are queued or running."""
         jobs = [f"{job.spec.id} ({state})" for state, job in self.list(run, PENDING, limit=5)]
         for entry in self.index.newest_live(run) if not jobs else ():
             if self._is_unreadable(entry.key):
@@ -216,18 +219,18 @@ class Jobs:
             )
 
     def decided(self, run: str) -> set[JobKey]:
-        """The run's live jobs that have a result: they make no checkpoint any more."""
+        """The run's live jobs that have a result. They will make no checkpoint."""
         keys = [key for key in self.index.active() if key.run == run]
         found = [(key, self.locate(key, sure=False)) for key in keys]
         return {key for key, located in found if located and located[1].result is not None}
 
     def _is_unreadable(self, key: JobKey) -> bool:
-        """Whether a newer version wrote the job's file, so that only its name says anything."""
+        """Whether a newer version wrote the job's file. Then only the job's name can be read."""
         return self.locate(key) is None and self.find(key.id) == key
 
     def failed_on(self, run: str, base_step: int) -> tuple[JobState, str] | None:
-        """State and id of the newest job of the run that failed, else was cancelled, on this base
-        step."""
+        """State and id of the newest failed job on this base step; if there is none, of the newest
+        cancelled job."""
         for state in ("failed", "cancelled"):
             for key in self.index.newest_first(state, run):
                 if key.base_step == base_step:
@@ -246,7 +249,8 @@ class Jobs:
         self, job: str | JobKey | JobDir, *, sure: bool = True
     ) -> tuple[JobState, Job] | None:
         """The job and its state, or None. A decided job that has not moved yet is `running`. `sure`
-        as in `fs.read_bytes`. A key or an entry saves looking for the job where it is live."""
+        has the meaning that it has in `fs.read_bytes`. With `key` or `entry`, the live jobs need
+        not be searched."""
         if isinstance(job, str):
             key, entry = None, self._paths.find(job)
         else:
@@ -272,12 +276,12 @@ class Jobs:
                 return None
             if read is not None:
                 return (read.state if read.result is None or entry.ended else "running"), read
-            before, entry = entry, self._paths.find(entry.key.id)  # it has ended since, or is gone
+            before, entry = entry, self._paths.find(entry.key.id)  # it has ended by now, or is gone
         return None
 
     def _is_newer(self, path: Path, error: Exception) -> bool:
-        """Whether a newer version of Tandem wrote the file, for its own trainer: it has keys that
-        this one does not."""
+        """Whether a newer version of Tandem wrote the file for its own trainer: the file has keys
+        that this version does not know."""
         newer = isinstance(error, ValidationError) and {one["type"] for one in error.errors()} == {
             "extra_forbidden"
         }
@@ -291,8 +295,9 @@ class Jobs:
         return newer
 
     def _set_aside(self, entry: JobDir, error: Exception) -> None:
-        """Ends a damaged job, and moves its directory to where it disturbs nobody. What fails, as
-        on a full volume, the next reader tries again: a job that is set aside has its end."""
+        """Ends a damaged job, and moves its directory to `jobs/damaged/`. If a step fails, as on a
+        full volume, the next reader tries it again. A job that was set aside always has its
+        terminal event."""
         key, target = entry.key, self._paths.damaged / f"{entry.key.name}.{fs.new_ulid()}"
         message = (
             f"{entry.directory / JOB_FILE} is damaged or of another Tandem version, and its"
@@ -312,7 +317,7 @@ class Jobs:
             log.error("set a damaged job aside", job=key.id, error=message)
 
     def located(self, job_id: str) -> tuple[JobState, Job]:
-        """As `locate`; NotFound (field `id`) if there is no such job."""
+        """As `locate`. Raises NotFound (field `id`) if there is no such job."""
         if (located := self.locate(job_id)) is None:
             damaged = self._paths.set_aside(job_id)
             why = f": it was damaged, and its directory is {damaged[-1]}" if damaged else ""
@@ -320,7 +325,7 @@ class Jobs:
         return located
 
     def _state(self, state: JobState, job: Job) -> JobState:
-        """The job's state as everybody sees it: terminal exactly when the terminal event is
+        """The job's state as every program reports it: terminal exactly when the terminal event is
         written."""
         if state in TERMINAL or job.result is None:
             return state
@@ -330,7 +335,8 @@ class Jobs:
 
 
 def remove_unkept(directory: Path) -> None:
-    """Removes what a job needs only until it ends. What can't go now goes with the job."""
+    """Removes files that a job needs only until it ends. Files that can't be removed now go with
+    the job."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name not in KEPT:
@@ -339,7 +345,7 @@ def remove_unkept(directory: Path) -> None:
 
 
 def _check(entry: JobDir, job: Job | None) -> None:
-    """ValueError where the file is not this job's, or contradicts itself or its place."""
+    """Raises ValueError if the file belongs to another job, or contradicts itself or its place."""
     if job is None:
         raise ValueError("it is missing")
     if job.key != entry.key:

@@ -3,7 +3,7 @@ hold of shared GPUs.
 
 Locks are fcntl record locks, which the kernel frees when their holder dies. A record lock belongs
 to the process. It doesn't keep two threads apart, and closing *any* descriptor of the file drops
-it. So each lock file has a thread lock beside it, and only this module opens it.
+it. So each lock file has a thread lock beside it, and no other module opens it.
 """
 
 import errno
@@ -28,7 +28,7 @@ _FLOCK = "hhqqi4x"
 
 
 class LockHeldError(Exception):
-    """Another process or thread holds the lock; `content` is the lock file's."""
+    """Another process or thread holds the lock. `content` is the content of the lock file."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__("lock held")
@@ -40,7 +40,7 @@ class _ProcessLock:
 
     def __init__(self) -> None:
         self.thread_lock = threading.RLock()
-        self.depth = 0  # how often its thread holds it
+        self.depth = 0  # how many times its thread holds it
         self.fd = -1
 
 
@@ -49,8 +49,8 @@ _process_locks_lock = threading.Lock()
 
 
 def _forget_in_child() -> None:
-    """After a fork: the record locks stayed with the parent, and the threads that held thread locks
-    don't exist."""
+    """Resets the locks in a forked child: record locks stay with the parent, and the threads that
+    held the thread locks don't exist in the child."""
     global _process_locks_lock
     _process_locks.clear()
     _process_locks_lock = threading.Lock()
@@ -62,8 +62,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 @contextmanager
 def file_lock(path: Path, *, blocking: bool = True) -> Iterator[int]:
     """Holds an exclusive lock on `path` (made if absent); yields the file's descriptor. The same
-    thread may take it again. Not blocking: LockHeldError if somebody else holds it. SpoolUnusable
-    if the volume is read-only or has no locks."""
+    thread may take the lock again. If not blocking, raises LockHeldError when another process or
+    thread holds it. Raises SpoolUnusable if the volume is read-only or has no locks."""
     with _process_locks_lock:
         lock = _process_locks.setdefault(os.path.realpath(path), _ProcessLock())
     if not lock.thread_lock.acquire(blocking=blocking):
@@ -101,9 +101,9 @@ def _open_locked(path: Path, blocking: bool) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds a record lock on `path`. Takes no lock itself, so it keeps
-    nobody out. The holder must not call this: the answer would be False, and closing the descriptor
-    would drop its lock.
+    """Whether another process holds a record lock on `path`. It takes no lock, so it keeps no
+    process out. The holder must not call this: it would get False, and closing the descriptor would
+    drop its lock.
     """
     fd = descriptor(path, os.O_RDONLY)
     try:
@@ -162,7 +162,7 @@ def _holder(content: bytes) -> str:
 
 
 class Leases:
-    """`lease.json` in a job's directory: who runs the job."""
+    """The leases: `lease.json` in a job's directory names the runner that runs the job."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -183,22 +183,23 @@ class Leases:
             phase=phase,
             beat=time.time(),
         )
-        # A loss of power ends the runner too, and a lease without a runner says nothing.
+        # Not durable: a loss of power ends the runner too, and a lease without a runner says
+        # nothing.
         fs.write_json_atomic(self._paths.lease_file(job.spec.id), lease, durable=False)
 
 
 class HoldRecord:
-    """The hold, `jobs/hold.json`: it says that the GPUs which trainer and vLLM share are the
-    trainer's now. While the hold is *live*, nobody wakes vLLM, starts one, or loads anything into
-    it. The hold is live while its runner holds the runner lock, which the kernel frees when it
-    dies, and renews the hold's beat, which a hung runner doesn't.
+    """The hold, `jobs/hold.json`, says that the GPUs which trainer and vLLM share belong to the
+    trainer now. While the hold is *live*, no program wakes vLLM, starts one, or loads anything into
+    it. The hold is live while its runner holds the runner lock and renews the hold's beat. The
+    kernel frees the lock when the runner dies; a hung runner stops renewing the beat.
     """
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
 
     def get(self) -> Hold | None:
-        """The hold; None without one, or if the file is damaged."""
+        """The hold; None if there is none, or if the file is damaged."""
         return fs.read_undamaged(self._paths.hold, Hold)
 
     def put(self, hold: Hold) -> None:
@@ -213,7 +214,8 @@ class HoldRecord:
         hold, path = self.get(), self._paths.runner_lock
         if hold is not None and abs(time.time() - hold.beat) <= hold.lease:
             runner = runner_info(self._paths)
-            # Not by their times: the clock may have been set back since the runner started.
+            # Compared for equality and not by time: the clock may have been set back since the
+            # runner started.
             if runner is not None and is_locked(path) and runner.runner == hold.runner:
                 return hold
         return None

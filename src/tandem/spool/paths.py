@@ -1,8 +1,8 @@
-"""Where jobs and locks lie on the volume (inside a run: `runs`, `checkpoints`), and what is read
-often and seldom changes: listings of directories, and what is computed from files.
+"""The paths of jobs and locks on the volume, and caches of data that is read often: listings of
+directories, and values computed from files. `runs` and `checkpoints` have the paths inside a run.
 
-A job is one directory. Until the job ends it is `jobs/live/<run>/<bucket>/<key>/`, and then
-`jobs/ended/<digit>/<key>,<state>/`.
+A job is one directory. Until the job ends, the directory is `jobs/live/<run>/<bucket>/<key>/`; then
+it is `jobs/ended/<digit>/<key>,<state>/`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ JOB_FILE, EVENTS_FILE, LOG_FILE = "job.json", "events.jsonl", "log"
 KEPT = {JOB_FILE, EVENTS_FILE, LOG_FILE}
 """The files that an ended job keeps."""
 BUCKET = 250
-"""Base steps per directory of live jobs: the most names that a claim lists."""
+"""Base steps per directory of live jobs, and so the most names that a claim lists."""
 _REMEMBERED = 1000
 _DIGITS = "0123456789abcdef"
 
@@ -42,7 +42,7 @@ def step_name(step: int) -> str:
 
 
 class JobDir(NamedTuple):
-    """A job's directory, as its name tells. Entries sort by submission."""
+    """A job's directory, read from its name. Entries sort by submission."""
 
     key: JobKey
     parent: Path  # of the directory: pathlib never forgets a name that was in a path
@@ -94,7 +94,7 @@ class Paths:
         return self.runs / run
 
     def requests_dir(self, run: str) -> Path:
-        """The requests of a session's run, a directory each."""
+        """The directory of a run's requests, with a directory for each request."""
         return self.run_dir(run) / "requests"
 
     def session_dir(self, session: str) -> Path:
@@ -103,7 +103,7 @@ class Paths:
         return self.sessions / session
 
     def bucket(self, run: str, base_step: int) -> Path:
-        """The run's live jobs with this base step and those next to it."""
+        """The directory of the run's live jobs with this base step and its neighbours."""
         return self.live / run / f"{base_step // BUCKET:05d}"
 
     def live_dir(self, key: JobKey) -> Path:
@@ -116,8 +116,8 @@ class Paths:
         return self.ended / _digit(key.id) / f"{key.name},{state}"
 
     def active_file(self, key: JobKey) -> Path:
-        """Exists while a live job does more than wait: whoever lists the jobs that run reads its
-        `job.json`."""
+        """Exists while a live job does more than wait. Programs that list running jobs read the
+        `job.json` of these jobs."""
         return self.active / key.name
 
     def live_buckets(self, run: str | None = None) -> list[Path]:
@@ -126,13 +126,13 @@ class Paths:
         return [self.live / name / step for name in runs for step in listing(self.live / name)]
 
     def entries(self, directory: Path) -> tuple[JobDir, ...]:
-        """The jobs in a directory of live or ended jobs, by submission; the very same tuple as long
-        as it has not changed."""
+        """The jobs in a directory of live or ended jobs, by submission; the same tuple object as
+        long as the directory has not changed."""
         return self._parsed(directory)[0]
 
     def find(self, job: str | JobKey) -> JobDir | None:
         """The directory of a job that is not damaged. Live jobs are listed first, because a job
-        that ends meanwhile is found among the ended ones."""
+        that ends during the search is found among the ended ones."""
         if isinstance(job, JobKey):
             job_id, buckets = job.id, [self.bucket(job.run, job.base_step)]
         else:
@@ -165,14 +165,14 @@ class Paths:
         return [self.damaged / name for name in sorted(names, key=lambda name: name[-26:])]
 
     def job_dir(self, job_id: str) -> Path:
-        """The job's directory, also where the job is damaged. It does not exist if the job does
-        not."""
+        """The job's directory, even if the job is damaged. If there is no such job, the path does
+        not exist."""
         if (entry := self.find(job_id)) is not None:
             return entry.directory
         return next(reversed(self.set_aside(job_id)), self.jobs / "none" / job_id)
 
     def job_file(self, job_id: str) -> Path:
-        """Holds everything about the job, its state too; replaced by rename."""
+        """`job.json`: everything about the job, its state included; replaced by rename."""
         return self.job_dir(job_id) / JOB_FILE
 
     def data_dir(self, job_id: str) -> Path:
@@ -190,14 +190,14 @@ class Paths:
         return self.job_dir(job_id) / "lease.json"
 
     def cancel_file(self, job_id: str) -> Path:
-        """Exists while somebody wants a running job cancelled."""
+        """Exists while somebody asks to cancel a running job."""
         return self.job_dir(job_id) / "cancel"
 
     def events_file(self, job_id: str) -> Path:
         return self.job_dir(job_id) / EVENTS_FILE
 
     def log_file(self, job_id: str) -> Path:
-        """What the ranks printed in all attempts; kept."""
+        """The output of the ranks in all attempts; kept when the job has ended."""
         return self.job_dir(job_id) / LOG_FILE
 
     def job_lock(self, job_id: str) -> Path:
@@ -230,7 +230,7 @@ def _entry(parent: Path, name: str, ended: bool) -> JobDir | None:
 
 
 class Names(tuple[str, ...]):
-    """Sorted names in a directory; `parsed` is what their reader made of them."""
+    """Sorted names in a directory; `parsed` is the reader's result for them."""
 
     parsed: tuple[Any, ...] | None = None
 
@@ -244,12 +244,13 @@ class _Listing(NamedTuple):
 
 _listings: dict[str, _Listing] = {}
 _SETTLED_SECONDS = 2.5
-"""A change this long after another one changes a directory's mtime, on every file system."""
+"""On every file system, two changes of a directory that are this far apart give it different
+mtimes."""
 
 
 def listing(directory: Path) -> Names:
     """The names in `directory`, without temporary and hidden ones; none if it does not exist. The
-    very same object as long as the directory has not changed."""
+    same object as long as the directory has not changed."""
     # Opening a directory makes an NFS client ask the server for its mtime.
     if (fd := fs.open_dir(directory)) is None:
         _listings.pop(str(directory), None)
@@ -275,8 +276,8 @@ def listing(directory: Path) -> Names:
 
 
 def remembered[T](compute: Callable[[Path], T]) -> Callable[[Path], T | None]:
-    """`compute(path)`, computed again only after the path's inode or mtime has changed; None where
-    there is no path."""
+    """`compute(path)`, computed again only after the path's inode or mtime has changed; None if the
+    path does not exist."""
 
     @lru_cache(maxsize=2**14)
     def known(path: Path, _inode: int, _mtime: int) -> T:

@@ -1,10 +1,11 @@
 """Changes jobs: submit, claim, cancel, requeue, finish.
 
 A change of the state is one rename of the job's `job.json`; a job comes and ends by one rename of
-its directory. Each change holds the job's lock, and is ordered so that a crash leaves the state
-before or after it. Calling it again, the next claim, or a new runner's `recover` completes it. A
-job that does more than wait has its name in `jobs/active/`, from before the change until after it.
-Locks are taken in this order: a run's, claims', a job's.
+its directory. Each change holds the job's lock. Its steps are ordered so that a crash leaves the
+state before or after the change. The same call, the next claim, or a new runner's `recover`
+completes a change that a crash interrupted. While a job does more than wait, its name is in
+`jobs/active/`, from before the change until after it. Locks are taken in this order: the run's, the
+claims' lock, the job's.
 """
 
 import socket
@@ -36,8 +37,8 @@ from tandem.spool.schema import (
     SessionJob,
 )
 
-# Seconds between the `created` of a run's jobs, at least: keys have whole microseconds, and floats
-# are not exact.
+# The least seconds between the `created` of two jobs of a run: keys have whole microseconds, and
+# floats are not exact.
 _APART = 2e-6
 
 
@@ -58,8 +59,8 @@ class Queue:
         return file_lock(self._paths.job_lock(job_id))
 
     def next_base(self, run: str) -> int:
-        """The step that the run's next job starts from: the newest checkpoint, plus one per pending
-        job after it."""
+        """The step that the run's next job starts from: the newest checkpoint, plus one for each
+        pending job."""
         decided = self._jobs.decided(run)
         return self._index.first_gap(run, self._checkpoints.newest(run), decided)
 
@@ -74,22 +75,29 @@ class Queue:
         most_behind: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> tuple[Job, bool]:
-        """Queues a job; returns it and whether it is new.
+        """Queues a job. Returns the job, and whether it is new. Any failure, also of `make`, leaves
+        no trace.
 
-        `make(id, base_step, directory)` writes the job's data into `directory` and returns its
-        specification, whose `base_step`, `created` and `data.path` are set here: another job may be
-        queued while it works. A known id with the same run and fingerprint returns the known job;
-        with another, Conflict (field `id`). `base_step`, if given, must be `next_base(run)`:
-        Conflict (field `base_step`). `most_behind`: how many steps before the job's base step the
-        oldest of its turns may have been sampled; InvalidInput (field `max_off_policy_steps`) for
-        an older one. `now` tells the time. Any failure, also one of `make`, leaves no trace.
+        A known id with the same run and fingerprint returns the known job.
+
+        Args:
+            make: `make(id, base_step, directory)` writes the job's data into `directory` and
+                returns its specification. Its `base_step`, `created` and `data.path` are set here,
+                because another job may be queued while it works.
+            job_id: the client's id, or None for a new one. Raises Conflict (field `id`) if it is
+                known with another run or fingerprint.
+            base_step: the step that the client expects to start from. Raises Conflict (field
+                `base_step`) if it is not `next_base(run)`.
+            most_behind: how many steps before the job's base step its oldest turn may have been
+                sampled. Raises InvalidInput (field `max_off_policy_steps`) for an older turn.
+            now: Unix seconds.
         """
         spec_of_run = self._runs.get(run)
         if job_id is None:
             job_id = fs.new_ulid()
         elif (known := self._known(job_id, run, fingerprint)) is not None:
             return known, False
-        # A refusal comes before the work; which step it really is, is known once the data is there.
+        # This check refuses early. `base_step` is known for certain only once the data is there.
         expected = (
             self._checkpoints.newest(run) if base_step is None else self._check_base(run, base_step)
         )
@@ -101,7 +109,7 @@ class Queue:
                 problem = f"run {run!r} is trained by the requests of its session alone"
                 raise Conflict(f"{problem}; fork it, and train the fork", field="run")
             with self._runs.lock(run), self._job_lock(job_id):
-                # Another request may have taken the client's id since.
+                # Another request may have taken the client's id in between.
                 if (known := self._known(job_id, run, fingerprint)) is not None:
                     return known, False
                 if self._runs.get(run) != spec_of_run:
@@ -119,16 +127,16 @@ class Queue:
         return job, True
 
     def _next_created(self, run: str, now: float) -> float:
-        """`now`, or a time after the run's jobs that have not ended, by whose clocks it may be
-        earlier: who reads a run's jobs in the order of their `created` must not find one before
-        those that it has read.
+        """`now`, or if that is earlier, a time just after the `created` of the run's jobs that have
+        not ended. Their clocks may be ahead, and a reader that follows `created` must not find a
+        job before the ones that it has read.
         """
         newest = [entry.key for entry in islice(self._index.newest_live(run), 1)]
         pending = [*newest, *(key for key in self._index.active() if key.run == run)]
         return max([now, *(key.created / 1e6 + _APART for key in pending)])
 
     def _placed(self, job: Job) -> Job:
-        """The job with the path of its data, if it has any."""
+        """The job, with the path of its data if it has any."""
         if isinstance(job.spec, SessionJob):
             return job
         data = self._paths.live_dir(job.key) / "data"
@@ -137,7 +145,7 @@ class Queue:
         return job.model_copy(update={"spec": job.spec.model_copy(update={"data": placed})})
 
     def _check_base(self, run: str, base_step: int | None) -> int:
-        """`next_base`; Conflict if `base_step` is another step."""
+        """`next_base`. Raises Conflict if `base_step` is another step."""
         expected = self.next_base(run)
         if base_step is not None and base_step != expected:
             newest = self._checkpoints.newest(run)
@@ -161,7 +169,7 @@ class Queue:
         return job
 
     def _enqueue(self, job: Job, staged: Path) -> None:
-        """The rename makes the job, with all its files."""
+        """Makes the job, with all its files, by one rename."""
         target = self._paths.live_dir(job.key)
         fs.write_json_atomic(staged / JOB_FILE, job)
         try:
@@ -176,8 +184,9 @@ class Queue:
         fs.write_json_atomic(self._paths.live_dir(job.key) / JOB_FILE, job)
 
     def _mark(self, key: JobKey) -> None:
-        """From here on, whoever lists jobs reads the job's file. A loss of power may undo it: a
-        claim and `recover` also read the first job of each run."""
+        """Adds the job to `jobs/active/`: from here on, programs that list jobs read its file. A
+        loss of power may undo this, so a claim and `recover` also read the first job of each
+        run."""
         with fs.volume_errors(self._paths.active):
             self._paths.active_file(key).touch()
 
@@ -185,15 +194,15 @@ class Queue:
         _remove(self._paths.active_file(key))
 
     def _remove_empty(self, key: JobKey) -> None:
-        """Removes the directories of a job that is not there any more if they are empty."""
+        """Removes the directories of a job that is gone, if they are empty."""
         directory = self._paths.live_dir(key).parent
         fs.remove_empty(directory, directory.parent)
 
     def claim(self, runner: str, *, waiting: Collection[str] = ()) -> Job | None:
         """Starts an attempt of the oldest queued job whose run has no running job; None if there is
-        no such job. A run's jobs are claimed in the order of their base steps, and none after one
-        in `waiting` (ids). When this returns, the job is running, with one more attempt, a lease, a
-        work directory and the event `claimed`. If this raises, the job is still queued."""
+        no such job. A run's jobs are claimed in the order of their base steps, and none after a job
+        whose id is in `waiting`. When this returns, the job is running, with one more attempt, a
+        lease, a work directory and the event `claimed`. If this raises, the job is still queued."""
         with file_lock(self._paths.claim_lock):
             for key in self._index.active():
                 self.settle(key)
@@ -210,7 +219,8 @@ class Queue:
                         located = self._jobs.locate(head)
                         if located is not None and located[0] == "queued":
                             return self._start(located[1], runner)
-                        # It is set aside, or damaged and stays until the volume takes its end.
+                        # The job is set aside, or is damaged and stays until the volume takes its
+                        # end.
                         if located is None:
                             passed.add(head.id)
                         else:
@@ -239,14 +249,15 @@ class Queue:
         return job
 
     def _say(self, job: Job, kind: EventType, **data: Any) -> None:
-        """Appends an event that an attempt has once, unless a process that died has done so."""
+        """Appends an event that an attempt has once, unless a process that died has appended it
+        already."""
         events = self._events.read(job.spec.id)
         if not any((event.type, event.attempt) == (kind, job.attempt) for event in events):
             self._events.append(job.spec.id, kind, attempt=job.attempt, **data)
 
     def settle(self, key: JobKey) -> None:
-        """Completes a change of a job in `jobs/active/` during which a process died. A job that
-        runs stays."""
+        """Completes the change of a job in `jobs/active/` during which a process died. A running
+        job is left alone."""
         with self._job_lock(key.id), suppress(NotFound):
             located = self._jobs.locate(key)
             if located is None and not fs.exists(self._paths.live_dir(key)):
@@ -272,8 +283,8 @@ class Queue:
     def requeue(self, job: Job, error: JobError, *, counts: bool = True) -> JobState:
         """Ends an attempt without a result. Returns the new state: `cancelled` if that was asked
         for; `failed` if `error` is not retriable or no attempt is left; `succeeded` if the attempt
-        made its checkpoint; else `queued`. `counts` False: the runner was stopped, so this attempt
-        does not count. A decided job keeps its result."""
+        made its checkpoint; else `queued`. With `counts` False the attempt does not count against
+        the job's attempts, because the runner was stopped. A decided job keeps its result."""
         job_id = job.spec.id
         with self._job_lock(job_id):
             directory, current = self._jobs.located(job_id)
@@ -302,8 +313,8 @@ class Queue:
 
     def finish(self, job: Job, result: JobResult) -> JobState:
         """Ends a running job; returns the terminal state. Idempotent: the first result stands, and
-        this completes what a crash left undone. Conflict (field `id`) if the job is queued, or in
-        another attempt."""
+        a second call completes a change that a crash interrupted. Raises Conflict (field `id`) if
+        the job is queued, or in another attempt."""
         with self._job_lock(job.spec.id):
             directory, current = self._jobs.located(job.spec.id)
             if current.result is None:
@@ -315,8 +326,8 @@ class Queue:
             return self._end(directory, current, result)
 
     def _end(self, directory: JobState, job: Job, result: JobResult) -> JobState:
-        """Makes `result` final, or the result that the job already has, beginning at the first
-        missing step."""
+        """Makes `result` final, or the result that the job already has. Starts at the first step
+        that is missing."""
         if directory == "running" and job.result is None and result.state != "succeeded":
             result = self._end_attempt(job) or result
         key, result = job.key, job.result or result
@@ -349,7 +360,7 @@ class Queue:
         return JobResult(state="succeeded", step=job.spec.base_step + 1, finished=time.time())
 
     def _clear_attempts(self, directory: Path) -> None:
-        """Removes what a job needs only while an attempt runs."""
+        """Removes files that a job needs only while an attempt runs."""
         _remove(directory / "lease.json")
         fs.remove_tree(directory / "attempts")
 

@@ -1,4 +1,4 @@
-"""What a new runner does about the jobs and files that a dead runner left."""
+"""Recovery: how a new runner settles the jobs and files that a dead runner left."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,17 +8,19 @@ from tandem.spool import Spool, fs
 from tandem.spool.jobs import JobList
 from tandem.spool.schema import TERMINAL, Job, JobError, JobState
 
-# Younger remains may be work in progress of a living process, as a submission that is being packed.
+# Younger files may be work in progress of a living process, such as a submission that is being
+# packed.
 STALE_SECONDS = 3600.0
 
 
 def recover(
     spool: Spool, runner: str, adopts: Callable[[Job], bool] = lambda _job: False
 ) -> JobList:
-    """Settles the jobs of a dead runner, and removes what dead processes left. The caller holds the
-    runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new states. A
-    running job with a result is finished; one that made its checkpoint succeeded; the others are
-    requeued. A running job that `adopts` is true of stays: the caller goes on with its attempt."""
+    """Settles the jobs of a dead runner, and removes the files that dead processes left. The caller
+    holds the runner lock, and has ended orphaned ranks. Returns the jobs that moved, with their new
+    states. A running job with a result is finished, and a running job that made its checkpoint
+    succeeds; all others are requeued. A running job stays if `adopts` is true of it: the caller
+    continues its attempt."""
     index = spool.jobs.index
     keys = dict.fromkeys([*index.active(), *index.heads()])  # a loss of power may take active names
     moved = [_recover_job(spool, key.id, runner, adopts) for key in keys]
@@ -52,8 +54,8 @@ def _recover_job(
 
 
 def sweep(spool: Spool) -> None:
-    """Removes stale temporary names, which dead processes left. Anybody may call this at any
-    time. Those in a job's directory go when the job ends."""
+    """Removes stale temporary files of dead processes. Any program may call this at any time.
+    Temporary files in a job's directory go when the job ends."""
     paths = spool.paths
     directories = [spool.root, paths.runs, paths.jobs, paths.replicas, *paths.jobs.glob("[!.]*")]
     directories += [spool.uploads.directory, spool.tunings.directory, paths.sessions]
@@ -66,12 +68,12 @@ def sweep(spool: Spool) -> None:
 
 
 def _remove_if_stale(path: Path) -> None:
-    # Of the volume's own host, by which the file has its time.
+    # The time on the volume's own clock, which also stamps the files.
     clock = fs.temporary_beside(path.with_name("clock"))
     with fs.volume_errors(path):
         try:
             clock.touch(exist_ok=False)
-            # A directory's own time says nothing about what is written deep inside it.
+            # A directory's own time does not show writes deep inside it.
             newest = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
             age = clock.stat().st_mtime - newest
         except FileNotFoundError:

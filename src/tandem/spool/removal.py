@@ -1,7 +1,7 @@
-"""Removes runs, checkpoints, ended jobs and damaged ones that nothing needs any more.
+"""Removes runs, checkpoints, ended jobs and damaged jobs that nothing needs any more.
 
-Whatever goes gets a temporary name first, so that nobody finds half of it. After a death at any
-point it is whole or gone for everybody, and the next `sweep` removes what is left of it.
+Each gets a temporary name first, so that no reader finds half of it. After a death at any point it
+is whole or gone for every reader, and the next `sweep` removes the rest of it.
 """
 
 import math
@@ -22,15 +22,16 @@ from tandem.system.logs import Log
 log = Log("spool")
 
 SILENT_SECONDS = 3600.0
-"""A session whose client was not heard of for so long ends. It holds files, but no GPU."""
+"""A session ends when its client was not heard of for this long. It holds files, but no GPU."""
 RESULT_SECONDS = 3600.0
 """How long the results of an ended session stay."""
 
 
 def delete_run(spool: Spool, run: str) -> Path:
-    """Removes a run with its ended jobs; returns the directory that the caller still has to remove
-    (`shutil.rmtree`). Conflict if jobs of the run are queued or running; NotFound. After a death
-    half-way the run is whole without some of its ended jobs, and calling again does the rest."""
+    """Removes a run with its ended jobs. Returns the directory that the caller still has to remove
+    (`shutil.rmtree`). Raises Conflict if jobs of the run are queued or running; NotFound. After a
+    death half-way the run is whole but lacks some of its ended jobs; calling again completes the
+    removal."""
     with spool.runs.lock(run):
         spool.jobs.check_none_pending(run, "run")
         for entries in spool.jobs.index.ended().values():
@@ -39,9 +40,9 @@ def delete_run(spool: Spool, run: str) -> Path:
 
 
 def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
-    """Removes a checkpoint; returns the directory that the caller still has to remove. NotFound;
-    Conflict if it is step 0, the newest, pinned or served, or if a job that is not done needs
-    it."""
+    """Removes a checkpoint. Returns the directory that the caller still has to remove. Raises
+    NotFound. Raises Conflict if it is step 0, the newest, pinned or served, or if a job that is not
+    done needs it."""
     with spool.runs.lock(run):
         directory = spool.checkpoints.path(run, step)
         if why := _needed(spool, run).get(step):
@@ -50,8 +51,8 @@ def delete_checkpoint(spool: Spool, run: str, step: int) -> Path:
 
 
 def prune(spool: Spool, settings: Settings) -> None:
-    """Removes what the settings `keep_*` don't keep, and whole merged weights that are not served
-    any more."""
+    """Removes everything that the settings `keep_*` don't keep, and whole merged weights that are
+    no longer served."""
     limit = max(0.0, time.time() - (settings.keep_days or math.inf) * 86400)  # 0: nothing is old
     for run in spool.runs.names():
         try:
@@ -59,7 +60,7 @@ def prune(spool: Spool, settings: Settings) -> None:
                 _old_checkpoints(spool, run, settings, limit),
                 _old_whole_weights(spool, run),
             )
-        except (TandemError, OSError) as error:  # it was deleted meanwhile, or is damaged
+        except (TandemError, OSError) as error:  # it was deleted in between, or is damaged
             log.warning("can't remove old checkpoints", run=run, error=error)
             continue
         for directory in doomed + whole:
@@ -78,14 +79,14 @@ def prune(spool: Spool, settings: Settings) -> None:
 
 
 def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -> list[Path]:
-    """Sets aside the checkpoints that are not kept, and those that were discarded before `limit`,
+    """Sets aside the checkpoints that are not kept, and discarded checkpoints older than `limit`,
     Unix seconds."""
     checkpoints = spool.checkpoints
     doomed = _set_aside(
         [path for path in checkpoints.discarded(run) if _set_aside_before(limit, path)]
     )
     if _surplus(checkpoints.steps(run), settings):
-        with spool.runs.lock(run):  # nobody rolls back, begins to fork or submits now
+        with spool.runs.lock(run):  # under this lock no rollback, fork or submission begins
             surplus = _surplus(checkpoints.steps(run), settings)
             old = surplus - _needed(spool, run).keys()
             doomed += _set_aside([checkpoints.path(run, step) for step in sorted(old)])
@@ -94,13 +95,13 @@ def _old_checkpoints(spool: Spool, run: str, settings: Settings, limit: float) -
 
 def _old_whole_weights(spool: Spool, run: str) -> list[Path]:
     """Sets aside the whole merged weights of steps that are neither served nor one of the chain's
-    two newest. A rank removes them only when it writes others: it does not after a change of the
-    transport or a rollback.
+    two newest. Ranks alone would not do it: a rank removes old weights only when it writes new
+    ones, which it does not after a change of the transport or a rollback.
     """
     if not spool.merged.steps(run):
         return []
-    with spool.runs.lock(run):  # nobody rolls back now
-        # In this order: a step has its checkpoint before its whole weights.
+    with spool.runs.lock(run):  # under this lock no rollback begins
+        # The order matters: a step has its checkpoint before its whole weights.
         written, served = spool.merged.steps(run), spool.served.get(run)
         keep = {*spool.checkpoints.steps(run)[-2:], served.step if served else None}
         keep |= spool.replicas.steps(run).keys()
@@ -117,7 +118,7 @@ def _surplus(steps: Sequence[int], settings: Settings) -> set[int]:
 
 
 def _needed(spool: Spool, run: str) -> dict[int, str]:
-    """The steps that stay, each with its reason."""
+    """The steps that must stay, each with its reason."""
     newest = spool.checkpoints.newest(run)
     needed = {0: "it is the beginning of its run", newest: "it is the newest"}
     needed |= dict.fromkeys(spool.checkpoints.pinned(run), "it is pinned")
@@ -135,7 +136,7 @@ def _needed(spool: Spool, run: str) -> dict[int, str]:
 
 
 def _set_aside(directories: Sequence[Path]) -> list[Path]:
-    """Renames directories with one parent to temporary names, durably; returns those."""
+    """Renames directories with one parent to temporary names, durably. Returns the new paths."""
     doomed = []
     for directory in directories:
         target = fs.temporary_beside(directory)
@@ -149,8 +150,9 @@ def _set_aside(directories: Sequence[Path]) -> list[Path]:
 
 
 def _set_aside_before(limit: float, path: Path) -> bool:
-    """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix
-    seconds, by the ULID at the end of its name. Names by hand stay."""
+    """Whether a checkpoint was discarded, or a damaged job set aside, before `limit`, Unix seconds.
+    The time is in the ULID at the end of its name. Names that a person made have no ULID and
+    stay."""
     ulid = re.fullmatch(r".*[-.]([0-9A-HJKMNP-TV-Z]{26})", path.name)
     return ulid is not None and ulid[1][:10] < fs.new_ulid(limit)[:10]  # the milliseconds
 
@@ -159,14 +161,15 @@ def _ended_before(limit: float, entry: JobDir) -> bool:
     """Whether the job ended before `limit`, Unix seconds."""
     if entry.key.created / 1e6 >= limit:
         return False
-    with suppress(FileNotFoundError):  # it was last written then
+    with suppress(FileNotFoundError):  # the time of the last write
         return (entry.directory / JOB_FILE).stat().st_mtime < limit
     return False
 
 
 def _prune_sessions(spool: Spool, limit: float) -> None:
-    """Ends sessions whose clients are silent. Removes the requests of ended ones when a client has
-    had time to read the results, and their records when they ended before `limit`, Unix seconds."""
+    """Ends sessions whose clients are silent. Removes the requests of ended sessions once a client
+    has had time to read the results, and the records of sessions that ended before `limit`, Unix
+    seconds."""
     for session in spool.sessions.expire(SILENT_SECONDS):
         log.info("ended a session whose client is silent", session=session)
     for session in spool.sessions.ids():
@@ -184,7 +187,7 @@ def _remove_jobs(spool: Spool, entries: Sequence[JobDir]) -> None:
     """Removes ended jobs of one directory."""
     doomed = []
     for entry in entries:
-        # Another removal, or a reader that found it damaged, may have taken it since.
+        # Another removal, or a reader that found it damaged, may have taken it in between.
         with spool.job_lock(entry.key.id), suppress(FileNotFoundError):
             doomed += _set_aside([entry.directory])
     for directory in doomed:

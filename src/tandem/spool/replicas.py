@@ -1,9 +1,9 @@
-"""Several inference servers on one spool: who they are (`replicas/<id>.json`), and what each of
-them serves of a run (`runs/<run>/served/<id>.json`).
+"""Several inference servers on one spool. `replicas/<id>.json` describes a server, and
+`runs/<run>/served/<id>.json` has the steps that it serves of a run.
 
 A step is *announced* (`runs/<run>/served.json`) when every ready replica has verified it. Each
-replica writes its own records only. `announce` reads all of them under one lock, so it gives the
-same answer whoever calls it, and as often as anybody calls it.
+replica writes its own records only. `announce` reads all of them under one lock, so its answer is
+the same whichever process calls it.
 """
 
 import re
@@ -23,10 +23,10 @@ from tandem.spool.schema import Refused, Replica, ReplicaServed, Served
 from tandem.system.environment import REPLICA_PATTERN
 
 DEAD_SECONDS = 30.0
-"""A replica whose record has not changed for so long is dead: no step waits for it. Each process
-measures that by its own monotonic clock, because the clocks of hosts differ, and may be set."""
+"""A replica whose record has not changed for this long is dead: no step waits for it. Each process
+measures this by its own monotonic clock, because the hosts' clocks differ and may be set."""
 FORGET_SECONDS = 600.0
-"""The records of a replica that is dead for so long are removed."""
+"""The records of a replica that was dead for this long are removed."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,28 @@ class Replicas:
     ) -> None:
         self._paths, self._runs = paths, runs
         self._announced, self._checkpoints = served, checkpoints
-        # Replica -> its record's last beat that was seen, and since when, monotonic.
+        # Replica -> the last beat seen in its record, and the monotonic time at which it was first
+        # seen.
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lock(self) -> AbstractContextManager[int]:
-        """Held while a replica becomes ready or leaves, and while a step is announced."""
+        """The lock under which a replica becomes ready or leaves, and a step is announced."""
         fs.make_dir(self._paths.replicas)
         return file_lock(self._paths.replicas / "lock")
 
     def publisher_lock(self, replica: str) -> AbstractContextManager[None]:
-        """Held by the one publisher of a replica while it lives. SpoolUnusable names another
-        holder."""
+        """The lock that the one publisher of a replica holds while it lives. SpoolUnusable names
+        another holder."""
         path = self._file(replica).with_suffix(".lock")
         fs.make_dir(path.parent)
         return hold_publisher_lock(self._paths, path)
 
     def put(self, record: Replica) -> None:
-        """No loss of power matters: it ends the replica too."""
+        """Writes a replica's record, not durably: a loss of power ends the replica too."""
         fs.write_json_atomic(self._file(record.replica), record, durable=False)
 
     def all(self) -> dict[str, Replica]:
-        """The records that can be read, by id, also those of dead replicas."""
+        """The readable records by id, dead replicas included."""
         records = {}
         for name in listing(self._paths.replicas):
             if name.endswith(".json"):
@@ -74,16 +75,17 @@ class Replicas:
         return records
 
     def living(self) -> dict[str, Replica]:
-        """The replicas whose records changed within DEAD_SECONDS. One that this process sees for
-        the first time may have been dead for longer: `fresh` asks the record's time."""
+        """The replicas whose records changed within DEAD_SECONDS. A replica that this process sees
+        for the first time counts as living, though it may have been dead for longer; `fresh`
+        compares the record's own time."""
         records = self.all()
         return {
             name: records[name] for name, age in self._ages(records).items() if age <= DEAD_SECONDS
         }
 
     def fresh(self) -> dict[str, Replica]:
-        """The replicas that live by this machine's clock, for whoever looks only once and decides
-        nothing by it."""
+        """The replicas that live by this machine's clock. For programs that look only once and
+        decide nothing by it."""
         now = time.time()
         return {
             name: record
@@ -92,7 +94,7 @@ class Replicas:
         }
 
     def _ages(self, records: Mapping[str, Replica]) -> dict[str, float]:
-        """For how many seconds each record has not changed, as far as this process has seen."""
+        """For how many seconds this process has seen each record unchanged."""
         now = time.monotonic()
         self._seen = {
             name: seen
@@ -103,17 +105,20 @@ class Replicas:
         return {name: now - since for name, (_, since) in self._seen.items()}
 
     def serves(self, run: str, replica: str) -> ReplicaServed:
-        """The steps of a run that one replica serves; NotFound (field `run`) without the run."""
+        """The steps of a run that one replica serves. Raises NotFound (field `run`) if the run does
+        not exist."""
         return _read_serves(self._of_run(run, replica)) or ReplicaServed()
 
     def put_serves(self, run: str, replica: str, record: ReplicaServed) -> None:
         path = self._of_run(run, replica)
         if fs.read_undamaged(path, ReplicaServed) != record:
-            path.parent.mkdir(exist_ok=True)  # not the run's, if it was deleted meanwhile
+            # the run's directory is gone if the run was deleted in between
+            path.parent.mkdir(exist_ok=True)
             fs.write_json_atomic(path, record)
 
     def steps(self, run: str) -> dict[int, str]:
-        """The steps of a run that living replicas serve, each with the id of one of them."""
+        """The steps of a run that living replicas serve, each with the id of a replica that serves
+        it."""
         found: dict[int, str] = {}
         if fs.exists(self._paths.replicas):
             for replica in self.living():
@@ -125,7 +130,7 @@ class Replicas:
         """Write what the ready replicas agree on as the run's `served.json`. Under `lock`.
 
         `one_step`: a replica serves one step at a time (merged weights). Then the oldest of their
-        steps is announced, since all others are newer. Else they need one step in common.
+        steps is announced. Otherwise a step is announced only if all of them serve it.
         """
         ready = [name for name, record in self.living().items() if record.ready]
         records = {name: self.serves(run, name) for name in ready}
@@ -140,7 +145,7 @@ class Replicas:
         if common:
             announced = self._put(run, common[0], records)
         elif announced is not None and not any(record.steps for record in records.values()):
-            self._announced.withdraw(run)  # merged weights: they are another run's now
+            self._announced.withdraw(run)  # merged weights: the replica now serves another run
             announced = None
         elif announced is None and (refused := _refused_by_all(records, -1)) is not None:
             self._announced.put_refused(run, refused)
@@ -155,7 +160,8 @@ class Replicas:
         return record
 
     def withdraw(self, replica: str) -> None:
-        """A replica's vLLM has nothing loaded. What is announced stays while others serve it."""
+        """Records that a replica's vLLM has nothing loaded. The announced step stays while other
+        replicas serve it."""
         with self.lock():
             fs.remove_file(self._file(replica))
             for run in self._runs.names():
@@ -163,8 +169,9 @@ class Replicas:
             self.withdraw_unserved()
 
     def withdraw_unserved(self, listed: Collection[str] = ()) -> None:
-        """Nothing is announced while no replica is ready, but for what one is about to verify again
-        (`listed`: names that its vLLM has). Under `lock`."""
+        """Withdraws the announced steps while no replica is ready. Steps whose names are in
+        `listed`, which a vLLM still has, stay: they are about to be verified again. Under
+        `lock`."""
         if not any(record.ready for record in self.living().values()):
             for run in self._runs.names():
                 announced = self._announced.get(run)
@@ -172,8 +179,8 @@ class Replicas:
                     self._announced.withdraw(run)
 
     def forget_dead(self) -> None:
-        """Remove the records of replicas that are gone for good, as after fewer were asked for.
-        Under `lock`."""
+        """Remove the records of replicas that are gone for good, for example after the number of
+        replicas was reduced. Under `lock`."""
         ages = self._ages(self.all())
         for replica in [name for name, age in ages.items() if age > FORGET_SECONDS]:
             for run in self._runs.names():
@@ -183,7 +190,7 @@ class Replicas:
 
     def _file(self, replica: str) -> Path:
         if not re.fullmatch(REPLICA_PATTERN, replica):
-            raise InvalidInput(f"{replica!r:.100} is no replica's id", field="TANDEM_REPLICA")
+            raise InvalidInput(f"{replica!r:.100} is not a replica's id", field="TANDEM_REPLICA")
         return self._paths.replicas / f"{replica}.json"
 
     def _of_run(self, run: str, replica: str) -> Path:
@@ -199,7 +206,8 @@ _Steps = Mapping[str, Mapping[tuple[int, str], Served]]
 
 
 def _in_common(replicas: _Steps) -> list[Served]:
-    """The steps that all replicas serve, the newest first, each as the last of them verified it."""
+    """The steps that all replicas serve, the newest first. Each has the record of the replica that
+    verified it last."""
     keys = set.intersection(*(set(steps) for steps in replicas.values()))
     return [
         max((steps[key] for steps in replicas.values()), key=lambda served: served.verified)
@@ -208,7 +216,7 @@ def _in_common(replicas: _Steps) -> list[Served]:
 
 
 def _oldest(replicas: _Steps) -> list[Served]:
-    """The oldest of the replicas' newest steps; nothing where one of them serves none."""
+    """The oldest of the replicas' newest steps; None if a replica serves none."""
     newest = [
         max(steps.values(), key=lambda s: s.step, default=None) for steps in replicas.values()
     ]

@@ -1,16 +1,18 @@
 """The requests of a session's run: `runs/<run>/requests/<seq>/`. A request is a file, committed by
-one rename, before it is answered. So a repeated request finds itself, and whoever computes them can
-die and begin again.
+one rename, before it is answered. So a repeated request finds itself, and a process that computes
+requests can die and begin again.
 
-The same number with the same content is one request, with other content a conflict. Requests are
-computed in their order, without gaps. `Manifest.seq` is the last request whose effect a checkpoint
-has. New ranks, after idling or `kill -9`, compute the log's later requests again, to the same bits.
-Gradients that no step has applied are not stored. A checkpoint each ten minutes bounds the work
-that is done again. A request's arrays go when a checkpoint has what they did.
+A request with a known number and the same content is the same request; with other content it is a
+conflict. Requests are computed in their order, without gaps. `Manifest.seq` is the last request
+whose effect is in the checkpoint. New ranks, after idling or `kill -9`, compute the log's later
+requests again, to the same bits. Gradients that no step has applied are not stored. A checkpoint
+every ten minutes bounds the work that is repeated. A request's arrays are removed once a checkpoint
+has their effect.
 
-A request that can't be computed has an error as its result. It has changed nothing, but that a
-failed step leaves no gradients. One that has begun five times without a result is given up. When
-the job itself fails, or is cancelled, the requests that wait get its error.
+A request that can't be computed has an error as its result. Such a request has changed nothing,
+except that a failed step discards the gradients. A request that has begun five times without a
+result is given up. If the job fails or is cancelled, its waiting requests get its error as their
+result.
 """
 
 import re
@@ -38,7 +40,7 @@ class RequestLog:
 
     def __init__(self, paths: Paths, runs: Runs, sessions: TrainingSessions) -> None:
         self._paths, self._runs, self._sessions = paths, runs, sessions
-        # Run -> the highest request up to which all are answered, or have no arrays; caches.
+        # Run -> the highest request up to which all are answered, or have no arrays (caches).
         self._answered: dict[str, int] = {}
         self._trimmed: dict[str, int] = {}
 
@@ -49,11 +51,12 @@ class RequestLog:
         request: AnyRequest,
         write: Callable[[Path], str] | None = None,
     ) -> bool:
-        """Logs a request durably; False where it is there already. `write(directory)` writes the
+        """Logs a request durably; False if it is logged already. `write(directory)` writes the
         packed arrays of a `PassRequest` and returns their SHA-256.
 
-        Conflict (field `seq`) if there is another request with this number, or (field `session`)
-        if the session has ended; NotFound (field `run`) without the run.
+        Raises Conflict (field `seq`) if there is another request with this number, or (field
+        `session`) if the session has ended. Raises NotFound (field `run`) if the run does not
+        exist.
         """
         if (session := self._runs.get(run).session) is None:
             raise Conflict(f"run {run!r} is of no session; submit jobs to it", field="run")
@@ -80,7 +83,8 @@ class RequestLog:
         return False
 
     def get(self, run: str, seq: int) -> LoggedRequest:
-        """NotFound (field `seq`) without it, or where its record is damaged."""
+        """The request. Raises NotFound (field `seq`) if there is none, or if its record is
+        damaged."""
         logged = fs.read_undamaged(self._directory(run, seq) / _REQUEST, LoggedRequest)
         if logged is None:
             raise NotFound(f"run {run!r} has no request {seq}", field="seq")
@@ -94,19 +98,19 @@ class RequestLog:
         return fs.exists(self._directory(run, seq))
 
     def begin(self, run: str, seq: int) -> int:
-        """Counts that the computation of a request begins; returns how often it has begun."""
+        """Counts one more start of a request's computation. Returns how many starts there were."""
         path = self._directory(run, seq) / "begun"
         count = int(fs.read_bytes(path) or b"0") + 1
         fs.write_atomic(path, str(count).encode(), durable=False)
         return count
 
     def result(self, run: str, seq: int) -> RequestResult | None:
-        """None until it is computed."""
+        """The result; None until it is computed."""
         return fs.read_undamaged(self._directory(run, seq) / _RESULT, RequestResult)
 
     def logprobs(self, run: str, seq: int) -> list[bytes]:
         """The log-probs of each sequence's items in an answered pass, in the client's order:
-        float32, little-endian. NotFound (field `seq`) where there are none."""
+        float32, little-endian. Raises NotFound (field `seq`) if there are none."""
         request = self.get(run, seq).request
         path = self._directory(run, seq) / _LOGPROBS
         content = fs.read_bytes(path, most=_MOST_BYTES)
@@ -123,8 +127,8 @@ class RequestLog:
     def answer(
         self, run: str, seq: int, result: RequestResult, logprobs: bytes | None = None
     ) -> None:
-        """Writes the result, unless there is one. Not durably: what a loss of power takes is
-        computed again, to the same bits."""
+        """Writes the result, unless there is one. The write is not durable: a result that a loss of
+        power takes is computed again, to the same bits."""
         directory = self._directory(run, seq)
         if self.result(run, seq) is None:
             if logprobs is not None:
@@ -147,7 +151,7 @@ class RequestLog:
         ]
 
     def next(self, run: str) -> int | None:
-        """The first request without a result, if it and all before it are there."""
+        """The first request without a result, if no number before it is missing."""
         seq = self._answered_to(run) + 1
         return seq if self.has(run, seq) else None
 

@@ -1,5 +1,5 @@
-"""Runs: `runs/<run>/`, made whole by one rename; the manifests of their checkpoints; and what vLLM
-serves of them."""
+"""Runs (`runs/<run>/`), made by one rename; the manifests of their checkpoints; and the records of
+what vLLM serves of them."""
 
 import os
 import time
@@ -26,9 +26,9 @@ MANIFEST = "manifest.json"
 def write_manifest(
     directory: Path, manifest: Manifest, sha256: Mapping[str, str] | None = None
 ) -> Manifest:
-    """Hashes every file under `directory`, but those in `sha256`, and writes `manifest.json` with
-    `files` filled in. InvalidInput (field: the file) if the directory holds anything but plain
-    files and directories.
+    """Hashes every file under `directory` that is not in `sha256`, and writes `manifest.json` with
+    `files` filled in. Raises InvalidInput (field: the file) if the directory holds anything but
+    plain files and directories.
     """
     paths = {}
     for path in sorted(directory.rglob("*")):
@@ -51,8 +51,9 @@ def write_manifest(
 
 
 def verify_files(directory: Path, manifest: Manifest) -> None:
-    """Compares every file with the manifest; CheckpointDamaged names each that is missing,
-    truncated, altered or no regular file, CheckpointIncomplete where files are only missing."""
+    """Compares every file with the manifest. CheckpointDamaged names each file that is missing,
+    truncated, altered or not a regular file. Raises CheckpointIncomplete if files are only
+    missing."""
     paths = {name: directory / name for name in manifest.files}
     sizes = dict[str, int]()
     strange = dict[str, str]()
@@ -86,7 +87,7 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _hashes(paths: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 of each file, several at a time; half of the cores stay for others."""
+    """SHA-256 of each file. Several files are hashed at a time, on half of the cores."""
     with ThreadPoolExecutor(min(8, max(1, len(os.sched_getaffinity(0)) // 2))) as pool:
         return dict(zip(paths, pool.map(fs.sha256_file, paths.values()), strict=True))
 
@@ -100,7 +101,7 @@ class Runs:
         self._paths = paths
 
     def directory(self, name: str) -> Path:
-        """The run's directory; NotFound (field `run`) if there is none."""
+        """The run's directory. Raises NotFound (field `run`) if there is none."""
         path = self._paths.run_dir(name)
         if not path.is_dir() and not fs.exists(path):
             known = ", ".join(listing(path.parent)[:20]) or "none yet"
@@ -114,10 +115,10 @@ class Runs:
         sha256: Mapping[str, str] | None = None,
         **details: Any,
     ) -> RunSpec:
-        """Makes a run with its checkpoint of step 0, whose files `write_files(directory)` writes.
-        `sha256`: hashes of files whose writer knows them; `details`: more fields of its manifest.
-        Conflict (field `name`) if the run exists. Nothing of the run exists unless all of it
-        does."""
+        """Makes a run with its checkpoint of step 0. `write_files(directory)` writes the files of
+        that checkpoint. `sha256`: hashes of files whose writer knows them; `details`: more fields
+        of its manifest. Raises Conflict (field `name`) if the run exists. The run appears as a
+        whole or not at all."""
         manifest = Manifest(
             run=spec.name, step=0, job=None, created=spec.created, files={}, **details
         )
@@ -141,8 +142,8 @@ class Runs:
         return spec
 
     def get(self, name: str) -> RunSpec:
-        """The run's specification; NotFound (field `run`) if there is none; RunDamaged if it can't
-        be read."""
+        """The run's specification. Raises NotFound (field `run`) if there is none. Raises
+        RunDamaged if it can't be read."""
         path = self.directory(name) / "run.json"
         try:
             spec = _read_spec(path) or fs.read_record(path, RunSpec)
@@ -164,21 +165,20 @@ class Runs:
         return [*self.after("")]
 
     def after(self, name: str) -> Iterator[RunSpec]:
-        """The runs that can be read and whose names come after this one, by name, read as they are
-        needed."""
+        """The readable runs whose names come after this one, by name, read lazily."""
         names = listing(self._paths.runs)
         for at in range(bisect_right(names, name), len(names)):
             if is_run_name(names[at]):
-                with suppress(RunDamaged, NotFound):  # `damaged` names it; or it is gone since
+                with suppress(RunDamaged, NotFound):  # `damaged` names it, or it is gone by now
                     yield self.get(names[at])
 
     def damaged(self) -> dict[str, str]:
-        """Names below `runs/` that are no whole run, and what is wrong with each."""
+        """Names below `runs/` that are not a whole run, with the reason for each."""
         found = {}
         for name in listing(self._paths.runs):
             try:
                 if not is_run_name(name):
-                    raise RunDamaged(f"{self._paths.runs / name} is no run; remove it")
+                    raise RunDamaged(f"{self._paths.runs / name} is not a run; remove it")
                 self.get(name)
                 if not listing(self.directory(name) / "checkpoints"):
                     raise RunDamaged(
@@ -186,14 +186,15 @@ class Runs:
                     )
             except RunDamaged as error:
                 found[name] = error.message
-            except NotFound:  # it is gone since
+            except NotFound:  # it is gone by now
                 continue
         return found
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Serialises changes of the run's chain: submit, rollback, removal, and a fork's beginning.
-        NotFound (field `run`) if there is no run, also if it is deleted while this waits."""
+        """Serialises changes of the run's chain: submission, rollback, removal, and the beginning
+        of a fork. Raises NotFound (field `run`) if there is no run, even if it is deleted while
+        this waits."""
         path = self.directory(name) / "lock"
         with ExitStack() as stack:
             try:
@@ -201,7 +202,7 @@ class Runs:
                 same = os.path.samestat(held, path.stat())
             except FileNotFoundError:
                 same = False
-            # The lock of a run that is gone, which keeps nobody from a new run of the same name.
+            # The lock of a run that is gone. It blocks no new run of the same name.
             if not same:
                 raise NotFound(f"run {name!r} was deleted", field="run")
             yield
@@ -213,7 +214,7 @@ def _read_spec(path: Path) -> RunSpec | None:
 
 
 WANTED_SECONDS = 600.0
-"""A step stays loaded for so long after somebody has asked for it."""
+"""A step stays loaded for this long after a client has asked for it."""
 
 
 class ServedRecords:
@@ -227,7 +228,8 @@ class ServedRecords:
         return self._runs.directory(run) / "served.json"
 
     def get(self, run: str) -> Served | None:
-        """The run's record; None while vLLM serves no step of it, and if the file is damaged."""
+        """The run's record; None while vLLM serves no step of the run, and if the file is
+        damaged."""
         return fs.read_undamaged(self._path(run), Served)
 
     def put(self, run: str, served: Served) -> None:
@@ -235,7 +237,7 @@ class ServedRecords:
         fs.remove_file(self._refused(run))
 
     def withdraw(self, run: str) -> None:
-        """Removes the records: vLLM has none of the run's steps now, and has refused none."""
+        """Removes the records: vLLM now has no step of the run, and has refused none."""
         fs.remove_file(self._path(run))
         fs.remove_file(self._refused(run))
 
@@ -243,7 +245,7 @@ class ServedRecords:
         return self._runs.directory(run) / "refused.json"
 
     def refused(self, run: str) -> Refused | None:
-        """The refused step of a run of which vLLM serves none."""
+        """The refused step of a run of which vLLM serves no step."""
         return fs.read_undamaged(self._refused(run), Refused)
 
     def put_refused(self, run: str, refused: Refused) -> None:
@@ -251,8 +253,8 @@ class ServedRecords:
             fs.write_json_atomic(self._refused(run), refused)
 
     def want(self, run: str, step: int) -> None:
-        """Somebody samples from this step, and vLLM does not have it: the publisher loads it, and
-        keeps it for a while."""
+        """Records that a client samples from this step, which vLLM does not have: the publisher
+        loads it and keeps it for a while."""
         path = self._wanted(run) / str(step)
         with fs.volume_errors(path):
             fs.make_dir(path.parent)

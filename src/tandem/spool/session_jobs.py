@@ -12,11 +12,11 @@ from tandem.spool.schema import JobSpec, RequestError, RequestResult, SessionJob
 
 
 def queue_waiting(spool: Spool) -> None:
-    """Queues a job for each run of an open session that has a request to compute and no job. Where
-    the job before has failed on these requests, answers them with its error. Only the spool's
-    runner calls this."""
+    """Queues a job for each run of an open session that has an uncomputed request and no job. If
+    the job before has failed on these requests, it answers them with that job's error. Only the
+    spool's runner calls this."""
     for session, run, seq in _waiting(spool):
-        # It was removed meanwhile, is damaged, which `tandem doctor` tells, or its session ended.
+        # It was removed in between, or is damaged (`tandem doctor` says so), or its session ended.
         with suppress(NotFound, CheckpointDamaged, Conflict):
             if not _has_job(spool, run):
                 if (reason := _refusal(spool, run, seq)) is not None:
@@ -42,7 +42,7 @@ def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:
 
 def _has_job(spool: Spool, run: str) -> bool:
     index = spool.jobs.index
-    # Running on both sides of the queue, because jobs move in both directions.
+    # Running jobs are read before and after the queue, because jobs move in both directions.
     return bool(index.running(run) or any(index.queued(run)) or index.running(run))
 
 
@@ -61,7 +61,8 @@ def _queue(spool: Spool, session: str, run: str) -> None:
 
 
 def _refusal(spool: Spool, run: str, seq: int) -> str | None:
-    """Why no job computes this request: the one that had to has failed, or was cancelled."""
+    """The error for a request that no job will compute: the job that had to compute it has failed,
+    or was cancelled."""
     for state, job in spool.jobs.list(run, limit=1):
         result, created = job.result, spool.requests.get(run, seq).created
         if result is not None and result.error is not None and result.finished >= created:

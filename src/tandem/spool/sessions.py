@@ -1,4 +1,5 @@
-"""Sessions: `sessions/<id>/`. Each of a session's models is a run, `<id>-train-<number>`."""
+"""Sessions (`sessions/<id>/`), whose clients train by single calls. Each of a session's models is a
+run, `<id>-train-<number>`."""
 
 import json
 import os
@@ -26,13 +27,14 @@ from tandem.spool.schema import (
 _RECORD, _BEAT, _END = "session.json", "beat.json", "end.json"
 
 
-@remembered  # the runner asks for the end of every session in each turn
+@remembered  # the runner looks for the end of every session in each turn of its loop
 def _read_end(path: Path) -> SessionEnd | None:
     return fs.read_undamaged(path, SessionEnd)
 
 
 class TrainingSessions:
-    """A session takes requests until its client ends it, or is not heard of any more."""
+    """All sessions. A session takes requests until its client ends it, or is not heard of any
+    more."""
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
@@ -40,7 +42,7 @@ class TrainingSessions:
     def create(
         self, *, submitted_by: str | None = None, labels: Mapping[str, str] | None = None
     ) -> SessionRecord:
-        """A new session, which counts as heard of now."""
+        """A new session. Its client counts as heard of now."""
         record = SessionRecord(
             id=fs.new_ulid().lower(),
             created=time.time(),
@@ -57,7 +59,8 @@ class TrainingSessions:
         return record
 
     def get(self, session: str) -> SessionRecord:
-        """NotFound (field `session`) without it, or where its record is damaged."""
+        """The session. Raises NotFound (field `session`) if there is none, or if its record is
+        damaged."""
         record = fs.read_undamaged(self._paths.session_dir(session) / _RECORD, SessionRecord)
         if record is None:
             raise NotFound(f"there is no session {session!r}", field="session")
@@ -78,7 +81,8 @@ class TrainingSessions:
         fs.write_json_atomic(path, SessionBeat(time=time.time()), durable=False)
 
     def check_open(self, session: str) -> None:
-        """NotFound without the session, Conflict (field `session`) after its end."""
+        """Raises NotFound if the session does not exist, Conflict (field `session`) after its
+        end."""
         self.get(session)
         if (end := self.ended(session)) is not None:
             raise Conflict(f"session {session!r} has ended: {end.reason}", field="session")
@@ -87,14 +91,15 @@ class TrainingSessions:
         return _read_end(self._paths.session_dir(session) / _END)
 
     def end(self, session: str, reason: str) -> None:
-        """Takes no request any more; the first reason stands. NotFound without the session."""
+        """Ends a session: it takes no request any more. The first reason stands. Raises NotFound if
+        the session does not exist."""
         self.get(session)
         if self.ended(session) is None:
             path = self._paths.session_dir(session) / _END
             fs.write_json_atomic(path, SessionEnd(finished=time.time(), reason=reason))
 
     def expire(self, seconds: float) -> list[str]:
-        """Ends the sessions whose clients were not heard of for so long; returns these."""
+        """Ends the sessions whose clients were silent for too long. Returns these sessions."""
         silent = []
         for session in self.unended():
             beat = fs.read_undamaged(self._paths.session_dir(session) / _BEAT, SessionBeat)
@@ -104,22 +109,24 @@ class TrainingSessions:
         return silent
 
     def put_model(self, session: str, number: int, model: ClientModel) -> None:
-        """Conflict (field `model_seq_id`) where another one has this number."""
+        """Writes a model's record. Raises Conflict (field `model_seq_id`) if another model has this
+        number."""
         self._put(session, f"model-{number}.json", model, "model_seq_id")
 
     def model(self, session: str, number: int) -> ClientModel:
-        """NotFound (field `model_id`) without it."""
+        """The model's record. Raises NotFound (field `model_id`) if there is none."""
         path = self._paths.session_dir(session) / f"model-{number}.json"
         if (found := fs.read_undamaged(path, ClientModel)) is None:
             raise NotFound(f"session {session!r} has no model {number}", field="model_id")
         return found
 
     def put_sampler(self, session: str, number: int, sampler: ClientSampler) -> None:
-        """Conflict (field `sampling_session_seq_id`) where another one has this number."""
+        """Writes a sampler's record. Raises Conflict (field `sampling_session_seq_id`) if another
+        sampler has this number."""
         self._put(session, f"sampler-{number}.json", sampler, "sampling_session_seq_id")
 
     def sampler(self, session: str, number: int) -> ClientSampler:
-        """NotFound (field `sampling_session_id`) without it."""
+        """The sampler's record. Raises NotFound (field `sampling_session_id`) if there is none."""
         path = self._paths.session_dir(session) / f"sampler-{number}.json"
         if (found := fs.read_undamaged(path, ClientSampler)) is None:
             problem = f"session {session!r} has no sampler {number}"
@@ -127,20 +134,21 @@ class TrainingSessions:
         return found
 
     def use_sampler(self, session: str, number: int) -> None:
-        """Records that its client samples now."""
+        """Records that the sampler's client samples now."""
         path = self._paths.session_dir(session) / f"sampler-{number}.json"
         with fs.volume_errors(path), suppress(FileNotFoundError):
             os.utime(path)
 
     def sampler_used(self, session: str, number: int) -> float:
-        """When its client last sampled, Unix seconds by the volume's clock; 0 without it."""
+        """When the sampler's client last sampled, Unix seconds by the volume's clock; 0 if it never
+        did."""
         with suppress(OSError):
             path = self._paths.session_dir(session) / f"sampler-{number}.json"
             return path.stat().st_mtime
         return 0.0
 
     def samplers(self, session: str) -> list[int]:
-        """The numbers of its samplers."""
+        """The numbers of a session's samplers."""
         names = listing(self._paths.session_dir(session))
         return sorted(
             int(name.removeprefix("sampler-").removesuffix(".json"))
@@ -182,24 +190,25 @@ class CheckpointNames:
         self._runs, self._checkpoints = runs, checkpoints
 
     def list(self, run: str) -> list[SavedName]:
-        """In the order in which they were given. NotFound without the run."""
+        """The names of a run's checkpoints, in the order in which they were given. Raises NotFound
+        if the run does not exist."""
         path = self._runs.directory(run) / "names.json"
         return [*(fs.read_undamaged(path, SavedNames) or SavedNames()).names]
 
     def find(self, run: str, group: str, name: str) -> SavedName:
-        """NotFound (field `name`) without it."""
+        """The checkpoint with this name. Raises NotFound (field `name`) if there is none."""
         for saved in self.list(run):
             if (saved.group, saved.name) == (group, name):
                 return saved
         raise NotFound(f"run {run!r} has no checkpoint {json.dumps(name)}", field="name")
 
     def put(self, run: str, saved: SavedName) -> None:
-        """Gives the name to this checkpoint, and takes it from another one."""
+        """Gives the name to this checkpoint; another checkpoint loses it."""
         self._checkpoints.pin(run, saved.step)
         self._replace(run, saved, saved)
 
     def remove(self, run: str, group: str, name: str) -> None:
-        """Forgets a name; NotFound. The checkpoint may then be removed."""
+        """Forgets a name. Raises NotFound if there is none. The checkpoint may then be removed."""
         self._replace(run, self.find(run, group, name), None)
 
     def _replace(self, run: str, old: SavedName, new: SavedName | None) -> None:

@@ -1,5 +1,5 @@
 """OpenAI's fine-tuning API on the volume: uploaded files (`uploads/<id>/`) and fine-tunings
-(`tunings/<id>.json`). Their ids begin with the time, so names in order are in order of time."""
+(`tunings/<id>.json`). The ids begin with the time, so sorted names are in the order of time."""
 
 import re
 import time
@@ -21,21 +21,22 @@ _RECORD = "file.json"
 
 
 class Uploads:
-    """Files are immutable and made by one rename."""
+    """Uploaded files. They are immutable, and made by one rename."""
 
     def __init__(self, paths: Paths) -> None:
         self.directory = paths.root / "uploads"
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """A new directory for a file that arrives; removed at the end unless `commit` took it."""
+        """A new directory for a file that arrives. It is removed at the end unless `commit` took
+        it."""
         with fs.volume_errors(self.directory):
             fs.make_dir(self.directory)
         with fs.staging(self.directory) as staged:
             yield staged
 
     def commit(self, staged: Path, upload: Upload) -> None:
-        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload. A second one
+        """Makes the file in `staged`, named `<id>.jsonl` or `<id>.csv`, the upload. A second upload
         with this id changes nothing."""
         fs.write_json_atomic(staged / _RECORD, upload)
         fs.fsync_tree(staged)
@@ -43,7 +44,7 @@ class Uploads:
             fs.rename_dir(staged, self.directory / upload.id)
 
     def get(self, upload_id: str) -> Upload:
-        """NotFound (field `file_id`) without the file."""
+        """The file's record. Raises NotFound (field `file_id`) if there is none."""
         if (
             not _is_upload(upload_id)
             or (upload := _read_upload(self.directory / upload_id / _RECORD)) is None
@@ -52,17 +53,17 @@ class Uploads:
         return upload
 
     def path(self, upload: Upload) -> Path:
-        """The file of its content."""
+        """The path of the file's content."""
         suffix = "csv" if upload.purpose == "fine-tune-results" else "jsonl"
         return self.directory / upload.id / f"{upload.id}.{suffix}"
 
     def reader(self, upload: Upload) -> BinaryIO:
-        """Its content; NotFound where that is gone or is no regular file."""
+        """The file's content, opened. Raises NotFound if it is gone or is not a regular file."""
         try:
             return open_plain(self.path(upload))
         except (FileNotFoundError, NotPlainError) as error:
             raise NotFound(
-                f"the content of {upload.id} is missing, or no regular file", field="file_id"
+                f"the content of {upload.id} is missing, or not a regular file", field="file_id"
             ) from error
 
     def ids(self) -> list[str]:
@@ -95,7 +96,8 @@ class Tunings:
             fs.write_json_atomic(self._path(tuning.id), tuning)
 
     def get(self, tuning_id: str) -> Tuning:
-        """NotFound (field `fine_tuning_job_id`) without it, or where its record is damaged."""
+        """The fine-tuning's record. Raises NotFound (field `fine_tuning_job_id`) if there is none,
+        or if it is damaged."""
         tuning = None
         if _is_tuning(tuning_id):
             tuning = fs.read_undamaged(self._path(tuning_id), Tuning)
@@ -106,7 +108,8 @@ class Tunings:
         return tuning
 
     def change(self, tuning_id: str, update: Callable[[Tuning], Tuning]) -> Tuning:
-        """Replaces the record by `update` of it, unless it has ended; returns what it is now."""
+        """Replaces the record by `update(record)`, unless the fine-tuning has ended. Returns the
+        present record."""
         with self.lock():
             tuning = self.get(tuning_id)
             if tuning.end is None and (changed := update(tuning)) != tuning:
@@ -120,7 +123,7 @@ class Tunings:
         return [name for name in names if _is_tuning(name)]
 
     def prune(self, limit: float) -> None:
-        """Removes those that ended before `limit`, Unix seconds."""
+        """Removes the fine-tunings that ended before `limit`, Unix seconds."""
         for tuning_id in reversed(self.ids()):
             with suppress(NotFound):
                 tuning = self.get(tuning_id)

@@ -1,4 +1,5 @@
-"""`tandem up`: the programs of a machine or a container under supervisord, and their health.
+"""`tandem up`: runs the programs of a machine or a container under supervisord, and checks their
+health.
 
 `supervisord.py` writes supervisord's configuration from one table of programs. `up.py` follows the
 programs' logs, and turns the end of the stack into an exit status. `watchdog.py` kills a vLLM that

@@ -1,8 +1,8 @@
-"""`python -m tandem.supervise.drain SECONDS`: before one of several inference servers is stopped,
-takes it out of the proxy and waits for its requests, no longer than SECONDS.
+"""Takes one of several inference servers out of the proxy before it is stopped, and waits up to
+SECONDS for its requests (`python -m tandem.supervise.drain SECONDS`).
 
-Its publisher reads that it is to leave, and takes vLLM's permission to answer back: the proxy
-sends no more, running requests go on. It never fails: the server is stopped in any case.
+Its publisher reads the order to leave, and withdraws vLLM's permission to answer. The proxy sends
+no more requests; running requests continue. It never fails: the server is stopped in any case.
 """
 
 import sys
@@ -17,13 +17,13 @@ from tandem.vllm_client.client import InferenceGone, VllmClient
 log = Log("drain")
 
 CHECKED_SECONDS = 1.5
-"""The proxy has seen by then that a server is not ready: two checks, 0.5 s apart."""
+"""Seconds within which the proxy has seen that a server is not ready: two checks, 0.5 s apart."""
 
 
 def drain(settings: Settings, seconds: float) -> bool:
     """Whether the server had no request left."""
     end = time.monotonic() + seconds
-    # It outlives this container's restart, and must not keep the next server out.
+    # The file outlives this container's restart, and must not keep the next server out.
     leaving_file(settings.root).write_text(str(time.time() + seconds))
     client = VllmClient(settings, timeout=5.0)
     quiet_since = None

@@ -1,15 +1,15 @@
-"""`python -m tandem.supervise.health [--started | --live]`: the images' HEALTHCHECK. Prints one
+"""The images' HEALTHCHECK: `python -m tandem.supervise.health [--started | --live]`. Prints one
 line; exits with 0 if all is well, else with 1.
 
-TANDEM_ROLE says what is checked: `controller` answers /readyz; `trainer` has a runner that runs and
-holds the spool's lock; `inference` has a publisher that runs, and a vLLM that is up, healthy and
-lists the base model. Else all of it.
+TANDEM_ROLE decides what is checked. `controller` answers /readyz. `trainer` has a runner that runs
+and holds the spool's lock. `inference` has a publisher that runs, and a vLLM that is up, healthy
+and lists the base model. Without a role all of this is checked.
 
-`--started`, for a startup probe: a vLLM that waits until a trainer gives back the GPUs they share
-is well too.
+`--started`, for a startup probe: a vLLM that waits for a trainer to give back shared GPUs
+counts as healthy.
 
 `--live`, for a liveness probe: checks only whether the programs' own loops turn
-(`tandem.system.liveness`), so nothing is killed while a model loads, a step is published or a
+(`tandem.system.liveness`), so that nothing is killed while a model loads, a step is published or a
 volume is away. If vLLM's engine or a job's ranks hang, `tandem up` and the runner end them.
 """
 
@@ -45,10 +45,12 @@ for _handler in (
 
 
 def problems(settings: Settings, role: str, *, started: bool = False) -> list[str]:
-    """What is wrong with the programs of `role`; empty if all is well. `started`: as for
-    `--started`.
+    """The problems of the programs of `role`; empty if all is well.
 
-    Raises SpoolUnusable or OSError where the volume can't be read.
+    Raises SpoolUnusable or OSError if the volume can't be read.
+
+    Args:
+        started: the check for `--started`.
     """
     found = [] if role in ("trainer", "inference") else [_get(settings, "controller", "/readyz")[0]]
     if role != "controller":
@@ -66,13 +68,14 @@ def problems(settings: Settings, role: str, *, started: bool = False) -> list[st
         if {"vllm", "proxy"} & set(needed) and not waits:
             found.append(_problem_of_vllm(settings))
         if "vllm" in needed and settings.replica is not None and not started:
-            # Not before it has every announced step: an upgrade stops the next server then.
+            # Ready only with every announced step: otherwise an upgrade would stop the next server
+            # too early.
             found.append(_get(settings, "inference", READY_ROUTE)[0])
     return [problem for problem in found if problem]
 
 
 def _needed(settings: Settings, role: str) -> list[str]:
-    """The essential programs that `role` runs under supervisord, apart from the controller, which
+    """The essential programs that `role` runs under supervisord, without the controller, which
     answers /readyz."""
     return [p.name for p in programs_of(settings, role) if p.essential and p.name != "controller"]
 
@@ -111,7 +114,7 @@ def _get(
     path: str,
     key: str | None = None,
 ) -> tuple[str, bytes]:
-    """(what is wrong, or an empty string; the answer's body)"""
+    """(the problem, or an empty string; the answer's body)"""
     url = local_url(getattr(settings, f"{server}_host"), getattr(settings, f"{server}_port")) + path
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

@@ -1,12 +1,12 @@
-"""`python -m tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`: becomes the HAProxy
-that gives several inference servers one address.
+"""Becomes the HAProxy that gives several inference servers one address (`python -m
+tandem.supervise.proxy [HOST:PORT ... | --resolve NAME:PORT]`).
 
-The rule was measured (docs/performance.md). A rollout stays on the server that has its prefix in
-the cache and its turns in the rollout door. The samples of a group share their prompt; they start
-on one server as far as that one has not much more to do than the others.
+The routing rule was measured (docs/performance.md). A rollout stays on the server that has its
+prefix in the cache and its turns in the rollout door. The samples of a group share their prompt.
+They start on one server, unless it has much more to do than the others.
 
-Without arguments the servers are those that `tandem up` starts beside it. `--resolve`: all
-addresses of a name, such as of a headless Service, asked for again every second.
+Without arguments the servers are the ones that `tandem up` starts beside the proxy. `--resolve`:
+all addresses of a name, such as a headless Service's, looked up again every second.
 """
 
 import argparse
@@ -32,19 +32,20 @@ from tandem.vllm_client.names import (
 log = Log("proxy")
 
 ANSWER_SECONDS = 3700
-"""Longer than the clients wait for an answer."""
+"""Seconds to wait for an answer; longer than the clients wait."""
 MOST_SESSIONS = 500_000
-"""About 150 bytes each, for rollouts that asked something within SESSION_TIME."""
+"""The most rollouts that are remembered, about 150 bytes each: rollouts with a request within
+SESSION_TIME."""
 SESSION_TIME = "2h"
 RETRIED_BYTES = 131072
-"""A request up to this size, with its headers, is sent to another server if the first one fails. A
+"""A request up to this size, headers included, is sent to another server if the first one fails. A
 client sends a larger one again by itself."""
 MOST_RESOLVED = 64
 INSTALL = "apt-get install haproxy"
 
 
 def check_installed() -> None:
-    """InvalidInput without the program `haproxy`."""
+    """Raises InvalidInput if the program `haproxy` is missing."""
     if shutil.which("haproxy") is None:
         raise InvalidInput(
             "several inference servers need the program haproxy, which is not installed:"
@@ -54,11 +55,16 @@ def check_installed() -> None:
 
 
 def haproxy_config(settings: Settings, servers: Sequence[str] = (), resolve: str = "") -> str:
-    """HAProxy's configuration. `servers`: `<host>:<port>` of each inference server; `resolve`: a
-    name and port of all of them."""
+    """HAProxy's configuration.
+
+    Args:
+        servers: `<host>:<port>` of each inference server.
+        resolve: one name and port for all of them.
+    """
     host = settings.inference_host
     address = f"[{host}]" if ":" in host else host
-    # A server that refuses a connection is down at once: the hash would choose it again.
+    # A server that refuses a connection is marked down at once, because the hash would choose it
+    # again.
     options = "check inter 500ms fall 2 rise 1 observe layer4 error-limit 1 on-error mark-down"
     lines = [f"server replica-{n} {server} {options}" for n, server in enumerate(servers)]
     if resolve:

@@ -1,5 +1,4 @@
-"""supervisord and the programs that it runs, by role: its configuration, their logs, their states
-and ends."""
+"""supervisord and its programs, by role: configuration, logs, states and ends."""
 
 import json
 import os
@@ -55,11 +54,12 @@ class Program:
 _EXPORTER = Program("exporter", "tandem.metrics.exporter", 5, essential=False, port="metrics")
 _CONTROLLER = Program("controller", "tandem.controller", 8, port="controller")
 _VLLM = Program("vllm", "tandem.inference.server.serve", 20, costly=True, port="inference")
-# Several inference servers' one address.
+# The common address of several inference servers.
 _PROXY = Program("proxy", "tandem.supervise.proxy", 5, port="inference")
 _PUBLISHER = Program("publisher", "tandem.inference.publisher", 8)
-# It stops its ranks, puts the job back, and gives shared GPUs back. Its own bound is
-# tandem.trainer.runner.loop.STOP_SECONDS. It does not talk to vLLM, so it needs no way to it.
+# The runner stops its ranks, puts the job back, and gives shared GPUs back. Its own time limit is
+# tandem.trainer.runner.loop.STOP_SECONDS. It does not talk to vLLM, so it gets no address or token
+# of vLLM.
 _RUNNER = Program(
     "runner",
     "tandem.trainer.runner",
@@ -74,14 +74,14 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "trainer": (_EXPORTER, _RUNNER),
     "inference": (_EXPORTER, _VLLM, _PUBLISHER),
 }
-"""By role, in the order in which they start."""
+"""The programs of each role, in the order in which they start."""
 _LEFTOVER_SECONDS = 13
 
 
 def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
-    """The programs of a role. Several inference servers are as many pairs of vLLM and publisher,
-    behind a proxy; with a TANDEM_REPLICA this machine has one of them. InvalidInput where there are
-    not enough GPUs for them."""
+    """The programs of a role. Several inference servers are pairs of vLLM and publisher, behind a
+    proxy; with TANDEM_REPLICA this machine has one of them. Raises InvalidInput if there are not
+    enough GPUs for them."""
     programs = PROGRAMS.get(role, PROGRAMS["all"])
     if settings.local_replicas == 1 or _VLLM not in programs:
         return programs
@@ -98,7 +98,8 @@ def programs_of(settings: Settings, role: str) -> tuple[Program, ...]:
 
 
 def inference_ports(settings: Settings) -> dict[str, int]:
-    """The port of each inference server of this machine, by its name. One may have no name."""
+    """The port of each inference server of this machine, by its name. A single server has an empty
+    name."""
     first = settings.inference_port
     if settings.local_replicas == 1:
         return {settings.replica or "": first}
@@ -111,7 +112,7 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
     try:
         gpus = Devices(settings, "inference").uuids
     except DriverFailed:
-        gpus = ()  # vLLM's own start says so
+        gpus = ()  # vLLM's own start reports it
     if gpus and len(gpus) < count * each:
         raise InvalidInput(
             f"{count} inference servers of {each} GPUs need {count * each}, and there are"
@@ -133,14 +134,14 @@ def replica_variables(settings: Settings) -> list[dict[str, str]]:
 
 
 def supervisord_seconds(programs: Sequence[Program]) -> int:
-    """How long supervisord may take to stop its programs: one kind after another, and all of a kind
-    at once."""
+    """The most seconds that supervisord takes to stop its programs: one kind after another, and all
+    programs of a kind at once."""
     return sum(max(p.stop_seconds for p in of) for of in _by_kind(programs).values()) + 8
 
 
 def stop_seconds(programs: Sequence[Program]) -> int:
-    """Bound between SIGTERM and the end of `tandem up`, which then ends the processes that
-    supervisord left."""
+    """The most seconds between SIGTERM and the end of `tandem up`, which finally ends the processes
+    that supervisord left."""
     return supervisord_seconds(programs) + _LEFTOVER_SECONDS
 
 
@@ -153,7 +154,7 @@ def _by_kind(programs: Sequence[Program]) -> dict[str, list[Program]]:
 
 @dataclass(frozen=True)
 class Status:
-    """How one program is, as supervisord reports it."""
+    """The state of a program, as supervisord reports it."""
 
     state: str  # STARTING, RUNNING, BACKOFF, STOPPING, EXITED, FATAL, STOPPED
     pid: int  # 0: not running
@@ -169,9 +170,9 @@ def log_path(logs: Path, program: str) -> Path:
 
 
 def write_config(directory: Path, logs: Path, programs: Sequence[Program]) -> Path:
-    """Write supervisord.conf: `programs` start in their order, and stop in the opposite one; those
-    of a kind start and stop together. It holds no secrets: the programs get those through
-    supervisord's environment."""
+    """Write supervisord.conf. Programs start in the order of `programs` and stop in the opposite
+    order; programs of a kind start and stop together. The file holds no secrets: programs get
+    secrets through supervisord's environment."""
     text = f"""\
 [supervisord]
 silent = true
@@ -215,8 +216,8 @@ priority = {programs.index(of[0])}
 
 
 class Console:
-    """`logs`: the directory of the programs' logs, which are followed from their present ends.
-    `as_json`: every printed line is a JSON object with a key `program`."""
+    """Prints programs' logs. `logs`: the directory of the logs, which are followed from their
+    present ends. `as_json`: every printed line is a JSON object with a key `program`."""
 
     def __init__(self, logs: Path, programs: Iterable[str], *, as_json: bool) -> None:
         self._as_json = as_json
@@ -265,7 +266,7 @@ def how_it_ended(logs: Path, program: str) -> str:
 
 
 def statuses(settings: Settings) -> dict[str, Status]:
-    """How the programs of this role's `tandem up` are, by name; empty when supervisord doesn't
+    """The states of the programs of this role's `tandem up`, by name; empty if supervisord doesn't
     answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         answers: list[dict[str, Any]] = supervisor.getAllProcessInfo()
@@ -277,8 +278,8 @@ def statuses(settings: Settings) -> dict[str, Status]:
 
 
 def start_again(settings: Settings, program: str) -> None:
-    """Have supervisord start a program that it gave up. Does nothing where it can't, or doesn't
-    answer."""
+    """Have supervisord start a program that it gave up. Does nothing if supervisord can't, or
+    doesn't answer."""
     with suppress(*_NO_ANSWER), _rpc(settings) as supervisor:
         supervisor.startProcess(f"{liveness.program_kind(program)}:{program}", False)
 

@@ -1,9 +1,9 @@
-"""`tandem up`: the programs of one container, or of all three on one machine, under one supervisord
-in the foreground.
+"""`tandem up`: runs the programs of one container, or of all three on one machine, under one
+supervisord in the foreground.
 
-supervisord restarts a program that crashes. It would do so for ever, and it exits with 0 whatever
-happened to its programs, so this process watches over it and reports with its own exit status how
-the stack ended:
+supervisord restarts a program that crashes. supervisord would do so for ever, and it exits with 0
+whatever happened to its programs. So this process watches over it and reports by its own exit
+status how the stack ended:
 
      0  stopped by Ctrl-C or SIGTERM
     70  an essential program could not be started
@@ -11,14 +11,14 @@ the stack ended:
         STEADY_SECONDS
     72  supervisord itself ended
 
-Once the stack has been ready, 70 and 71 are only for a stack without another program that is costly
-to start again (vLLM, the runner with its job) and stays up: one program's trouble must not cost the
-others their state. Then the program is tried again for ever.
+Once the stack has been ready, 70 and 71 occur only if no other running program is costly to start
+again (vLLM, the runner with its job): one program's trouble must not cost the others their state.
+In that case the program is tried again for ever.
 
-However it ends, no process that it started is left after at most `supervisord.stop_seconds()` more.
-(If supervisord is killed with it, the next `tandem up` of this role ends what they left.) It may be
-the first process of a container, or have an init before it: it adopts and reaps processes that lose
-their parent.
+However `tandem up` ends, at most `supervisord.stop_seconds()` later no process that it started is
+left. (If supervisord is killed with it, the next `tandem up` of this role ends the processes that
+they left.) `tandem up` may be the first process of a container, or have an init before it: it
+adopts and reaps processes that lose their parent.
 """
 
 import os
@@ -56,24 +56,25 @@ from tandem.system.tail import last_lines
 EXIT_FATAL, EXIT_CRASH_LOOP, EXIT_SUPERVISORD = 70, 71, 72  # explained by `tandem up --help`
 MOST_CRASHES = 8  # in a row, of an essential program
 STEADY_SECONDS = 600.0
-"""A program that ran this long before it crashed is not in a crash loop: its count starts again."""
+"""A program that ran for this long before it crashed is not in a crash loop: its count starts
+again."""
 TRY_AGAIN_SECONDS = 30.0
-"""How often a program that is not essential is tried again after supervisord gave it up."""
+"""Seconds between two tries of a program that is not essential, after supervisord gave it up."""
 LEFTOVER_SECONDS = 3.0
-"""How long what supervisord left may take to end."""
+"""The most seconds that processes left by supervisord may take to end."""
 
 
 def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | None = None) -> int:
     """Run the programs of `role` until Ctrl-C, SIGTERM or a crash loop; returns the exit status.
 
-    Needs a process of its own: it changes the process's environment and umask, and ends all of its
+    Needs a process of its own: it changes the environment and umask, and ends all of its
     descendants. Raises InvalidInput, Conflict (a port is taken, or this role runs on this spool
     already) or SpoolUnusable before it starts anything.
     """
     if find_spec("supervisor") is None:
         raise InvalidInput("supervisor is not installed; install tandem-rl[cpu] or tandem-rl[gpu]")
-    # Containers of one group share the volume, whatever their users. On a machine of several users
-    # runs, prompts and logs are nobody else's.
+    # Containers of one group share the volume, whatever their users. On a machine with several
+    # users, other users can't read runs, prompts and logs.
     os.umask(0o027 if role == "all" else 0o002)
     programs = programs_of(settings, role) if programs is None else programs
     names = {program.kind for program in programs}
@@ -83,10 +84,10 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
         check_apart(settings)
     sides: tuple[tuple[str, Side], ...] = (("runner", "trainer"), ("vllm", "inference"))
     for of, side in sides:
-        # The ranks of another executor are on other hosts.
+        # Ranks of another executor are on other hosts.
         if of in names and (of != "runner" or settings.executor == "local"):
             with suppress(DriverFailed):
-                Devices(settings, side)  # refuses GPUs that are not here
+                Devices(settings, side)  # refuses GPUs that this machine does not have
     if "controller" in names:
         settings.check_bind("controller")
     if "vllm" in names:
@@ -124,8 +125,8 @@ def up(settings: Settings, role: Role = "all", programs: Sequence[Program] | Non
 
 
 def _end_remains(directory: Path, seconds: float, console: Console) -> None:
-    """End what a killed `tandem up` left: it would keep ports and the runner's lock. supervisord
-    stops its programs, within `seconds`, but it may have been killed too."""
+    """End the processes that a killed `tandem up` left: they would keep ports and the runner's
+    lock. supervisord stops its programs within `seconds`, but it may have been killed too."""
     find = partial(processes.marked, liveness.VARIABLE, str(directory))
     if not (left := find()):
         return
@@ -142,7 +143,7 @@ def _end_remains(directory: Path, seconds: float, console: Console) -> None:
 
 @dataclass
 class _Life:
-    """The present process of a program, and the program's crashes."""
+    """A program's present process, and the program's crashes."""
 
     pid: int = 0
     since: float = 0.0
@@ -152,8 +153,8 @@ class _Life:
 
 
 class Stack:
-    """supervisord and the `programs` of `role`, from their start to the last process's end; `logs`
-    is a directory."""
+    """supervisord and the `programs` of `role`, from their start to the end of the last process;
+    `logs` is a directory."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class Stack:
         self._directory = runtime_dir(settings.root, role)
         self._signals = 0
         self._ready = False  # at least once
-        # vLLM's admin routes are never open; the user who started the stack doesn't need to know
+        # vLLM's admin routes are never open. The user who started the stack doesn't need to know
         # this token.
         self._token = settings.secret("admin_token") or secrets.token_urlsafe(32)
 
@@ -193,14 +194,14 @@ class Stack:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Of a `tandem up` that was killed.
+        # Left by a `tandem up` that was killed.
         for stale in (supervisord.socket_path(self._directory), *self._directory.glob("*.alive")):
             stale.unlink(missing_ok=True)
         config = supervisord.write_config(
             self._directory, self._logs, list(self._programs.values())
         )
-        # In this process too: `supervisord.statuses` asks the supervisord of the role that the
-        # environment names.
+        # In this process too, because `supervisord.statuses` asks the supervisord of the role in
+        # the environment.
         os.environ |= {ROLE_VARIABLE: self._role, liveness.VARIABLE: str(self._directory)}
         variables = {"PYTHONUNBUFFERED": "1"}
         if not self._settings.secret("admin_token"):
@@ -213,7 +214,7 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                # Ctrl-C reaches this process only. supervisord stops the programs in their order
+                # Ctrl-C reaches only this process. supervisord stops the programs in their order
                 # when it gets SIGTERM, which the kernel sends if this process is killed.
                 start_new_session=True,
                 preexec_fn=partial(  # noqa: PLW1509
@@ -246,7 +247,7 @@ class Stack:
         return 0
 
     def _check(self, program: Program, status: Status) -> int:
-        """Counts a program's crashes; the exit status if the stack has to end, else 0."""
+        """Counts a program's crashes. Returns the exit status if the stack has to end, else 0."""
         life, now = self._lives[program.name], time.monotonic()
         if status.state == "FATAL":
             if life.tried is None:
@@ -265,18 +266,17 @@ class Stack:
         return 0
 
     def _ends_stack(self, program: Program) -> bool:
-        """Whether the trouble of a program that does not stay up is the stack's end."""
+        """Whether the stack ends because this program does not stay up."""
         others = [
             other for other in self._programs.values() if other.costly and other is not program
         ]
         lives = [self._lives[other.name] for other in others]
-        # One that has just crashed, and has no process until supervisord starts it again, stays up
-        # too.
+        # A program that has just crashed and waits for its next start also counts as staying up.
         stays_up = any(life.tried is None and life.crashes <= MOST_CRASHES for life in lives)
         return program.essential and not (self._ready and stays_up)
 
     def _count_crash(self, program: Program, life: _Life) -> bool:
-        """Whether a program that ends the stack has crashed once too often."""
+        """Whether a program that can end the stack has crashed too often in a row."""
         life.crashes = 1 if time.monotonic() - life.since > STEADY_SECONDS else life.crashes + 1
         if life.crashes <= MOST_CRASHES + 1:
             how = supervisord.how_it_ended(self._logs, program.name)
@@ -315,7 +315,7 @@ class Stack:
         seconds = supervisord_seconds(list(self._programs.values()))
         self._wait(lambda: self._daemon.poll() is not None, seconds, most_signals)
         if self._daemon.poll() is not None:
-            # If it was killed, its programs are this process's children now.
+            # If supervisord was killed, its programs are this process's children now.
             for process in left():
                 processes.send(process, signal.SIGTERM)
             self._wait(lambda: not left(), LEFTOVER_SECONDS, most_signals)

@@ -1,5 +1,5 @@
-"""Kills a vLLM that makes no progress. Its `/health` answers 200 while its engine hangs, so its
-tokens are watched."""
+"""Kills a vLLM that makes no progress. Its `/health` answers 200 even while its engine hangs, so
+its token counts are watched."""
 
 import math
 import os
@@ -74,10 +74,14 @@ class Progress:
         paused: Question,
         may_sleep: Question,
     ) -> str | None:
-        """Why the process `vllm` should be killed, or None.
+        """The reason to kill the process `vllm`, or None.
 
-        `sample` is None where it doesn't answer; before its first answer it is loading. `may_sleep`
-        is called only if vLLM sleeps, `paused` only if nothing else explains the stall.
+        Args:
+            now: monotonic seconds.
+            vllm: its pid and start time.
+            sample: its work; None if it doesn't answer. Before its first answer vLLM is loading.
+            paused: called only if nothing else explains the stall.
+            may_sleep: called only if vLLM sleeps.
         """
         if (vllm.pid, vllm.started) != self._process:
             self._process, self._answered, self._tokens, self._since = (
@@ -87,7 +91,7 @@ class Progress:
                 now,
             )
         elif now - self._last > self._longest_gap:
-            self._since = now  # the watchdog was stopped meanwhile, and vLLM perhaps too
+            self._since = now  # the watchdog was stopped in between, and vLLM perhaps too
         self._last = now
         waited = now - self._since
         stalled = waited > self._stall
@@ -108,7 +112,7 @@ class Progress:
 
 class Watchdog(threading.Thread):
     """Polls the vLLM `program` at `port` from a thread, because an answer may take seconds, and
-    kills a stalled one. `say` prints a line."""
+    kills it if it stalls. `say` prints a line."""
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class Watchdog(threading.Thread):
             if why is not None and now is not None and now.started == vllm.started:
                 self._say(f"{self._program} (pid {vllm.pid}) has stalled: {why}; killing it")
                 with suppress(ProcessLookupError):
-                    # supervisord made it the leader of a process group, to which its engine
+                    # supervisord made vLLM the leader of a process group, to which its engine
                     # belongs.
                     os.killpg(vllm.pid, signal.SIGKILL)
 
@@ -158,15 +162,15 @@ class Watchdog(threading.Thread):
             answer = self._http.get("/is_paused")
             return answer.status_code == 200 and answer.json()["is_paused"] is True
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
-            return False  # an engine that hangs doesn't answer this either
+            return False  # a hanging engine doesn't answer this either
 
     def _may_sleep(self) -> bool:
-        """Whether its own user will wake it, or on shared GPUs a trainer that holds them (or the
-        publisher after)."""
+        """Whether vLLM sleeps for a good reason: its own user will wake it, or on shared GPUs a
+        trainer holds them or its publisher is about to wake it."""
         if self._settings.gpu_mode == "dedicated":
             return True
         try:
             hold = Spool(self._settings.root).hold.get()
         except (TandemError, OSError):
-            return True  # without the volume nobody can see what a trainer does
+            return True  # without the volume the trainer's state is unknown
         return hold is not None and time.time() < hold.deadline

@@ -1,5 +1,5 @@
-"""A program's environment: its role, the directory that programs of a role share, packages, how
-OpenMP waits."""
+"""A program's environment: its role, the directory that programs of a role share, packages, and
+OpenMP's way of waiting."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ from typing import Literal, get_args
 from tandem.errors import SpoolUnusable
 
 Role = Literal["all", "trainer", "inference"]
-"""Whose programs run under one supervisord: one container's, or everything on one machine."""
+"""The set of programs that run under one supervisord: one container's, or all on one machine."""
 ROLE_VARIABLE = "TANDEM_ROLE"
-# The id of an inference server becomes a file's name and a label; the name of a pod is one.
+# The id of an inference server becomes a file name and a label; a pod's name is an example.
 REPLICA_PATTERN = r"^[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?$"
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 _VLLM_VARIABLE = "VLLM_CACHE_ROOT"
@@ -35,29 +35,30 @@ def current_role() -> Role:
 
 def runtime_dir(root: Path, role: Role) -> Path:
     """This user's directory for the sockets, locks and configuration of `role` on the spool `root`,
-    with mode 0700. It is on this machine, because a socket can't be on a network volume. Raises
-    SpoolUnusable if another user owns it.
+    with mode 0700. It is on this machine's disk, because a socket can't be on a network volume.
+    Raises SpoolUnusable if another user owns it.
     """
     key = hashlib.sha256(f"{root.absolute()} {role}".encode()).hexdigest()[:12]
     return _own_directory(key, os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir())
 
 
 def leaving_file(root: Path) -> Path:
-    """Says until when (Unix seconds) an inference server of this machine is about to be stopped."""
+    """The file that says when (Unix seconds) an inference server of this machine will be
+    stopped."""
     return runtime_dir(root, current_role()) / "leaving"
 
 
 def scratch_directory(name: str) -> Path:
     """An empty directory under TMPDIR for the temporary files of processes that may be killed.
-    `name`: one per user of the directory, who must be alone when it calls this: what is there is
-    removed."""
+    `name`: one per user of the directory. Its user must be alone when it calls this, because the
+    present content is removed."""
     directory = _own_directory(name, tempfile.gettempdir())
     empty_directory(directory)
     return directory
 
 
 def _own_directory(name: str, *parents: str | None) -> Path:
-    """This user's directory in the first of `parents` that is there and short enough for sockets,
+    """This user's directory in the first of `parents` that exists and is short enough for sockets,
     else in /tmp."""
     short = (Path(parent) for parent in parents if parent and len(parent) <= _LONGEST_PARENT)
     return private_directory(
@@ -66,7 +67,7 @@ def _own_directory(name: str, *parents: str | None) -> Path:
 
 
 def empty_directory(directory: Path) -> None:
-    """Removes what is in `directory`, as far as that is possible."""
+    """Removes the content of `directory`, as far as possible."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -76,18 +77,18 @@ def empty_directory(directory: Path) -> None:
 
 
 def private_directory(directory: Path) -> Path:
-    """Makes a directory for this user alone, if it does not exist. SpoolUnusable if another user
-    owns or reads it."""
+    """Makes a directory for this user alone, if it does not exist. Raises SpoolUnusable if another
+    user owns or reads it."""
     return _of_this_user(directory, 0o077)
 
 
 def trusted_directory(directory: Path) -> Path:
-    """As `private_directory`, but others may read it: a directory out of which code is loaded."""
+    """Like `private_directory`, but others may read it: a directory from which code is loaded."""
     return _of_this_user(directory, 0o022)
 
 
 def _of_this_user(directory: Path, forbidden: int) -> Path:
-    with suppress(FileExistsError):  # a link to nowhere, which the check names
+    with suppress(FileExistsError):  # a broken link, which the check names
         directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     if (
@@ -100,9 +101,10 @@ def _of_this_user(directory: Path, forbidden: int) -> Path:
 
 
 def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the directories where torch and Triton keep compiled code. They load it, and
-    unpickle some, whoever made it. So each is a directory of this user alone, below the one that
-    `environ` names or TMPDIR. Raises SpoolUnusable if another user owns it."""
+    """The variables of the directories in which torch and Triton keep compiled code. torch and
+    Triton load that code, and unpickle some of it, without checking who wrote it. So each is a
+    directory of this user alone, below the directory that `environ` names, or TMPDIR. Raises
+    SpoolUnusable if another user owns it."""
     own = f"tandem-{os.getuid()}-compiled"
     inductor = Path(environ.get(INDUCTOR_VARIABLE) or tempfile.gettempdir()) / own
     triton = Path(environ[TRITON_VARIABLE]) / own if environ.get(TRITON_VARIABLE) else None
@@ -122,9 +124,9 @@ def compiler_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """The same for vLLM, which unpickles what it has compiled too: a directory of this user alone
+    """The same for vLLM, which also unpickles its compiled code: a directory of this user alone
     below the one that `environ` names, by default `vllm` in the user's cache. vLLM, torch and
-    Triton key what is there by their versions."""
+    Triton key the content by their versions."""
     default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     own = Path(environ.get(_VLLM_VARIABLE) or default) / f"tandem-{os.getuid()}-compiled"
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,7 @@ def vllm_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str:
-    """The version of an installed package; empty where it is not installed."""
+    """The version of an installed package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -142,8 +144,8 @@ def installed_version(package: str) -> str:
 
 def omp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that lets OpenMP's threads (libgomp's, in torch and vLLM) wait for each other
-    briefly and then sleep; none where `environ` already says how they wait. By default they spin
-    300 000 times, which took 40 times as long where another process used one of two cores."""
+    briefly and then sleep; empty if `environ` already sets how they wait. By default they spin 300
+    000 times, which made them 40 times as slow when another process used one of two cores."""
     return (
         {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
     )

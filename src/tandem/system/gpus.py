@@ -1,7 +1,8 @@
-"""Which GPUs the trainer or vLLM uses, and whether they are free, seen from outside the processes
-that use them.
+"""The GPUs that the trainer or vLLM uses, and whether they are free, seen from outside the
+processes that use them.
 
-On a machine without GPUs there are no devices, and "free" means that no process of ours is left.
+On a machine without GPUs there are no devices, and "free" means that none of Tandem's processes is
+left.
 """
 
 import os
@@ -18,19 +19,23 @@ from tandem.system.nvml import Driver, DriverFailed, Gpu
 log = Log("gpus")
 
 STAYING_BYTES = 8 * 2**30
-"""Most that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA contexts,
-NCCL's buffers."""
+"""The most bytes that a trainer's resident ranks may keep of a device that vLLM uses too: CUDA
+contexts, NCCL's buffers."""
 
 Side = Literal["trainer", "inference"]
 
 
 class Devices:
-    """The GPUs of one side: those that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names, or
-    all."""
+    """The GPUs of one side: the ones that TANDEM_<SIDE>_DEVICES or else CUDA_VISIBLE_DEVICES names,
+    or all."""
 
     def __init__(self, settings: Settings, side: Side, most: int | None = None) -> None:
-        """`most`: take only so many, the first ones. InvalidInput where the settings name GPUs that
-        this machine does not have; DriverFailed where the driver does not tell which there are."""
+        """Raises InvalidInput if the settings name GPUs that this machine does not have. Raises
+        DriverFailed if the driver does not list its GPUs.
+
+        Args:
+            most: take only the first `most` devices.
+        """
         self.uuids: tuple[str, ...] = ()
         self.free_bytes = settings.free_gpu_bytes
         self._failure = ""
@@ -42,7 +47,7 @@ class Devices:
             self.uuids = _selected(settings, side, gpus, failures)[:most]
             return
         names = ", ".join(getattr(settings, f"{side}_devices"))
-        if settings.device == "cuda" or names:  # "auto" would take the CPU in place of these
+        if settings.device == "cuda" or names:  # "auto" would silently take the CPU instead
             message = "NVML finds no GPU; give the container one, or set TANDEM_DEVICE=cpu"
             raise InvalidInput(
                 f"names {names}; {message}" if names else message,
@@ -50,7 +55,7 @@ class Devices:
             )
 
     def smallest(self) -> int:
-        """Bytes of the smallest device's memory; 0 where there is none, or the driver does not
+        """Bytes of the smallest device's memory; 0 if there is none, or the driver does not
         tell."""
         with suppress(TandemError), closing(Driver()) as driver:
             memory = [driver.memory(driver.handle(uuid)) for uuid in self.uuids]
@@ -85,8 +90,8 @@ class Devices:
         return self.over(self.used(), floor)
 
     def wait_free(self, timeout: float, floor: Mapping[str, int]) -> dict[str, int | None]:
-        """`used` as soon as every device is free, which is a little after its processes have ended,
-        or after `timeout` seconds."""
+        """Waits until every device is free, which is a little after its processes have ended, or
+        for `timeout` seconds. Returns `used` of that moment."""
         end = time.monotonic() + timeout
         while self.over(used := self.used(), floor) and time.monotonic() <= end:
             time.sleep(0.2)
@@ -106,8 +111,8 @@ class Devices:
 
 
 def check_apart(settings: Settings) -> None:
-    """InvalidInput if trainer and vLLM of one machine are dedicated, but would have the same GPU:
-    jobs would wait for ever. A driver that does not answer is no reason to refuse."""
+    """Raises InvalidInput if trainer and vLLM of one machine are dedicated but would have the same
+    GPU: jobs would wait for ever. If the driver does not answer, nothing is refused."""
     if settings.gpu_mode == "shared":
         return
     with suppress(DriverFailed):
@@ -160,10 +165,10 @@ def _selected(
 
 def nccl_path(settings: Settings, side: Side) -> str | None:
     """How NCCL reaches the other side's GPUs, as far as `side`'s container can see it: one line for
-    its log. None without GPUs, or where the driver does not answer. NVLink needs both sides' GPUs
-    visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without either of the
-    first two NCCL uses TCP, 60 times slower (docs/operations.md); the last two can't be seen from
-    here."""
+    its log. None without GPUs, or if the driver does not answer. NVLink needs both sides' GPUs
+    visible on both sides, one NCCL_HOSTID, one /dev/shm and one network. Without GPUs visible on
+    both sides or one NCCL_HOSTID, NCCL uses TCP, 60 times slower (docs/operations.md); the last two
+    conditions can't be checked from here."""
     other: Side = "inference" if side == "trainer" else "trainer"
     theirs: set[str] = set()
     try:

@@ -1,8 +1,9 @@
-"""Bounds on what a peer of uvicorn may send and how long it may take: controller and vLLM share
-them.
+"""Bounds how much a peer of uvicorn may send and how long it may take; controller and vLLM share
+the bounds.
 
-uvicorn's httptools protocol keeps a request's headers until they end, however many come, and waits
-for the rest of a request for ever. Both need no key. Import this only where uvicorn serves.
+uvicorn's httptools protocol keeps a request's headers until they end, however many arrive, and
+waits for the rest of a request for ever. A peer needs no key for either. Import this only where
+uvicorn serves.
 """
 
 from asyncio import TimerHandle, Transport
@@ -11,18 +12,20 @@ from typing import Literal, override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 2**10
-"""The most that the request line and all headers of a request may have."""
+"""The most bytes of the request line and all headers of a request."""
 WAIT_SECONDS = 30.0
-"""A connection's first request, each request's headers, and each part of a body come within it."""
+"""The time within which a connection's first request, each request's headers, and each part of a
+body must arrive."""
 PART_BYTES = 16 * 2**10
-"""A body that is slower than this many bytes in `WAIT_SECONDS` ends its connection."""
+"""The least bytes of a body in `WAIT_SECONDS`; a slower body ends its connection."""
 
 _TOO_LARGE = (431, "Request Header Fields Too Large", f"headers have more than {HEAD_BYTES} bytes")
 _TOO_SLOW = (408, "Request Timeout", f"the headers did not end within {WAIT_SECONDS:.0f} seconds")
 
 
 Owed = Literal["request", "head", "body"]
-"""A request that has not begun, the rest of its headers, or the rest of its body."""
+"""What the peer still owes: a request that has not begun, the rest of its headers, or the rest of
+its body."""
 
 
 class _HeadTooLarge(Exception):
@@ -30,10 +33,10 @@ class _HeadTooLarge(Exception):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with the bounds above. A request beyond them is refused and its connection
-    closed.
+    """uvicorn's protocol with the bounds above. A request beyond the bounds is refused and its
+    connection closed.
 
-    A head that does not end has at most HEAD_BYTES and one read of the socket in memory.
+    An endless head takes at most HEAD_BYTES and one read of the socket in memory.
     """
 
     # What the peer owes. Between two requests, nothing: uvicorn closes idle connections itself.
@@ -60,7 +63,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        # The parser keeps an unfinished header for itself, so no callback has seen it.
+        # The parser holds an unfinished header back, so no callback has seen it.
         if self._owed and self._raw > HEAD_BYTES:
             self._refuse(*_TOO_LARGE)
         elif self._owed is None and not self._answering:
@@ -117,7 +120,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether the answer to a request is under way."""
+        """Whether the answer to a request is being sent."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _count(self, size: int) -> None:
@@ -134,12 +137,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Ends the connection if its peer is late; else looks again when it may be."""
+        """Ends the connection if its peer is late; otherwise checks again at the next deadline."""
         self._timer = None
         if self._owed is None or self.transport.is_closing():
             return
         if self.flow.read_paused or (self._answering and self._owed != "body"):
-            # The peer waits for us: for the application to take what came, or for an answer.
+            # The peer waits for the server: for the application to take the input, or for an
+            # answer.
             self._since = self.loop.time()
         left = self._since + WAIT_SECONDS - self.loop.time()
         if left > 0:

@@ -1,8 +1,8 @@
-"""Signs of life: a program touches a file in TANDEM_ALIVE_DIR, which `tandem up` names, in every
-turn of its main loop.
+"""Signs of life: in every turn of its main loop a program touches a file in TANDEM_ALIVE_DIR, which
+`tandem up` names.
 
-The liveness probe reads these files, because an open port does not prove that a program works, and
-a model that loads or a job that trains is no hang.
+The liveness probe reads these files. An open port does not prove that a program works, and a
+program that loads a model or trains a job does not hang.
 """
 
 import os
@@ -15,20 +15,20 @@ from pathlib import Path
 
 VARIABLE = "TANDEM_ALIVE_DIR"
 NAME_VARIABLE = "TANDEM_ALIVE_NAME"
-"""The name of a program that runs several times beside others of its kind: `publisher-1`."""
+"""The variable with the name of a program that has siblings of its kind, such as `publisher-1`."""
 LONGEST_SECONDS = {
     "up": 60.0,  # it waits for nothing
     # Ending ranks takes half a minute, removing a job's data from a slow volume longer.
     "runner": 600.0,
-    # It hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During a
-    # swap of merged weights and the hashes of a whole model it beats.
+    # One turn hashes and copies one adapter, has vLLM load it, and has vLLM score the probe. During
+    # a swap of merged weights, and while a whole model is hashed, the publisher beats in between.
     "publisher": 1800.0,
 }
-"""How long one turn of a program's loop may take."""
+"""The most seconds that one turn of a program's loop may take."""
 
 
 def program_kind(program: str) -> str:
-    """`vllm` for the program `vllm-1` of one of several inference servers."""
+    """The kind of a program with siblings: `vllm` for `vllm-1`."""
     return program.partition("-")[0]
 
 
@@ -41,7 +41,7 @@ def beat(program: str) -> None:
 
 
 def report(program: str, problem: str) -> None:
-    """Says why `program` can't work now, which its readiness probe tells; empty: it can."""
+    """Records why `program` can't work now, for its readiness probe; an empty text: it can."""
     if directory := os.environ.get(VARIABLE):
         with suppress(OSError):
             path = _problem_path(program, Path(directory))
@@ -63,7 +63,7 @@ def _problem_path(program: str, directory: Path) -> Path:
 
 
 def silence(program: str, directory: Path) -> str | None:
-    """A message if `program`'s loop has not turned for too long; None if it has, or has not
+    """A message if `program`'s loop has not turned for too long; None if it has turned, or has not
     begun."""
     longest = LONGEST_SECONDS[program_kind(program)]
     with suppress(FileNotFoundError):
@@ -73,8 +73,8 @@ def silence(program: str, directory: Path) -> str | None:
 
 
 def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `action`, which runs in a thread; calls `beat` every `seconds` meanwhile.
-    Raises what `action` raises, or what `beat` raises, which gives the thread up."""
+    """The result of `action`, which runs in a thread. Calls `beat` every `seconds` until it ends.
+    Raises what `action` raises, or what `beat` raises; then the thread is abandoned."""
     future = Future[T]()
 
     def run() -> None:
@@ -88,8 +88,8 @@ def in_thread[T](action: Callable[[], T], beat: Callable[[], object], seconds: f
 
 
 def result_of[T](future: Future[T], beat: Callable[[], object], seconds: float) -> T:
-    """The result of `future`; calls `beat` every `seconds` until it is there. Raises what either
-    raises."""
+    """The result of `future`; calls `beat` every `seconds` until the result is there. Raises what
+    either raises."""
     while not wait([future], timeout=seconds).done:
         beat()
     return future.result()

@@ -40,7 +40,11 @@ class JsonFormatter(logging.Formatter):
 def json_line(
     level: str, logger: str, message: str, *, at: float | None = None, **fields: object
 ) -> str:
-    """A line of the json format, ASCII only. `at`: Unix seconds, by default now."""
+    """A line of the json format, ASCII only.
+
+    Args:
+        at: Unix seconds, by default now.
+    """
     stamp = _timestamp(time.time() if at is None else at)
     entry = {"time": stamp, "level": level.lower(), "logger": logger, "message": message}
     return json.dumps(entry | ({"fields": fields} if fields else {}), default=str)
@@ -72,7 +76,7 @@ def configure(level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json() else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    # One line per request of a poll twice a second would bury everything else.
+    # One line per request of a client that polls twice a second would bury everything else.
     for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)
 

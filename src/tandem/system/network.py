@@ -16,25 +16,27 @@ from tandem.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-# Addresses for documentation (RFC 5737, RFC 3849): on the way to every other network.
+# Addresses for documentation (RFC 5737, RFC 3849). The route to them is the route to all other
+# networks.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def network_name() -> str:
     """The name of this process's network namespace, different on every machine and after every
-    boot; empty where the kernel does not tell."""
+    boot; empty if the kernel does not tell."""
     with suppress(OSError):
         return f"{_BOOT.read_text().strip()}:{_NETWORK.stat().st_ino}"
     return ""
 
 
 def same_network(name: str) -> bool:
-    """Whether this process reaches over loopback the one that has this `network_name`."""
+    """Whether this process reaches the process with this `network_name` over loopback."""
     return bool(name) and name == network_name()
 
 
 def own_address(host: str, port: int = 80) -> str:
-    """This machine's address on the way to `host`. Sends nothing. OSError where there is no way."""
+    """This machine's address on the route to `host`. Sends nothing. Raises OSError if there is no
+    route."""
     kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as towards:
         towards.connect(target)
@@ -42,8 +44,8 @@ def own_address(host: str, port: int = 80) -> str:
 
 
 def reachable_address() -> str:
-    """The address by which other machines most likely reach this one: of the interface that leads
-    elsewhere, else of this machine's name; loopback without any."""
+    """The address by which other machines most likely reach this one: the address of the interface
+    that leads elsewhere, else of this machine's name, else loopback."""
     for elsewhere in _ELSEWHERE:
         with suppress(OSError):
             return own_address(elsewhere)
@@ -72,9 +74,10 @@ def interface_addresses() -> list[tuple[str, str]]:
 
 
 def host_address(chosen: str | None) -> tuple[str, str]:
-    """The address by which the other hosts reach this one, and its interface: `chosen`, else that
-    of the interface which leads elsewhere, else the first that is not loopback. No name is looked
-    up. InvalidInput where `chosen` is not this host's, or the host has no such address."""
+    """The address by which the other hosts reach this one, and its interface. It is `chosen`, else
+    the address of the interface that leads elsewhere, else the first that is not loopback. No name
+    is looked up. Raises InvalidInput if `chosen` is not an address of this host, or the host has
+    none."""
     known = interface_addresses()
     names = ", ".join(f"{address} ({interface})" for interface, address in known)
     if chosen is None:
@@ -93,14 +96,14 @@ def host_address(chosen: str | None) -> tuple[str, str]:
             if ipaddress.ip_address(address) == ipaddress.ip_address(chosen):
                 return address, interface
     raise InvalidInput(
-        f"{chosen} is no address of this host, which has {names}; name one of these",
+        f"{chosen} is not an address of this host, which has {names}; name one of these",
         field="TANDEM_HOST_ADDRESS",
     )
 
 
 def check_interface_names() -> None:
-    """InvalidInput where a variable by which Gloo or NCCL choose their interface names none that
-    this host has."""
+    """Raises InvalidInput if a variable by which Gloo or NCCL choose their interface names an
+    interface that this host does not have."""
     known = sorted({name for name, _ in interface_addresses()})
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")

@@ -2,7 +2,7 @@
 CUDA context.
 
 A machine without the bindings, the driver's library or the driver has no GPUs. Every other failure
-raises DriverFailed, so that a driver in trouble never looks like a machine without GPUs.
+raises DriverFailed, so that a failing driver never looks like a machine without GPUs.
 
 GPUs are named by UUID: an index starts at 0 in each container, and the pids that NVML reports are
 the host's. NVML's first call starts a thread that waits for driver events and outlives `close`. It
@@ -17,7 +17,7 @@ from typing import Any
 
 from tandem.errors import TandemError
 
-# A driver, a GPU or a container may lack a single feature; that is no failure.
+# A driver, a GPU or a container may lack a single feature; that is not a failure.
 _NO_ANSWER = (
     "NOT_SUPPORTED",
     "NO_PERMISSION",
@@ -57,8 +57,8 @@ class Gpu:
 
 
 class Driver:
-    """NVML from construction, which raises DriverFailed, to `close`; handles are valid in between.
-    Without a driver every answer is None."""
+    """NVML, open from construction (which raises DriverFailed) to `close`; handles are valid in
+    between. Without a driver every answer is None."""
 
     def __init__(self) -> None:
         self.nvml: Any = None
@@ -84,8 +84,8 @@ class Driver:
                 self.nvml.nvmlShutdown()
 
     def ask(self, function: str, *arguments: Any, **options: Any) -> Any:
-        """The answer of an NVML function; None where this driver, GPU or container has none. Raises
-        DriverFailed."""
+        """The answer of an NVML function; None if this driver, GPU or container does not have it.
+        Raises DriverFailed."""
         if self.nvml is None:
             return None
         try:
@@ -96,7 +96,7 @@ class Driver:
             raise DriverFailed(f"{function}: {error}") from error
 
     def gpus(self) -> tuple[list[Gpu], list[str]]:
-        """All GPUs (of a divided GPU its MIG devices), and one message for each GPU that does not
+        """All GPUs (for a divided GPU its MIG devices), and one message for each GPU that does not
         answer."""
         gpus: list[Gpu] = []
         failures: list[str] = []
@@ -125,7 +125,7 @@ class Driver:
                     yield mig
 
     def handle(self, uuid: str) -> Any:
-        """The handle of a GPU or MIG device; None where it is not there. Raises DriverFailed."""
+        """The handle of a GPU or MIG device; None if it does not exist. Raises DriverFailed."""
         return self.ask("nvmlDeviceGetHandleByUUID", uuid)
 
     def has_nvlink(self, a: str, b: str) -> bool:
@@ -136,10 +136,10 @@ class Driver:
         return bool(status == self.nvml.NVML_P2P_STATUS_OK)
 
     def memory(self, handle: Any) -> dict[str, int] | None:
-        """Bytes: `total` = `free` + `reserved` + `used`; None where the GPU does not say. Raises
-        DriverFailed. `used` is nvidia-smi's, without what the driver reserves for itself (600 MiB
-        on an H200). NVML's first version of this call counts that as used, so there is no fallback
-        to it."""
+        """Bytes of memory: `total` = `free` + `reserved` + `used`; None if the GPU does not tell.
+        Raises DriverFailed. `used` is nvidia-smi's number, without the driver's own reservation
+        (600 MiB on an H200). NVML's first version of this call counts the reservation as used, so
+        there is no fallback to it."""
         if handle is None:
             return None
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle, version=self.nvml.nvmlMemory_v2)

@@ -1,7 +1,7 @@
 """Opening files that other programs wrote: only regular files, through no link.
 
-Whoever writes on the volume may put a link, a FIFO or a device in a file's place. A plain `open`
-follows the link to this process's own files, and waits at the FIFO for ever.
+A program that writes on the volume may put a link, a FIFO or a device in a file's place. A plain
+`open` follows the link to this process's own files, and waits for ever at the FIFO.
 """
 
 import errno
@@ -12,25 +12,26 @@ from pathlib import Path
 from typing import Literal
 
 Links = Literal["none", "above", "any"]
-"""The links that a path may have. `above`: in place of directories, where nobody else writes.
-`any`: the file too, as in the hub's cache of models."""
+"""The links that a path may have. `above`: in place of directories in which nobody else writes.
+`any`: the file itself too, as in the hub's cache of models."""
 
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is opened without a writer
-# open's errors for what is there and is no file: directory, link, socket or device.
+# The errors of open for a path that exists and is not a file: directory, link, socket or device.
 NOT_PLAIN = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
 class NotPlainError(OSError):
-    """There is a link, a directory, a FIFO or a device, or too large a file. `errno` is ELOOP."""
+    """The path is a link, a directory, a FIFO or a device, or its file is too large. `errno` is
+    ELOOP."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.ELOOP, problem, str(path))
 
 
 def open_plain(path: Path, *, most: int | None = None, links: Links = "none") -> BufferedReader:
-    """Opens a regular file for reading. NotPlainError for anything else, for more than `most`
-    bytes, and for a link that `links` does not allow."""
+    """Opens a regular file for reading. Raises NotPlainError if the path is anything else, if the
+    file has more than `most` bytes, or if the path has a link that `links` does not allow."""
     fd = descriptor(path, os.O_RDONLY, links=links)
     try:
         size = os.fstat(fd).st_size
@@ -82,8 +83,8 @@ def copy_plain(source: Path, target: Path, *, most: int | None = None) -> None:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the kernel's name for the open file is `path`. It is another where a directory of the
-    path is a link, and where the file was renamed meanwhile."""
+    """Whether the kernel's name for the open file is `path`. It is another path if a directory of
+    the path is a link, or if the file was renamed."""
     try:
         return Path(f"/proc/self/fd/{fd}").readlink() == path
     except OSError:  # another system than Linux

@@ -1,4 +1,4 @@
-"""The one place where Tandem chooses TCP ports.
+"""The only module that chooses TCP ports.
 
 A port that is only looked up can be taken before its program listens. Here a socket stays bound to
 it, without listening, until its holder closes it:
@@ -26,7 +26,7 @@ class HeldPort(ExitStack):
 
 def reserve(preferred: int = 0, *, host: str = "127.0.0.1", name: str = "port") -> HeldPort:
     """Holds `preferred`, or a free port if it is 0, for a program that is about to listen on it.
-    Conflict (field `name`) when another process listens on it or holds it."""
+    Raises Conflict (field `name`) when another process listens on it or holds it."""
     while True:
         held = HeldPort()
         tcp = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))

@@ -117,8 +117,11 @@ def kill_all(
     find: Callable[[], list[Process]], *, timeout: float, known: Collection[int] = ()
 ) -> list[Process]:
     """SIGKILLs the processes that `find` returns until none of them is alive (one may fork while it
-    is being killed). Returns those that still live after `timeout` seconds, in uninterruptible
-    sleep. `known`: as for `reap_orphans`.
+    is being killed). Returns the processes that still live after `timeout` seconds, in
+    uninterruptible sleep.
+
+    Args:
+        known: as for `reap_orphans`.
     """
     end = time.monotonic() + timeout
     while True:

@@ -1,5 +1,4 @@
-"""How a model is cut over ranks: the sizes of the parallel dimensions, and each rank's place in
-them. No torch."""
+"""The sizes of the parallel dimensions, and each rank's place in them. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +7,7 @@ from itertools import product
 from tandem.config import Settings
 
 _CHOSEN = ("tensor", "sequence", "context", "pipeline", "expert", "expert_tensor")
-"""Fields of `Sizes` that settings choose; the number of ranks gives `data`."""
+"""The fields of `Sizes` that settings choose; `data` follows from the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Place:
 class Sizes:
     """Numbers of ranks in each parallel dimension.
 
-    Ranks count through the tensor dimension first, then context, data and pipeline. In the experts
-    of a mixture, the ranks of one pipeline stage count through expert_tensor first, then expert and
+    Ranks count through the tensor dimension first, then context, data and pipeline. In a mixture's
+    experts, the ranks of one pipeline stage count through expert_tensor first, then expert and
     expert_data. Both are Megatron-core's order (`parallel_state.initialize_model_parallel`).
     """
 
@@ -40,18 +39,18 @@ class Sizes:
     expert_tensor: int = 1
     expert: int = 1
     sequence: bool = False
-    """Tensor-parallel ranks divide the tokens of what is not cut by features (sequence
-    parallelism)."""
+    """Sequence parallelism: tensor-parallel ranks divide the tokens of everything that is not cut
+    by features."""
 
     @classmethod
     def of(cls, settings: Settings) -> "Sizes":
-        """Those of the trainer's ranks."""
+        """The sizes of the trainer's ranks."""
         sizes = cls(**{name: getattr(settings, f"{name}_parallel") for name in _CHOSEN})
         return replace(sizes, data=settings.trainer_ranks // sizes.world)
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """The number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
 
     @property
@@ -60,24 +59,24 @@ class Sizes:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that a mixture's experts are cut over. They are consecutive, and gather their
-        tokens."""
+        """The number of ranks that a mixture's experts are cut over. These ranks are consecutive,
+        and gather their tokens."""
         return self.expert_tensor * self.expert
 
     @property
     def experts_apart(self) -> bool:
-        """Whether other ranks than those of the data dimension hold the same part of the same
-        experts."""
+        """Whether the ranks that hold the same part of the same experts differ from the ranks of
+        the data dimension."""
         return self.expert_ranks > 1 or self.tensor > 1
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same part of the same experts."""
+        """The number of ranks that hold the same part of the same experts."""
         return self.stage // self.expert_ranks
 
     @property
     def layers_shared(self) -> bool:
-        """Whether a rank computes its layers together with others, which wait for it in
+        """Whether a rank shares its layers' computation with other ranks, which wait for it in
         collectives."""
         return self.world > self.data or self.expert_ranks > 1
 
@@ -96,12 +95,12 @@ class Sizes:
         )
 
     def layers(self, count: int, stage: int) -> range:
-        """Which of `count` layers a pipeline stage has. Where they don't divide evenly the last
-        stage, which has the output layer too, has the fewest."""
+        """The layers of a pipeline stage, out of `count`. If they don't divide evenly, the last
+        stage, which also has the output layer, has the fewest."""
         return range(-(-count * stage // self.pipeline), -(-count * (stage + 1) // self.pipeline))
 
     def manifest(self) -> dict[str, int]:
-        """What a checkpoint's manifest records."""
+        """The sizes as a checkpoint's manifest records them."""
         return {"world_size": self.world} | {name: int(size) for name, size in asdict(self).items()}
 
     def fields(self) -> dict[str, int]:
@@ -113,12 +112,12 @@ class Sizes:
         return {f"TANDEM_{name.upper()}": str(int(size)) for name, size in self.fields().items()}
 
     def settings(self) -> str:
-        """`variables` in a line."""
+        """`variables` as one line of text."""
         return " ".join(f"{name}={size}" for name, size in self.variables().items())
 
 
 def all_sizes(world: int) -> Iterator[Sizes]:
-    """All sizes of so many ranks."""
+    """All sizes for this number of ranks."""
     divisors = [number for number in range(1, world + 1) if world % number == 0]
     for tensor, context, pipeline, expert_tensor, expert in product(divisors, repeat=5):
         data, rest = divmod(world, tensor * context * pipeline)

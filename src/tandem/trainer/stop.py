@@ -12,12 +12,12 @@ log = Log("runner")
 
 LONGEST_PAUSE_SECONDS = 30.0
 OTHER_ERROR_SECONDS = 60.0
-"""How long an OSError is tried again that is not one of the volume's. A new runner then has to
+"""Seconds for which an OSError that is not the volume's is tried again. Then a new runner has to
 settle the job."""
 
 
 class Stop:
-    """Whether the runner was asked to stop; pauses and retries that end when it is."""
+    """Whether the runner was asked to stop; pauses and retries end when it is."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -40,12 +40,17 @@ class Stop:
         until: str = "the volume is back",
     ) -> T | None:
         """The result of `action`, which is tried again after `errors`: the volume is full, gone or
-        read-only. `until`: what is waited for, for the log.
+        read-only.
 
-        Returns None when the runner is asked to stop meanwhile. Raises errors that are not
-        retriable, and an OSError that says nothing about the volume after OTHER_ERROR_SECONDS.
-        `what` names the action in the log, which gets a line when it first fails and one when it
-        works again.
+        Returns None if the runner is asked to stop in the meantime. Raises errors that are not
+        retriable, and after OTHER_ERROR_SECONDS an OSError that is not the volume's.
+
+        Args:
+            what: the action's name in the log, which gets a line when it first fails and one when
+                it works again.
+            action: what to do.
+            errors: the retriable errors.
+            until: the awaited state, for the log.
         """
         pause, failed, give_up = 0.5, False, time.monotonic() + OTHER_ERROR_SECONDS
         while True:

@@ -46,8 +46,8 @@ from torch.nn.functional import logsigmoid
 
 from tandem.spool.schema import PreferenceLoss, RLLoss
 
-# exp() takes no more than this many nats, so that no single token makes a loss or a gradient
-# infinite in float32.
+# Largest argument of exp() in nats, so that no single token makes a loss or a gradient infinite in
+# float32.
 MAX_NATS = 20.0
 
 Ints = NDArray[np.integer[Any]]
@@ -93,16 +93,18 @@ def item_weights(
     """`(w, d)`, both float64 [items]: each item's weight, and its part of the denominator `D = sum
     d`.
 
-    `trajectory_items`, `group_items`: [items], the number of items of the item's trajectory and of
-    its group.
-
     - token (DAPO's mean over tokens, here of the whole batch): w = d = 1
     - trajectory (GRPO: mean within a trajectory, then over trajectories): w = d = 1 /
       trajectory_items
     - group (DAPO: mean over the tokens of a group, then over groups): w = d = 1 / group_items
     - sum: w = d = 1; the caller takes D = 1
     - constant (Dr. GRPO: sum of a trajectory over a constant, then mean over trajectories): w = 1,
-      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant"""
+      d = constant / trajectory_items, so that a trajectory's parts of D sum to the constant
+
+    Args:
+        trajectory_items, group_items: [items], the number of items of the item's trajectory and of
+            its group.
+    """
     ones = np.ones(len(trajectory_items))
     if normalisation in ("token", "sum"):
         return ones, ones
@@ -114,9 +116,9 @@ def item_weights(
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """`exp(x)`, of which x beyond +-MAX_NATS gets the value at that bound. The derivative is the
-    value everywhere: it never vanishes, as a plain clamp's would, so a token that is far off is
-    still pulled back."""
+    """`exp(x)`; beyond +-MAX_NATS it has the value at that bound. The derivative equals the value
+    everywhere. It never vanishes, as a plain clamp's would, so a token that is far off is still
+    pulled back."""
     return (x + (x.clamp(-MAX_NATS, MAX_NATS) - x).detach()).exp()
 
 
@@ -128,25 +130,25 @@ def sequence_sum(values: Tensor, items: Items) -> Tensor:
 
 
 def sequence_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of `values` [items] over each item's sequence, [items]. Of log-ratios it is the log of
-    GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
+    """Mean of `values` [items] over each item's sequence, [items]. Applied to log-ratios, it is the
+    log of GSPO's `s = (pi(y|x) / pi_old(y|x))^(1/|y|)`."""
     return sequence_sum(values, items) / sequence_sum(torch.ones_like(values), items)
 
 
 def known_mean(values: Tensor, items: Items) -> Tensor:
-    """Mean of the `values` [items] that are not NaN over each item's sequence, [items]; NaN where
-    all are."""
+    """Mean of the `values` [items] that are not NaN over each item's sequence, [items]; NaN if all
+    are."""
     known = ~values.isnan()
     count = sequence_sum(known.to(values.dtype), items)
     return sequence_sum(values.where(known, 0.0), items) / count
 
 
 def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
-    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where bounds changed the
-    gradient.
+    """`(policy_i, ratio_i, clipped_i)`, each [items]; `clipped` is True where the bounds changed
+    the gradient.
 
-    With [lo, hi] = `loss.clip_bounds` and r the ratio of the token or, with `loss.level`
-    "sequence", of its sequence:
+    [lo, hi] = `loss.clip_bounds`. r is the ratio of the token or, with `loss.level` "sequence", of
+    its sequence:
 
     - cispo: -sg(clip(r, lo, hi)) A lp
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
@@ -162,8 +164,8 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
              arXiv:2405.19107, with the advantage in place of the reward less its value)
 
-    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and that of
-    the others unclipped.
+    With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and all other
+    terms are unclipped.
     """
     assert items.old_logprobs is not None
     assert items.advantages is not None
@@ -197,10 +199,10 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
     """`c`, the factor of each item's policy term, [items], without gradient; None: all 1.
 
-    c = exp(old - sampler) corrects for tokens having been drawn by another engine: of the token or,
-    with `tis_level="sequence"`, the product over its sequence. It is 0 outside [tis_mask_low,
-    tis_mask_high], and tis_cap at most. With `off_policy_threshold` it is 0 where A < 0 and the
-    mean of sampler - lp over the sequence is larger.
+    c = exp(old - sampler) corrects for the fact that another engine drew the tokens. It is the
+    token's or, with `tis_level="sequence"`, the product over its sequence. c is 0 outside
+    [tis_mask_low, tis_mask_high], and at most tis_cap. With `off_policy_threshold`, c is 0 where A
+    < 0 and the sequence's mean of sampler - lp is larger than the threshold.
     """
     assert items.sampler_logprobs is not None
     assert items.old_logprobs is not None
@@ -228,13 +230,18 @@ def importance_weights(items: Items, loss: RLLoss) -> Tensor | None:
 def kl_estimate(
     logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> Tensor:
-    """Per-item estimate of KL(policy || reference) from tokens drawn from the policy, [items], in
-    nats.
+    """Per-item estimate of KL(policy || reference), [items], in nats, from tokens drawn from the
+    policy.
 
     With x = log policy - log reference: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x. k2's gradient,
     x grad lp, is an unbiased estimate of the KL's; k3's is GRPO's. The gradient of k1 alone would
     be grad lp, which has zero mean for any reference, so k1 takes the KL's score-function gradient
     instead, x grad lp.
+
+    Args:
+        logprobs: the policy's, [items], nats; carries gradients.
+        reference: the reference's, [items], nats.
+        estimator: "k1", "k2" or "k3".
     """
     x = logprobs - reference
     if estimator == "k3":
@@ -246,8 +253,8 @@ def kl_estimate(
 def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
     """`kl_i`, [items], from its `kl_estimate`.
 
-    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. Then the gradient is r x grad lp with
-    each of them: the KL's own, in the mean over tokens that were drawn from the policy of `old`.
+    With `kl_correction` it is r k3, or sg(r) k1 and sg(r) k2. In both cases the gradient is r x
+    grad lp: the KL's own, in the mean over tokens that were drawn from the policy of `old`.
     """
     if not loss.kl_correction:
         return estimate
@@ -257,8 +264,8 @@ def kl_penalty(items: Items, loss: RLLoss, estimate: Tensor) -> Tensor:
 
 
 def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
-    """`items` with A_i + kl_coef * (mean_kl - (old - ref)) as advantages: the sampled log-ratio as
-    a reward of its own, less its mean over the job's items, so that it moves no average."""
+    """`items` with the advantages A_i + kl_coef * (mean_kl - (old - ref)). The sampled log-ratio
+    acts as a reward, less its mean over the job's items, so that it shifts no average."""
     assert items.old_logprobs is not None
     assert items.reference_logprobs is not None
     assert items.advantages is not None
@@ -269,10 +276,11 @@ def with_kl_in_advantages(items: Items, loss: RLLoss) -> Items:
 def rl_loss(items: Items, loss: RLLoss) -> LossOutput:
     """Policy loss, KL penalty and entropy bonus of one row, and its statistics.
 
-    Of the sums, `kl_sampler` is k3 of KL(sampler || trainer), `logprob_difference` |trainer -
-    sampler|, both in nats, and `masked` counts importance weights of 0. Both sums end in `_fresh`
-    over the items that the job's base step sampled, and in `_stale` over those of older steps. Of
-    the maxima, `above_sampler` is trainer - sampler, in nats.
+    Among the sums, `kl_sampler` is k3 of KL(sampler || trainer) and `logprob_difference` is
+    |trainer - sampler|, both in nats; `masked` counts importance weights of 0. `kl_sampler` and
+    `logprob_difference` also exist with the suffix `_fresh`, over items that the job's base step
+    sampled, and `_stale`, over items of older steps. Among the maxima, `above_sampler` is trainer -
+    sampler, in nats.
     """
     if loss.kl_in == "advantage":
         items = with_kl_in_advantages(items, loss)

@@ -1,4 +1,4 @@
-"""Adam on the LoRA parameters: torch's AdamW, with gradient buffers and clipping of our own.
+"""Adam on the LoRA parameters: torch's AdamW, with Tandem's own gradient buffers and clipping.
 
 The LoRA parameters are fp32 and are cast in use, so they are their own master weights.
 """
@@ -18,7 +18,7 @@ from tandem.model.policy import Policy
 from tandem.spool.schema import OptimizerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam has of each parameter, in fp32, as torch and the checkpoints name it."""
+"""Adam's fp32 state per parameter, by the names that torch and the checkpoints use."""
 type Moments = dict[str, dict[str, Tensor]]
 """Each of `MOMENTS`, by parameter name: of this rank's shards; empty before the first step."""
 
@@ -109,8 +109,8 @@ class AdapterOptimizer:
         return float(square.sqrt())
 
     def _norm_with_experts(self, topology: parallel.Topology) -> float:
-        """`gradient_norm` where experts are apart: the first of the ranks that hold a tensor counts
-        it."""
+        """`gradient_norm` of a model whose experts are cut over other ranks: the first rank that
+        holds a tensor counts it."""
         place, counted = topology.place, []
         for tensor in self._tensors.values():
             copy = place.data + place.context, place.tensor
@@ -156,7 +156,8 @@ class AdapterOptimizer:
         }
 
     def new_state(self, steps: int) -> Moments:
-        """Continue after `steps` steps, from the tensors returned, which are uninitialised."""
+        """Makes the state after `steps` steps. Returns its tensors uninitialised, for the caller to
+        fill."""
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         where = next(iter(self.parameters.values())).device
         moments = {moment: allocate(shapes, torch.float32, where)[1] for moment in MOMENTS}
@@ -167,19 +168,19 @@ class AdapterOptimizer:
 
 
 def norm_over_ranks(squares: list[Tensor]) -> float:
-    """The root of the sum of all ranks' `squares`, float64 scalars. A collective of all ranks."""
+    """The square root of the sum of all ranks' `squares`, float64 scalars. A collective of all
+    ranks."""
     square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
     parallel.all_reduce(square)
     return float(square.sqrt())
 
 
 def _gradient_memory(parameters: list[Parameter]) -> Tensor:
-    """Memory of zeros for the gradients of all `parameters`, which autograd adds to it from now
-    on."""
+    """Zeroed memory for the gradients of all `parameters`; autograd adds to it from now on."""
     memory = torch.zeros(
         sum(map(Tensor.numel, parameters)), dtype=torch.float32, device=parameters[0].device
     )
-    # As Megatron's buffers have them; a sum over ranks depends on the place in memory.
+    # As in Megatron's buffers: the result of a sum over ranks depends on the place in memory.
     last_first = parameters[::-1]
     for parameter, part in zip(
         last_first, memory.split([p.numel() for p in last_first]), strict=True
@@ -189,6 +190,6 @@ def _gradient_memory(parameters: list[Parameter]) -> Tensor:
 
 
 def _square(tensors: Iterable[LoraTensor]) -> Tensor:
-    """Squared norm of their gradients together, a float64 scalar."""
+    """Squared norm of all their gradients together, a float64 scalar."""
     sums = [gradients.accumulator(tensor.parameter) for tensor in tensors]
     return torch.stack(torch._foreach_norm(sums, dtype=torch.float64)).square().sum()

@@ -1,5 +1,5 @@
-"""What a rank measures: of its phases seconds and bytes on its device, and the metrics of an
-optimizer step."""
+"""Measures a rank: the seconds and device bytes of its phases, and the metrics of an optimizer
+step."""
 
 import math
 import time
@@ -28,9 +28,10 @@ _MEANS = {
     "importance": "importance_weight_mean",
     "masked": "masked_fraction",
 }
-"""Sum in `tandem.training.losses.LossOutput` -> metric, its mean over items."""
+"""Name of a sum in `tandem.training.losses.LossOutput` -> name of the metric that is its mean over
+items."""
 _AGES = ("fresh", "stale")
-"""Tokens that the job's base step sampled, and those of older steps."""
+"""Groups of tokens by age: sampled by the job's base step, or by an older step."""
 _PAIR_MEANS = {
     "accuracy": "pair_accuracy",
     "margin": "reward_margin",
@@ -42,7 +43,7 @@ _PAIR_MEANS = {
 class MemoryWatch:
     """One rank's memory: at the end of each phase, and the peaks of each phase and of the attempt.
     Nothing else resets the allocator's peaks. Before the device has started it reports nothing. The
-    allocator's counts begin at 0, also in a rank that stays over several jobs."""
+    allocator's counts begin at 0 for each attempt, even in a rank that stays over several jobs."""
 
     def __init__(self) -> None:
         stats = memory.stats() if device.started() else {}
@@ -54,7 +55,7 @@ class MemoryWatch:
         self._used_peak = 0
 
     def begin_phase(self) -> None:
-        """Earlier peaks count for the attempt only."""
+        """Starts a phase: peaks from before it count for the attempt only."""
         if device.started():
             self._allocator_stats()
             memory.reset_peaks()
@@ -79,7 +80,7 @@ class MemoryWatch:
         return now
 
     def begin_step(self) -> None:
-        """An optimizer step begins, and its gradients are zeroed: what is allocated now is the
+        """Starts an optimizer step after its gradients are zeroed: the memory allocated now is the
         step's floor."""
         self._step_floor = memory.stats()["allocated"]
 
@@ -111,8 +112,8 @@ class MemoryWatch:
 
 
 class Phases:
-    """One rank's clock. Phases don't nest. `announce(name)` writes the heartbeat, as a phase begins
-    and within long ones."""
+    """One rank's clock, which measures phases. Phases don't nest. `announce(name)` writes the
+    heartbeat when a phase begins, and during long phases."""
 
     def __init__(self, announce: Callable[[str], None], watch: MemoryWatch) -> None:
         self.announce, self.watch = announce, watch
@@ -123,8 +124,8 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block, up to the completion of the work that it queued on the device.
 
-        The seconds of blocks with the same name add up; the memory is that at the end of the last
-        one.
+        The seconds of blocks with the same name are added; the memory is measured at the end of the
+        last block.
         """
         self.announce(name)
         self.watch.begin_phase()
@@ -134,7 +135,8 @@ class Phases:
         finally:
             device.synchronize()
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            # Also if the phase failed: after running out of memory, this shows what was allocated.
+            # Measured even if the phase failed: after running out of memory, this shows the
+            # allocated bytes.
             self._memory[name] = self.watch.end_phase(name)
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
@@ -172,7 +174,7 @@ def reduce_values(
 
 def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Metrics from the sums and maxima of `losses.LossOutput` over all rows. Means are over items,
-    unweighted; over no items there is none."""
+    unweighted; without items there is no mean."""
     items = sums["items"]
     metrics = {"loss": sums["loss"], "trainable_tokens": items}
     metrics |= {metric: sums[name] / items for name, metric in _MEANS.items() if name in sums}
@@ -193,7 +195,7 @@ def item_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
 
 
 def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float]:
-    """How many trajectories the rows train and, for RL, statistics of their rewards; each
+    """The number of trajectories that the rows train and, for RL, statistics of their rewards; each
     trajectory counts once."""
     trajectories = np.unique(np.concatenate([batch.row(row).item_trajectory for row in rows]))
     rewards = batch.trajectory_reward[trajectories].astype(np.float64)
@@ -210,7 +212,7 @@ def reward_metrics(batch: PackedBatch, rows: tuple[int, ...]) -> dict[str, float
 
 
 def staleness(job: BatchJob) -> dict[str, float]:
-    """By how many checkpoints the job's turns are older than the one that it starts from."""
+    """How many checkpoints the job's turns are behind the one that the job starts from."""
     data, base = job.data, job.base_step
     if data.policy_step_min is None or data.policy_step_mean is None:
         return {}

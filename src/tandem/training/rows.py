@@ -1,6 +1,6 @@
-"""The losses of a batch's rows, and their gradients, which add up over the rows.
+"""Computes the losses of a batch's rows, and adds up their gradients.
 
-They know nothing of optimizer steps: a job's steps and the requests of a session use them.
+It knows nothing of optimizer steps: a job's steps and the requests of a session use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ MicroSteps = Sequence[tuple[int, bool]]
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> RowTensors:
-    """Copies of a packed row's arrays on `device`; none keeps the memory map alive."""
+    """Copies of a packed row's arrays on `device`; the copies do not keep the memory map alive."""
     names = {field.name for field in fields(RowTensors)} - {"slot_experts", "deal"}
     arrays: dict[str, Any] = {
         name: torch.tensor(getattr(row, name), dtype=torch.int64) for name in names
@@ -45,18 +45,19 @@ class Fit:
     (`tandem.model.recompute`)."""
 
     def __init__(self, policy: Policy, device: torch.device, *, on: bool) -> None:
-        """Without `on` the layers keep what they were told."""
+        """Without `on`, the layers keep what they were set to keep."""
         self._policy, self._device, self._on = policy, device, on
         self._slots = 0
 
     def to(self, row: PackedRow) -> None:
-        """Choose for rows of this length, unless that is done. A collective of all ranks."""
+        """Choose for rows of this length, unless that was done already. A collective of all
+        ranks."""
         if self._on and len(row.tokens) > self._slots:
             self._slots = len(row.tokens)
             recompute.fit(self._policy, row_tensors(row, self._device))
 
     def lower(self) -> bool:
-        """After the memory ran out: keep less. False where that can't help."""
+        """After the memory ran out: keep less for the backward pass. False if that can't help."""
         return self._slots > 0 and recompute.lower(self._policy)
 
 
@@ -101,12 +102,12 @@ class RowLosses:
     """`keep(row, logprobs)` gets the items' log-probs of each row that counts, on the ranks that
     report rows."""
     passes: int = 0
-    """Passes with gradients that this rank still has to compute, all of rows of one length, as a
-    job's are. The first one is followed by `graphs.repeat`."""
+    """Passes with gradients that this rank still has to compute. All are of rows of one length, as
+    in a job. The first one is followed by `graphs.repeat`."""
 
     def __post_init__(self) -> None:
         self._advantage_divisor = advantage_divisor(self.batch, self.loss)
-        # The first of the context-parallel ranks that share a row counts it, on the last pipeline
+        # Of the context-parallel ranks that share a row, the first counts it, on the last pipeline
         # stage.
         self.reports = self.topology.place.context == 0 and self.policy.stage.last
 
@@ -147,7 +148,7 @@ class RowLosses:
         return self.policy(row_tensors(row, self.device), temperature=temperature)
 
     def of_row(self, row: PackedRow, outputs: ItemOutputs, denominator: float | None) -> LossOutput:
-        """The row's loss divided by `denominator`; None: all weights are zero."""
+        """The row's loss divided by `denominator`; None if all weights are zero."""
         loss, tensor = self.loss, self._tensor
         weights = np.zeros(len(row.item_target))
         if denominator is not None:
@@ -172,7 +173,7 @@ class RowLosses:
         items.advantages = tensor(row.item_weight / self._advantage_divisor)
         items.old_logprobs = items.sampler_logprobs = tensor(row.item_logprob)
         if loss.old_logprobs == "trainer":
-            # A job of one optimizer step computes none before training: the old policy is the
+            # A job of one optimizer step needs no pass before training: the old policy is the
             # current one.
             items.old_logprobs = self.old_logprobs.get(row.index, outputs.logprobs.detach())
         behind = self.base_step - row.item_policy_step
@@ -184,8 +185,8 @@ class RowLosses:
         return memory.copy_to(torch.tensor(values, dtype=dtype), self.device)
 
     def mean_log_ratio(self, rows: Sequence[int]) -> float:
-        """Mean over the items of this rank's `rows`, and of the others', of old - reference, in
-        nats; the same on all ranks."""
+        """Mean of old - reference over the items of all ranks' rows, in nats; the same on all
+        ranks. `rows` are this rank's."""
         sums = {
             "items": torch.zeros((), dtype=torch.float64),
             "nats": torch.zeros((), dtype=torch.float64),

@@ -1,5 +1,4 @@
-"""Which rows each optimizer step visits, which rank computes them, and the weight of each item.
-NumPy.
+"""Assigns rows to optimizer steps and ranks, and computes the weight of each item. NumPy.
 
 Every rank computes the whole schedule from the job and the packed tables, without communication.
 Denominators are sums over all rows of an optimizer step, not over one rank's rows.
@@ -25,8 +24,8 @@ class RowSchedule:
 
     def micro_steps(self, step: int, dp_rank: int) -> list[tuple[int, bool]]:
         """`(row, counts)` for each micro step of data-parallel rank `dp_rank`. All ranks have
-        equally many, for their collectives: one that has too few computes the step's first row
-        again, with weight 0 (`counts` False).
+        equally many micro steps, for their collectives. A rank with too few computes the step's
+        first row again, with weight 0 (`counts` False).
         """
         rows = self.steps[step]
         counted = [(row, True) for row in rows[dp_rank :: self.data_parallel]]
@@ -34,7 +33,7 @@ class RowSchedule:
         return counted + [(rows[0], False)] * missing
 
     def visited_rows(self, dp_rank: int) -> list[int]:
-        """The rows that the rank computes in any micro step or evaluates, once each."""
+        """The rows that the rank computes in any micro step or evaluates, without duplicates."""
         trained = (
             row for step in range(len(self.steps)) for row, _ in self.micro_steps(step, dp_rank)
         )
@@ -45,8 +44,8 @@ class RowSchedule:
         return list(self.held_out[dp_rank :: self.data_parallel])
 
     def rank_rows(self, epochs: int, dp_rank: int) -> list[int]:
-        """Rows of the first of `epochs` passes that count on this rank: over all ranks each row
-        once."""
+        """The rows of the first of `epochs` passes that this rank counts. Over all ranks, each row
+        counts once."""
         first = range(len(self.steps) // epochs)
         return [row for step in first for row, counts in self.micro_steps(step, dp_rank) if counts]
 
@@ -54,13 +53,21 @@ class RowSchedule:
 def make_schedule(
     batch: PackedBatch, settings: OptimizerSettings, seed: int, base_step: int, data_parallel: int
 ) -> RowSchedule:
-    """Cut the epochs, which are passes over the batch's rows, into optimizer steps.
+    """Cut the epochs (passes over the batch's rows) into optimizer steps.
 
     Each epoch visits all rows that are not held out, in a permutation drawn from (seed, base_step,
-    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks, the last of an
-    epoch maybe fewer; None means `data_parallel`. InvalidInput if that is not a multiple of
-    `data_parallel`. With `settings.batch_size` the packer chose the rows of each step, and an epoch
-    visits those steps in such a permutation.
+    epoch). A step has `settings.grad_accumulation_sequences` rows over all ranks (None:
+    `data_parallel` rows). The last step of an epoch may have fewer. With `settings.batch_size` the
+    packer chose the rows of each step, and an epoch visits these steps in a permutation drawn the
+    same way.
+
+    Raises InvalidInput if the rows of a step are not a multiple of `data_parallel`.
+
+    Args:
+        batch: the job's packed rows.
+        seed: the run's.
+        base_step: the step that the job starts from.
+        data_parallel: the number of data-parallel ranks.
     """
     held_out = tuple(np.flatnonzero(batch.row_batch < 0).tolist())
     rows = np.flatnonzero(batch.row_batch >= 0)
@@ -102,7 +109,13 @@ def row_weights(batch: PackedBatch, row: PackedRow, loss: Loss) -> tuple[Floats,
 
 def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss) -> list[float]:
     """`D` of each optimizer step (see `losses`): the sum over the items of all its rows, on any
-    rank; 1 for a sum."""
+    rank; 1 for a sum.
+
+    Args:
+        batch: the job's packed rows.
+        steps: the rows of each optimizer step, by number.
+        loss: its normalisation counts.
+    """
     if loss.mean_over == "sum":
         return [1.0] * len(steps)
     rows = {row for step in steps for row in step}
@@ -111,8 +124,8 @@ def denominators(batch: PackedBatch, steps: Sequence[Sequence[int]], loss: Loss)
 
 
 def advantage_divisor(batch: PackedBatch, loss: Loss) -> float:
-    """What the advantages are divided by: with `advantage_scale="mean_abs"` sum_i w_i |A_i| / sum_i
-    w_i over all items of the job, else 1. Then the size of the gradient does not depend on the
+    """The divisor of the advantages: sum_i w_i |A_i| / sum_i w_i over all items of the job with
+    `advantage_scale="mean_abs"`, else 1. Dividing makes the size of the gradient independent of the
     scale of the rewards (OpenPipe's ART).
     """
     if not isinstance(loss, RLLoss) or loss.advantage_scale == "none":

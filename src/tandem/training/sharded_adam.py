@@ -1,11 +1,11 @@
-"""AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), cut over the ranks that
+"""AdamW on all weights (Loshchilov and Hutter, 2019, arXiv:1711.05101), divided over the ranks that
 hold the same weights.
 
-Each of these ranks owns an equal range of the weights' memory: it gets the range's summed gradient,
-has Adam's state of it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020,
-arXiv:1910.02054, stage 1). A weight in bfloat16 has a second half: its master value is fp32, whose
-upper 16 bits, rounded, are the weight, and whose `remainder` is what the rounding took away, an
-int16. So weights and master values take 4 bytes, not 6.
+Each of these ranks owns an equal range of the weights' memory. It gets the range's summed gradient,
+holds Adam's state of it, updates it, and sends it to the others (ZeRO, Rajbhandari et al., 2020,
+arXiv:1910.02054, stage 1). A bfloat16 weight is the rounded upper half of an fp32 master value. The
+int16 `remainder` holds the difference that the rounding made. So weights and master values take 4
+bytes, not 6.
 """
 
 import math
@@ -32,17 +32,17 @@ _OF_HEADS = (
     "linear_attention.dt_bias",
 )
 CHUNK = 2**24
-"""Elements that are updated at once: an update takes five times their fp32 size for a while."""
+"""Elements per update. An update temporarily takes five times their size in fp32."""
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """This rank's part of a section of the weights' memory, which it owns."""
+    """The part of a section of the weights' memory that this rank owns."""
 
     group: dist.ProcessGroup  # the ranks that hold the section; each owns an equal part
     section: slice  # in the memory
     memory: slice
-    state: slice  # in each of `ShardedAdam.tensors`
+    state: slice  # position in each of `ShardedAdam.tensors`
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,23 @@ class _Range:
     length: int
     decays: bool
     counts: bool
-    """Whether this rank counts it in the gradient's norm: of a weight that tensor-parallel ranks
-    hold whole, the first does."""
+    """Whether this rank counts the range in the gradient's norm. If several tensor-parallel ranks
+    hold the whole weight, only the first counts it."""
 
 
 class ShardedAdam:
-    """Gradients of all weights, fp32, and Adam's state of those that this rank owns.
+    """The fp32 gradients of all weights, and Adam's state of the weights that this rank owns.
 
     Gradients are accumulated over micro steps and summed over data-parallel ranks. Weight decay
-    leaves out vectors: norms and biases, as in transformers' Trainer. A tied table that the
-    pipeline's last stage has, too, is the first stage's: that one updates it and sends it to the
-    last, whose gradient and state of it mean nothing. If both updated it, they would drift apart,
-    because the order in which ranks sum a gradient depends on the rank that owns it.
+    skips vectors (norms and biases), as in transformers' Trainer. A tied table exists on the
+    pipeline's first and last stage. The first stage owns it: it updates the table and sends it to
+    the last stage, whose own gradient and state of the table are meaningless. If both updated it,
+    the two copies would drift apart, because the order in which ranks sum a gradient depends on the
+    owner.
     """
 
     def __init__(self, policy: Policy, base: BaseWeights, settings: OptimizerSettings) -> None:
-        # Those beside `memory` would have no gradient of their own.
+        # Parameters outside `memory` would have no gradient buffer.
         assert not (
             apart := [n for n, p in base.parameters.items() if p.dtype != base.memory.dtype]
         ), f"{apart[0]} is fp32 beside others"
@@ -93,14 +94,15 @@ class ShardedAdam:
         self._gradient_memory, self._state_memory = Offload(contents=False), Offload(contents=True)
 
     def reset(self) -> None:
-        """Forget Adam's state, as if no step had been taken; master values are the weights."""
+        """Forget Adam's state, as if no step had been taken; the master values become the
+        weights."""
         self.steps = 0
         for tensor in self.tensors.values():
             tensor.zero_()
 
     def offload(self) -> int:
         """Free the device memory of gradients and Adam's state; returns the bytes freed. Gradients
-        go with it, because publishing weights needs only the weights."""
+        are freed too, because publishing weights needs only the weights."""
         return self._gradient_memory.park([self._gradients]) + self._state_memory.park(
             self.tensors.values()
         )
@@ -116,8 +118,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the ranks. Afterwards each has the sums of what it owns; the rest
-        is undefined."""
+        """Sum the gradients over the ranks. Afterwards each rank has the sums of the weights that
+        it owns; the rest is undefined."""
         self._sum_over_tensor_ranks()
         self._sum_over_stages()
         for shard in self._shards:
@@ -140,14 +142,13 @@ class ShardedAdam:
         return norm_over_ranks(squares)
 
     def non_finite(self) -> list[str]:
-        """Names of the weights whose summed gradients hold NaN or infinity, among those that this
-        rank owns."""
+        """Names of this rank's weights whose summed gradients hold NaN or infinity."""
         return [part.name for part in self._ranges if not self._gradient(part).isfinite().all()]
 
     @torch.no_grad()
     def step(self, norm: float, learning_rate: float) -> None:
-        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and send the
-        weights around."""
+        """Scale the gradient down to `max_grad_norm` if `norm` is larger, apply it, and exchange
+        the updated weights."""
         self.steps += 1
         scale = min(1.0, self.settings.max_grad_norm / norm) if norm > 0 else 1.0
         for part in self._ranges:
@@ -159,8 +160,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def whole(self, name: str) -> dict[str, Tensor]:
-        """One of `tensors` in the shapes of this rank's weights, in the gradients' memory. A
-        collective."""
+        """All values of one of `tensors`, gathered in the gradients' memory, in the shapes of this
+        rank's weights. A collective."""
         memory = self._like_weights(self.tensors[name].dtype)
         for shard in self._shards:
             memory[shard.memory] = self.tensors[name][shard.state]
@@ -169,7 +170,8 @@ class ShardedAdam:
 
     @torch.no_grad()
     def load(self, name: str, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Undo `whole`: `fill` gets such tensors and fills them; this rank keeps what it owns."""
+        """The inverse of `whole`: `fill` fills tensors of these shapes, and this rank keeps the
+        part that it owns."""
         memory = self._like_weights(self.tensors[name].dtype)
         fill(self._views(memory))
         for shard in self._shards:
@@ -192,8 +194,9 @@ class ShardedAdam:
             split_master(master, weights, remainder)
 
     def _sum_over_tensor_ranks(self) -> None:
-        """Of weights that tensor-parallel ranks hold whole, while each has a part of the gradient:
-        of its heads, and with sequence parallelism of its tokens."""
+        """Sums the gradients of weights that tensor-parallel ranks hold whole. Each rank has only a
+        part of such a gradient: its heads' part and, with sequence parallelism, its tokens'
+        part."""
         topology = self._topology
         if topology.sizes.tensor == 1:
             return
@@ -212,15 +215,15 @@ class ShardedAdam:
                 gradient.copy_(total.view_as(gradient))
 
     def _sum_over_stages(self) -> None:
-        """Of a tied table: the first stage has the embedding's part of the gradient, the last the
-        output layer's."""
+        """Sums the gradients of a tied table: the first stage has the embedding's part, the last
+        stage the output layer's."""
         if self._two_tables:
             parallel.all_reduce(self._views(self._gradients)[TABLE], group=self._topology.ends)
 
     def _gather(self, memory: Tensor) -> None:
-        """Get what the other ranks own."""
+        """Gathers the weights that other ranks own."""
         if memory.dtype is torch.int16:
-            memory = memory.view(torch.bfloat16)  # NCCL has no integers of 16 bits
+            memory = memory.view(torch.bfloat16)  # NCCL has no 16-bit integers
         for shard in self._shards:
             if shard.group.size() > 1:
                 part = memory[shard.memory]
@@ -258,7 +261,7 @@ class ShardedAdam:
         return self._gradients[part.begin : part.begin + part.length]
 
     def _like_weights(self, dtype: torch.dtype) -> Tensor:
-        """The gradients' memory as elements of another dtype, at the weights' places."""
+        """The gradients' memory viewed in another dtype, at the weights' places."""
         return self._gradients.view(dtype)[: len(self._gradients)]
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:

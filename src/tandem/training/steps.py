@@ -45,8 +45,8 @@ class Training:
     device: torch.device
     phases: Phases
     reference: Callable[[int | Literal["base"]], AbstractContextManager[None]]
-    """Within it the policy computes as that reference does; afterwards it is exactly what it was
-    before."""
+    """A context within which the policy computes as the reference does; afterwards the policy is
+    exactly as before."""
     fit: bool = False
     """Choose what layers keep for the backward pass by the device's memory
     (`tandem.model.recompute`)."""
@@ -77,8 +77,8 @@ class Training:
         """Run all optimizer steps, numbered from 1, and `report(step, metrics)` each; returns the
         last one's metrics, which are the same on every rank.
 
-        Raises NonFinite, and InvalidInput for log-probs that no sampler gives, before such a step
-        is applied; NothingToLearn if no step moved the policy.
+        Raises NonFinite, and InvalidInput for log-probs that no sampler can give, before that step
+        is applied. Raises NothingToLearn if no step moved the policy.
         """
         totals, loss = denominators(self.batch, self.schedule.steps, self.job.loss), self.job.loss
         if isinstance(loss, RLLoss):
@@ -118,7 +118,8 @@ class Training:
         with self.phases.phase("evaluate"), self.policy.adapter_fixed():
             for index, counts in self._passes(self.schedule.rank_held_out):
                 self.phases.announce("evaluate")
-                # For the collectives alone: this rank may have no reference log-probs of it.
+                # Computed for the collectives alone: this rank may have no reference log-probs of
+                # the row.
                 if not counts:
                     self._rows.forward(self.batch.row(index))
                     continue
@@ -145,8 +146,8 @@ class Training:
         return logprobs
 
     def _passes(self, rank_rows: Callable[[int], list[int]]) -> list[tuple[int, bool]]:
-        """This data-parallel rank's rows, `(row, True)`. Where ranks compute experts for one
-        another, all have equally many: more are of rank 0's first row, with False."""
+        """This data-parallel rank's rows, `(row, True)`. If ranks compute experts for one another,
+        all get equally many entries: the missing ones repeat rank 0's first row, with False."""
         sizes = self.topology.sizes
         counted = [(row, True) for row in rank_rows(self.topology.place.data)]
         if sizes.expert_ranks == 1:
@@ -191,8 +192,8 @@ class Training:
         }
 
     def _gradients(self, step: int, denominator: float) -> Totals:
-        """The step's gradients, to the same bits also where the memory runs out and they begin
-        again without graphs, or with layers that keep less."""
+        """The step's gradients. If the memory runs out, they are computed again without graphs, or
+        with layers that keep less, to the same bits."""
         micro_steps = self.schedule.micro_steps(step, self.topology.place.data)
         while True:
             try:
@@ -200,7 +201,7 @@ class Training:
             except torch.OutOfMemoryError:
                 if not (graphs.drop(self.policy) or self._rows.fit.lower()):
                     raise
-            # Outside of `except`, whose error holds the tensors of the frames that it left.
+            # Outside of `except`, because the error holds the tensors of the frames that it left.
             self.optimizer.zero_grad()
             memory.release_cached()
 
@@ -221,7 +222,7 @@ class Training:
             )
 
     def _check_sampler(self, step: int, means: dict[str, float]) -> None:
-        """Only in the first epoch: in later ones the policy may have learned what its sampler found
+        """Checks only the first epoch: later, the policy may have learned what its sampler found
         impossible."""
         nats = means.get("above_sampler_max", 0.0)
         if nats > MAX_NATS and step * self.job.optimizer.epochs < len(self.schedule.steps):
@@ -235,7 +236,8 @@ class Training:
             )
 
     def _check_learned(self, norm: float, metrics: dict[str, float]) -> None:
-        """Adam moves no parameter by more than about `learning_rate * gradient / eps`."""
+        """Raises NothingToLearn if Adam can't have moved the policy: it moves no parameter by more
+        than about `learning_rate * gradient / eps`."""
         if norm < 1e-3 * (eps := self.job.optimizer.eps):
             shown = (
                 "clip_fraction",

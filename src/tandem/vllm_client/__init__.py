@@ -1,1 +1,1 @@
-"""vLLM's HTTP as Tandem uses it, and every difference between vLLM's versions."""
+"""vLLM's HTTP interface as Tandem uses it; every difference between vLLM's versions is here."""

@@ -18,10 +18,11 @@ _LORA_INFO = re.compile(
 )
 _ADAPTERS = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 SCORING_PRIORITY = -1
-"""vLLM's `priority` of the requests that verify a checkpoint. Lower comes first; others have 0."""
+"""vLLM's `priority` of requests that verify a checkpoint. Lower values come first; other requests
+have 0."""
 
 _READY_SECONDS = 3.0
-"""For what a process answers at once, and what is asked again two seconds later."""
+"""Seconds for answers that a process gives at once, and that are asked again two seconds later."""
 
 _IN_FLIGHT = re.compile(
     r"^vllm:num_requests_(?:running|waiting)\{[^}]*\}\s+(?P<value>\S+)", re.MULTILINE
@@ -36,7 +37,7 @@ class InferenceUnavailable(
 
 
 class InferenceGone(InferenceUnavailable):
-    """Nobody listens at vLLM's address. The server that listens there next has no adapters."""
+    """Nothing listens at vLLM's address. The next server at this address will have no adapters."""
 
 
 class InferenceRefused(TandemError, code="inference_refused", http_status=502):
@@ -44,17 +45,17 @@ class InferenceRefused(TandemError, code="inference_refused", http_status=502):
 
 
 class InferenceConflict(InferenceRefused):
-    """vLLM answered 409: it is another process, or in another state, than the caller takes it
-    for."""
+    """vLLM answered 409: it is another process, or in another state, than the caller expects."""
 
 
 class InferenceFailed(InferenceRefused):
-    """vLLM answered 500 and is healthy. The cause may be what it was asked for, or a passing fault
-    of its own."""
+    """vLLM answered 500 and is healthy. The request may be the cause, or a passing fault of
+    vLLM."""
 
 
 class VllmClient:
-    """One vLLM server. A timeout bounds every call. Only calls without side effects are retried.
+    """A client of one vLLM server. A timeout bounds every call. Only calls without side effects are
+    retried.
 
     Every method can raise InferenceUnavailable, InferenceRefused (or a kind of these) and
     Unauthorized.
@@ -63,8 +64,12 @@ class VllmClient:
     def __init__(
         self, settings: Settings, *, timeout: float = 30.0, work_timeout: float = 120.0
     ) -> None:
-        """`timeout`: seconds for what the API server answers itself; `work_timeout`: for what the
-        engine does. InvalidInput if a file with a secret can't be read."""
+        """Raises InvalidInput if a file with a secret can't be read.
+
+        Args:
+            timeout: seconds for answers of the API server itself.
+            work_timeout: for answers of the engine.
+        """
         headers = {}
         if settings.inference_key:
             headers["Authorization"] = f"Bearer {settings.inference_key}"
@@ -72,7 +77,7 @@ class VllmClient:
             headers[ADMIN_HEADER] = admin_token
         self.url = settings.resolved_inference_url
         self._timeout, self._work_timeout = timeout, work_timeout
-        # Not through the environment's proxies: they would get the API key and the admin token.
+        # The environment's proxies are not used: they would get the API key and the admin token.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=_limits(timeout), trust_env=False
         )
@@ -85,9 +90,9 @@ class VllmClient:
             return False
 
     def prefix_cache_keyed_by_path(self) -> bool:
-        """Whether an adapter that is loaded from another path under the same name never hits the
-        old one's blocks, as from vLLM 0.32 on. Older versions, and those without a number, key the
-        blocks by the name alone.
+        """Whether an adapter that is loaded under the same name from another path never hits the
+        old adapter's blocks: true from vLLM 0.32 on. Older versions, and versions without a number,
+        key the blocks by the name alone.
         """
         version = re.match(r"(\d+)\.(\d+)", str(self._ask("GET", "/version")["version"]))
         return version is not None and (int(version[1]), int(version[2])) >= (0, 32)
@@ -100,7 +105,7 @@ class VllmClient:
         }
 
     def longest_prompt(self) -> int:
-        """The most tokens of a prompt that leaves room for one sampled token."""
+        """The most tokens of a prompt that still leaves room for one sampled token."""
         cards = self._ask("GET", "/v1/models")["data"]
         return next(int(card["max_model_len"]) for card in cards if card.get("max_model_len")) - 1
 
@@ -108,8 +113,8 @@ class VllmClient:
         """Names of the adapters that running or waiting requests use, as of the engine's last step
         (`/metrics`)."""
         text = self._request("GET", "/metrics").text
-        # vLLM keeps one sample per set of names there ever was. Its value is the Unix time of the
-        # last step with it.
+        # vLLM keeps one sample for each set of names that it ever had. The sample's value is the
+        # Unix time of the last step with that set.
         samples = _adapter_samples(text)
         return (
             max(samples, key=lambda sample: sample[0])[1]
@@ -118,7 +123,7 @@ class VllmClient:
         )
 
     def adapters_last_used(self) -> dict[str, float]:
-        """When a request last used each adapter, Unix seconds, since the server started
+        """When a request last used each adapter, Unix seconds, since the server's start
         (`/metrics`)."""
         used: dict[str, float] = {}
         for at, names in _adapter_samples(self._request("GET", "/metrics").text):
@@ -126,15 +131,15 @@ class VllmClient:
         return used
 
     def prompt_logprobs(self, model: str, *prompts: Sequence[int]) -> list[list[float]]:
-        """For each prompt log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at temperature
-        1: len(tokens) - 1 values; NaN for one that is not finite. InferenceRefused for an unknown
-        model or a prompt that is too long.
+        """For each prompt, log p(tokens[j + 1] | tokens[: j + 1]) for each j, in nats at
+        temperature 1: len(tokens) - 1 values; NaN for a value that is not finite. InferenceRefused
+        for an unknown model or a prompt that is too long.
 
-        vLLM computes these anew on every call, without its prefix cache, and `logprobs_mode` does
-        not affect them.
+        vLLM computes them anew at every call, without its prefix cache; `logprobs_mode` does not
+        affect them.
         """
-        # One request for all: each would wait for a place in the batch. They pass all requests that
-        # wait for one.
+        # One request for all prompts: separate requests would each wait for a place in the batch.
+        # They pass all waiting requests.
         body = {
             "model": model,
             "prompt": list(map(list, prompts)),
@@ -154,8 +159,8 @@ class VllmClient:
         ]
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load the adapter at `path` (absolute) under an unused name. InferenceRefused where vLLM
-        can't load it."""
+        """Load the adapter at `path` (absolute) under an unused name. Raises InferenceRefused if
+        vLLM can't load it."""
         # With `load_inplace` some versions read the files again on every engine step.
         body = {"lora_name": name, "lora_path": path, "load_inplace": False}
         self._request("POST", "/v1/load_lora_adapter", body, timeout=self._work_timeout)
@@ -170,16 +175,16 @@ class VllmClient:
                 raise
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks; running requests start again. False when vLLM could not drop all
-        of them."""
+        """Drop all cached blocks; running requests start again. False if vLLM could not drop all of
+        them."""
         response = self._request("POST", "/reset_prefix_cache?reset_running_requests=true")
         if response.content:
             return bool(response.json()["success"])
-        # Older versions send an empty body, also after a failure.
+        # Older versions send an empty body, even after a failure.
         return not self.has_requests()
 
     def merged(self) -> dict[str, Any]:
-        """Whose weights vLLM has: `phase`, `name`, `path` (see
+        """The state of merged weights: `phase`, `name`, `path` (see
         `inference.server.merged_server`)."""
         return dict(self._ask("GET", MERGED_ROUTE))
 
@@ -193,16 +198,20 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make vLLM's weights those of `path`, within `seconds`. New requests wait until
-        `announce_merged`.
+        """Make the weights of `path` vLLM's own. New requests wait until `announce_merged`.
 
-        `source`: where the workers get them whole (`worker/landing.py`), and `path` only names
-        them; None: the base model's, with the adapter in the directory `path`, times `scale`.
-        `again`: the same for a return to them.
+        Raises InferenceUnavailable if the same order can succeed later: running requests did not
+        end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
+        the weights can't be used.
 
-        InferenceUnavailable where the same order can succeed later: running requests did not end in
-        time (`requests="wait"`), or the engine did not answer. InferenceRefused where the weights
-        can't be used.
+        Args:
+            name: the model's new name, `<run>@<step>`.
+            path: the adapter's directory, or only a name if `source` has whole weights.
+            scale: the adapter's alpha / rank.
+            seconds: for the whole swap, the wait for running requests included.
+            source: where the workers get whole weights (`worker/landing.py`). None: they merge the
+                adapter into the base model's weights.
+            again: the source for a later return to these weights.
         """
         order = {
             "name": name,
@@ -221,8 +230,8 @@ class VllmClient:
         self._request("POST", f"{MERGED_ROUTE}/announce", {"path": path})
 
     def revert_merged(self, path: str, *, to_base: bool = False) -> None:
-        """Return to the weights that were announced last, if vLLM has those of the adapter at
-        `path`; `to_base`: to the base model's, and serve nothing."""
+        """Return to the weights that were announced last, if vLLM has the weights of `path`.
+        `to_base`: return to the base model's, and serve no run."""
         self._request(
             "POST",
             f"{MERGED_ROUTE}/revert",
@@ -231,14 +240,14 @@ class VllmClient:
         )
 
     def merged_rows(self, rows: Mapping[str, int]) -> list[Mapping[str, Any]]:
-        """Which bytes the workers have in one row of each named tensor; see `SpotCheck.wrong`."""
+        """The workers' bytes in one row of each named tensor; see `SpotCheck.wrong`."""
         answer = self._ask(
             "POST", f"{MERGED_ROUTE}/rows", {"rows": dict(rows)}, timeout=self._work_timeout
         )
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The name of vLLM's present process, one of several servers behind one address."""
+        """The name of the present process of a vLLM that is one of several servers."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:
@@ -250,8 +259,8 @@ class VllmClient:
         return _requests_in_flight(self._request("GET", "/metrics").text)
 
     def set_ready(self, until: float, instance: str | None) -> bool:
-        """Let that process (None: whichever it is) answer requests until so many seconds of the
-        monotonic clock. False where another process has taken its place."""
+        """Let the process `instance` (None: any) answer requests until this time of the monotonic
+        clock. False if another process has taken its place."""
         order = {"until": until, "instance": instance}
         try:
             self._request("POST", READY_ROUTE, order, timeout=_READY_SECONDS)
@@ -260,14 +269,15 @@ class VllmClient:
         return True
 
     def is_sleeping(self) -> bool:
-        """Whether the engine sleeps, at any level, or is paused; the answer waits while it falls
-        asleep. A sleeping engine may still hold its memory (vLLM issue 47654): measure what is in
-        use."""
+        """Whether the engine sleeps, at any level, or is paused. The answer waits while the engine
+        falls asleep. A sleeping engine may still hold its memory (vLLM issue 47654), so measure the
+        memory in use."""
         return bool(self._ask("GET", "/is_sleeping")["is_sleeping"])
 
     def sleep(self) -> None:
         """Move the weights to host memory and drop the KV cache. Returns once the engine sleeps.
-        Nothing may be loaded then: vLLM writes the adapter to unmapped memory, and the engine dies.
+        Nothing may be loaded while it sleeps: vLLM writes the adapter to unmapped memory, and the
+        engine dies.
 
         Level 1, because with LoRA vLLM can't reload the base weights that level 2 discards (vLLM
         issue 39934). Mode `keep`: running requests go back to the queue and continue after waking;
@@ -276,9 +286,9 @@ class VllmClient:
         self._request("POST", "/sleep?level=1&mode=keep", timeout=self._work_timeout)
 
     def wake_up(self) -> None:
-        """Wake the engine, if it sleeps. InferenceRefused where memory is missing: vLLM 0.26 then
-        stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can be
-        asked again."""
+        """Wake the engine, if it sleeps. Raises InferenceRefused if memory is missing: vLLM 0.26
+        then stays half mapped and never wakes again, so `tandem up` restarts it. Later versions can
+        be asked again."""
         self._request("POST", "/wake_up", timeout=self._work_timeout)
 
     def _ask(
@@ -295,8 +305,8 @@ class VllmClient:
     def _request(
         self, method: str, path: str, body: object = None, timeout: float | None = None
     ) -> httpx.Response:
-        """A successful response. Calls without side effects have three tries. `timeout`: seconds,
-        not the default."""
+        """The successful response to a request. Calls without side effects have three tries.
+        `timeout`: seconds, in place of the default."""
         tries = 3 if method == "GET" or path == "/v1/completions" else 1
         for attempt in range(tries):
             try:
@@ -305,8 +315,8 @@ class VllmClient:
                 )
                 break
             except httpx.TransportError as error:
-                # A call that timed out has used its bound. Only a failed connection is worth
-                # another try.
+                # A call that timed out has used its time. Only a failed connection is worth another
+                # try.
                 if attempt + 1 == tries or isinstance(error, httpx.TimeoutException):
                     message = f"vLLM at {self.url} can't be reached ({method} {path}): {error!r}"
                     if isinstance(error, httpx.ReadTimeout) and path == "/v1/completions":
@@ -359,7 +369,7 @@ def _logprobs(model: str, tokens: Sequence[int], choice: Mapping[str, Any]) -> l
 
 
 def _limits(seconds: float) -> httpx.Timeout:
-    """A host that is gone is noticed by the connection, however long vLLM may take to answer."""
+    """The connection notices a host that is gone, even if vLLM may take long to answer."""
     return httpx.Timeout(seconds, connect=5.0)
 
 

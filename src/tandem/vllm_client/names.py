@@ -15,8 +15,8 @@ GROUP_HEADER = "x-tandem-group"
 server, whose cache has the prompt."""
 
 BASE_MODEL_NAME = "base"
-"""vLLM serves the base model without an adapter under this name. No run can have it: checkpoints
-are `<run>@<step>`."""
+"""vLLM serves the base model without an adapter under this name. A run can't have this name,
+because checkpoints are `<run>@<step>`."""
 
 KEYS_VARIABLE = "TANDEM_API_KEY_DIGESTS"
 """The environment variable by which vLLM's server gets the hashes and names of all API keys."""
@@ -29,19 +29,19 @@ MERGED_ROUTE = "/tandem/merged"
 """The admin route by which the publisher swaps merged weights."""
 
 READY_ROUTE = "/tandem/ready"
-"""Whether one of several inference servers answers requests: 200 or 503. With the admin token its
-publisher decides it."""
+"""The route that tells whether one of several inference servers answers requests: 200 or 503. With
+the admin token, its publisher sets this."""
 
 READY_MARGIN_SECONDS = 2.0
-"""So long before a server stops to answer requests its ready route says no, and the proxy sends no
-more."""
+"""Seconds by which a server's ready route says no before the server stops to answer, so that the
+proxy sends no more."""
 
 NOT_HELD = "vLLM does not hold the adapter"
-"""How a worker's refusal begins that holds other tensors than an adapter's file. vLLM answers 500
-with it, and the same load gives the same answer again."""
+"""The beginning of a worker's refusal if it holds other tensors than an adapter's file. vLLM
+answers 500 with it, and the same load gives the same answer again."""
 
 MergedPhase = Literal["empty", "swapping", "unverified", "served", "torn"]
-"""What state the server says that its merged weights are in."""
+"""The state of merged weights that the server reports."""
 
 _VLLMS_PROBES = frozenset({"/health", "/ping", "/version", "/metrics", "/metrics/"})
 
@@ -51,8 +51,8 @@ PUBLIC_PATHS = _VLLMS_PROBES | {
     "/v1/completions",
     "/inference/v1/generate",
 }
-"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM checks the API key
-itself."""
+"""Paths that the guard lets through: liveness, metrics, and routes on which vLLM itself checks the
+API key."""
 
 PROBE_PATHS = _VLLMS_PROBES | {READY_ROUTE}
 """Paths that are open to other hosts too."""

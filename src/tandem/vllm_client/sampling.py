@@ -1,12 +1,12 @@
-"""Options of vLLM's sampling with which it draws from the distribution that the trainer computes.
-Standard library and `tandem.errors` only: vLLM's own process imports this."""
+"""Options of vLLM's sampling, checked so that it draws from the distribution that the trainer
+computes. Standard library and `tandem.errors` only: vLLM's own process imports this."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from tandem.errors import InvalidInput
 
-# Options that change the distribution, and the values with which they don't.
+# Options that change the distribution, with the values at which they don't.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_k": (0, -1),
     "top_p": (1,),
@@ -26,9 +26,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto", "none"),
     "watermarking": (False,),
 }
-# Options that change what is answered, or what is answered to, behind the model's back.
+# Options that change the answer or the prompt without the model's doing.
 _BENDING: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),  # the most probable of several answers
+    "best_of": (1,),  # returns the most probable of several answers
     "ignore_eos": (False,),
     "truncate_prompt_tokens": (),
     "repetition_detection": (),
@@ -36,8 +36,8 @@ _BENDING: dict[str, tuple[object, ...]] = {
 
 
 def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that makes vLLM sample from another distribution, and what is wrong; None
-    without one."""
+    """The first option that makes vLLM sample from another distribution, with the reason; None if
+    there is none."""
     for name, neutral in _NEUTRAL.items():
         if options.get(name) not in (None, *neutral):
             problem = (
@@ -52,9 +52,9 @@ def distorting(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def loop_options(options: Mapping[str, Any], own: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The options of a training loop, temperature included. InvalidInput, with this field, where a
-    request's or an environment's own options have another temperature: the loss computes with the
-    loop's."""
+    """The options of a training loop, temperature included. Raises InvalidInput (with this field)
+    if the own options of a request or an environment set another temperature: the loss computes
+    with the loop's."""
     wanted = {"temperature": 1.0, **options}
     if own.get("temperature", wanted["temperature"]) != wanted["temperature"]:
         problem = (

@@ -1,5 +1,5 @@
-"""Every check of `tandem doctor`, `tandem preflight` and `tandem smoke reach`, once: what is asked,
-by whom, and what to do."""
+"""All checks of `tandem doctor`, `tandem preflight` and `tandem smoke reach`: the question, who
+asks it, and the remedy."""
 
 from collections.abc import Iterator
 
@@ -64,13 +64,13 @@ def selected(command: Command) -> list[Check]:
 
 
 def questions(command: Command) -> str:
-    """For the command's help."""
+    """The questions of a command's checks, for its help."""
     return "It asks: " + " ".join(check.asks for check in selected(command))
 
 
 def answers(asked: Asked) -> Iterator[Answer]:
-    """The answers to all checks of `asked.command`. A check that raises has failed, but a service
-    that does not answer may not have been started yet."""
+    """The answers of all checks of `asked.command`. A check that raises has failed. If a service
+    does not answer, it may not have been started yet."""
     for check in selected(asked.command):
         failed = False
         try:
@@ -90,7 +90,7 @@ def answers(asked: Asked) -> Iterator[Answer]:
 
 
 def _full(check: Check, asked: Asked, error: VolumeFull) -> Answer:
-    """Programs that start on a full volume wait for space where there is a spool."""
+    """The answer about a full volume: if it has a spool, programs start and wait for space."""
     if asked.command is Command.PREFLIGHT and (asked.settings.root / "spool.json").exists():
         remedy = "the programs start, and wait until there is space"
         return Answer("warn", check.name, error.message, remedy)

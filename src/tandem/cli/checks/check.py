@@ -1,4 +1,4 @@
-"""The words of checks: who asks, what is asked, what is answered."""
+"""Types of checks: who asks, the question, the answer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Container = StrEnum("Container", ["ALL", "CONTROLLER", "TRAINER", "INFERENCE"])
 
 
 class Command(Flag):
-    """The commands that ask; a check says which ask it."""
+    """The commands that ask. A check lists the commands that ask it."""
 
     DOCTOR = auto()
     PREFLIGHT = auto()
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One question. `answer` yields what it finds, one Answer for each thing that it looks at."""
+    """A check. `answer` yields its findings, one Answer for each thing that it looks at."""
 
     name: str
     asks: str

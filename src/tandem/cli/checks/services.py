@@ -1,5 +1,5 @@
-"""Checks of what runs: controller, vLLM, exporters, routes that are closed. They raise Unreachable
-where nobody answers."""
+"""Checks of running services: controller, vLLM, exporters, and routes that must be closed. They
+raise Unreachable if nobody answers."""
 
 import time
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def closed(asked: Asked) -> Iterator[Answer]:
 def request(
     method: str, url: str, *, with_key: bool = True, timeout: float = _ANSWER_SECONDS, **more: Any
 ) -> httpx.Response:
-    """One request, with the API key or without. Raises Unreachable where nobody answers."""
+    """One request, with the API key or without. Raises Unreachable if nobody answers."""
     headers = connection(None, None)["headers"] if with_key else {}
     try:
         return httpx.request(method, url, headers=headers, timeout=timeout, **more)
@@ -75,7 +75,7 @@ def request(
 
 
 def _get(url: str, patience: float, *, with_key: bool = True) -> httpx.Response:
-    """The response to a GET, which is repeated for `patience` seconds while nobody answers, or with
+    """The response to a GET, repeated for `patience` seconds while nobody answers, or the status is
     5xx."""
     until = time.monotonic() + patience
     while True:

@@ -1,8 +1,9 @@
-"""`tandem rl`: a client that rolls out groups with a person's environment and trains them, for a
+"""`tandem rl`: a client that rolls out groups with the user's environment and trains on them, for a
 number of steps.
 
-`loop.py` rolls out, submits and follows. A person's environment runs in its process: `rollout.py`
-plays it, `groups.py` plays it several times, and `watch.py` names what blocks. `evaluation.py`
-evaluates, and `distill.py` asks a teacher. `limits.py` says when nothing comes of a run.
-`record.py` keeps what the same command needs to go on, `samples.py` what was sampled, for people.
+`loop.py` rolls out, submits and follows. The user's environment runs in this process: `rollout.py`
+runs one rollout, `groups.py` a group of them, and `watch.py` names code that blocks the event loop.
+`evaluation.py` evaluates, and `distill.py` asks a teacher. `limits.py` ends a run that leads
+nowhere. `record.py` writes the state with which the same command resumes, `samples.py` the sampled
+texts, for people.
 """

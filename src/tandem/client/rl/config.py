@@ -20,7 +20,7 @@ from tandem.spool.schema import (
 
 
 class RunSection(Record):
-    """The run; it is created unless it exists."""
+    """The run; it is created if it does not exist."""
 
     name: RunName
     trainable: Trainable = "lora"
@@ -30,8 +30,8 @@ class RunSection(Record):
 
 
 class EnvironmentSection(Record):
-    """`use`: "module:name", a class or a coroutine, "verifiers:module" or "reasoning_gym:dataset";
-    `weight`: its share of the groups."""
+    """An environment. `use`: "module:name" of a class or a coroutine, "verifiers:module" or
+    "reasoning_gym:dataset"; `weight`: its share of the groups."""
 
     use: str = Field(pattern=r"^[\w.]+:\S+$")
     weight: float = Field(default=1.0, gt=0)
@@ -39,9 +39,9 @@ class EnvironmentSection(Record):
 
 
 class DistillSection(Record):
-    """On-policy distillation: the served `model` scores what the run samples, and `coef` times
-    each token's part of the reverse KL is taken off its advantage. `rewards`: whether the rewards
-    count too."""
+    """On-policy distillation: the served `model` scores the run's samples, and `coef` times each
+    token's part of the reverse KL is subtracted from its advantage. `rewards`: whether the rewards
+    count in addition."""
 
     model: str = Field(min_length=1)
     coef: float = Field(default=1.0, gt=0)
@@ -49,8 +49,9 @@ class DistillSection(Record):
 
 
 class EvalSection(Record):
-    """Every `every` steps, at step 0 and at the end: `samples` rollouts of each of the first
-    `groups` tasks. Of several, the first decides `best` and `stop_after`."""
+    """An evaluation every `every` steps, at step 0 and at the end: `samples` rollouts of each of
+    the first `groups` tasks. With several evaluations, the first decides `best` and
+    `stop_after`."""
 
     name: str = Field(default="", pattern=r"^[\w.-]{0,64}$")
     every: int = Field(default=10, ge=1)
@@ -60,7 +61,7 @@ class EvalSection(Record):
     sampling: dict[str, Any] = Field(default_factory=dict)  # replace those of [rl.sampling]
     pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
     passes: float = 1.0  # the least reward of an answer that passes
-    # End after so many evaluations in a row that are no better than one before.
+    # End after this many evaluations in a row that are no better than an earlier one.
     stop_after: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
@@ -83,21 +84,21 @@ OF_JOBS = {
     "stall_seconds",
     "max_attempts",
 }
-"""Settings of `RLSection` that each job gets as they are."""
+"""Settings of `RLSection` that each job gets unchanged."""
 
 
 class RLSection(Record):
     steps: int = Field(ge=1)
     groups_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(default=8, ge=1)
-    # How many groups roll out at once; None: those of all jobs in the bound.
+    # Groups that roll out at once; None: as many as all jobs within the bound train.
     groups_in_flight: int | None = Field(default=None, ge=1)
     max_off_policy_steps: int = Field(default=0, ge=0)
     dynamic_sampling: bool = True  # groups whose rewards are all equal are replaced
     on_stale: Literal["drop"] = "drop"
     # All turns of a rollout sample from the step that its first turn sampled from.
     pin: bool = False
-    retries: int = Field(default=2, ge=0)  # of a rollout that raised
+    retries: int = Field(default=2, ge=0)  # tries after a rollout that raised
     rollout_seconds: float = Field(default=600.0, gt=0)
     sampling: dict[str, Any] = Field(default_factory=dict)
     loss: RLLoss = RLLoss()
@@ -114,7 +115,8 @@ class RLSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _long_rollouts_are_cut_by_default(cls, given: Any) -> Any:
-        """A job's own default is "refuse", with which a rollout that is longer than a row fails."""
+        """Sets `too_long`: a job's own default is "refuse", at which a rollout longer than a row
+        fails."""
         if isinstance(given, dict) and isinstance(packing := given.get("packing", {}), dict):
             return {**given, "packing": {"too_long": "truncate", **packing}}
         return given

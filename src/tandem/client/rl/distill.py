@@ -1,5 +1,5 @@
-"""On-policy distillation: a teacher scores what the run sampled, and each token's part of the
-reverse KL divergence is its advantage (Agarwal et al., 2024, arXiv:2306.13649)."""
+"""On-policy distillation: a teacher scores the run's samples, and each token's part of the reverse
+KL divergence is its advantage (Agarwal et al., 2024, arXiv:2306.13649)."""
 
 import asyncio
 import os
@@ -21,12 +21,12 @@ KEY_VARIABLE = "TANDEM_TEACHER_API_KEY"
 
 
 def open_teacher() -> Vllm:
-    """The teacher's vLLM: TANDEM_TEACHER_URL with TANDEM_TEACHER_API_KEY, else the vLLM that serves
-    the run."""
+    """The vLLM that serves the teacher: TANDEM_TEACHER_URL with TANDEM_TEACHER_API_KEY, else the
+    vLLM that serves the run."""
     url = os.environ.get(VARIABLE)
     if not url:
         return open_vllm()
-    # Tandem's own key is not for another server.
+    # Tandem's own key must not be sent to another server.
     key = os.environ.get(KEY_VARIABLE)
     arguments = connection(f"{vllm_url(url)}/v1", key or "none", VARIABLE)
     headers = dict(arguments["headers"])
@@ -39,13 +39,13 @@ def open_teacher() -> Vllm:
 
 
 class Teacher:
-    """`vllm`: where the teacher is served, entered."""
+    """The teacher. `vllm`: the entered client of the vLLM that serves it."""
 
     def __init__(self, settings: DistillSection, vllm: Vllm) -> None:
         self._settings, self._vllm = settings, vllm
 
     async def raise_unless_served(self) -> None:
-        """InvalidInput where the vLLM does not list the teacher."""
+        """Raises InvalidInput if the vLLM does not list the teacher."""
         names = listed_models(await self._vllm.request("GET", "models", seconds=10))
         if self._settings.model not in names:
             problem = f"{self._vllm.url}/models lists {names}, without {self._settings.model!r}"
@@ -54,8 +54,8 @@ class Teacher:
             )
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the advantages of its tokens, and the metric `reverse_kl`: nats per
-        token, by what was sampled."""
+        """The trajectory with its tokens' advantages, and the metric `reverse_kl`: the mean over
+        the sampled tokens, in nats."""
         turns, differences = list[Turn](), list[float]()
         known: tuple[list[int], list[float]] = ([], [])
         for turn in reversed(trajectory.turns):
@@ -79,7 +79,7 @@ class Teacher:
 
     async def _logprobs(self, tokens: Sequence[int]) -> list[float]:
         """log p(tokens[i + 1] | tokens[: i + 1]) under the teacher, at temperature 1. The request
-        is repeated while its vLLM is away."""
+        is repeated while the teacher's vLLM is away."""
         body = {
             "model": self._settings.model,
             "prompt": list(tokens),
@@ -113,5 +113,5 @@ def reverse_kl(sampled: Sequence[float], teacher: Sequence[float]) -> list[float
 
 
 def _finite(logprob: float | None) -> float:
-    """vLLM sends null for a token of probability 0."""
+    """The log-prob; vLLM sends null for a token of probability 0."""
     return LOWEST_LOGPROB if logprob is None else max(float(logprob), LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""Environments: a person's function and its tasks, a taskset of verifiers, or a dataset of
+"""Environments: the user's function and its tasks, a taskset of verifiers, or a dataset of
 reasoning-gym."""
 
 import importlib
@@ -31,8 +31,8 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         made = self.trajectories
         self.oldest = min(turn.policy_step or 0 for trajectory in made for turn in trajectory.turns)
-        # Turns may have rewards, so each turn has a return. A later turn's has fewer rewards in it,
-        # so returns are compared with those of the same turn.
+        # Turns may have rewards, so each turn has a return. A later turn's return has fewer rewards
+        # in it, so returns are compared between turns of the same number.
         returns = zip_longest(*(one.returns for one in made))
         different = any(
             max(have) - min(have) > EQUAL_REWARDS
@@ -46,8 +46,8 @@ class RolloutGroup:
 
 
 class Tasks:
-    """Tasks by number, the same after a restart: a sequence in another order in each epoch, any
-    other iterable in its own order, from its beginning again when it ends."""
+    """Tasks by number, the same after a restart. A sequence comes in another order in each epoch;
+    any other iterable comes in its own order, and starts over when it ends."""
 
     def __init__(self, source: Iterable[Any], seed: int) -> None:
         self._seed = seed if isinstance(source, Sequence) else None
@@ -77,8 +77,8 @@ def _order(seed: int, epoch: int, length: int) -> list[int]:
 
 
 class Environment:
-    """A class with `tasks` and `rollout` that `use` names, or a function beside a function
-    `tasks`."""
+    """The class with `tasks` and `rollout` that `use` names, or a function with a function `tasks`
+    beside it."""
 
     def __init__(self, section: EnvironmentSection, seed: int, where: str) -> None:
         module_name, _, name = section.use.partition(":")

@@ -16,12 +16,12 @@ from tandem.client.rl.rollout import described
 from tandem.errors import TandemError
 
 Show = Callable[[Sequence[Trajectory], str], object]
-"""Gets the trajectories of a task and its name."""
+"""Called with the trajectories of a task, and the task's name."""
 
 
 class Evaluations:
-    """The first section decides which step is the best, and when to stop. `own`: the environments
-    of the sections that have one; the others evaluate `first`."""
+    """The evaluations. The first section decides which step is the best, and when to stop. `own`:
+    the environments of sections that have one; the others evaluate `first`."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Evaluations:
         self._patience, self._pauses = patience, pauses
 
     async def evaluate(self, step: int, made: int, is_last: bool, show: Show) -> None:
-        """Record what is due of `step`, `made` steps after the first. TandemError where every
-        rollout of an evaluation fails for longer than `patience`."""
+        """Record the evaluations that are due at `step`, the step number `made` after the first.
+        Raises TandemError if every rollout of an evaluation fails for longer than `patience`."""
         async with asyncio.TaskGroup() as sections:
             for section, of in zip(self._sections, self._environments, strict=True):
                 due = made % section.every == 0 or is_last
@@ -77,20 +77,20 @@ class Evaluations:
         self._record.evaluation(step, groups, failed, more)
 
     def best(self) -> tuple[int, float] | None:
-        """The step with the highest reward in the first evaluation, the earliest of equals, and
-        the reward; None before any."""
+        """The step with the highest reward in the first evaluation (the earliest, if several), and
+        the reward; None before any evaluation."""
         found = self._found()
         return max(found.items(), key=lambda each: (each[1], -each[0])) if found else None
 
     def stops(self) -> bool:
-        """Whether the last `stop_after` evaluations were no better than one before."""
+        """Whether the last `stop_after` evaluations were no better than an earlier one."""
         best = self.best()
         if best is None or (most := self._sections[0].stop_after) is None:
             return False
         return sum(step > best[0] for step in self._found()) >= most
 
     async def keep_best(self, tandem: AsyncTandem, state: State) -> None:
-        """Pin the best step's checkpoint in place of the last best one."""
+        """Pin the best step's checkpoint, and unpin the previous best."""
         best = self.best()
         if best is None or state.best == best[0]:
             return
@@ -106,7 +106,7 @@ class Evaluations:
         found: dict[int, float] = {}
         name = self._sections[0].name if self._sections else ""
         for line in self._record.lines:
-            if "step" in line:  # what was evaluated from it on was rolled back
+            if "step" in line:  # a rollback removed the evaluations of later steps
                 found = {step: reward for step, reward in found.items() if step < line["step"]}
             elif "evaluated" in line and line.get("name", "") == name and line["samples"]:
                 found[line["evaluated"]] = line["reward"]
@@ -114,7 +114,7 @@ class Evaluations:
 
 
 def pass_at(k: int, groups: Sequence[Sequence[Trajectory]], passes: float) -> float | None:
-    """The unbiased estimate of the chance that one of k answers passes, over the tasks with at
+    """The unbiased estimate of the probability that one of k answers passes, over the tasks with at
     least k samples (Chen et al., 2021, arXiv:2107.03374, eq. 1); None without such a task."""
     counts = [
         (len(group), sum(one.reward >= passes for one in group))

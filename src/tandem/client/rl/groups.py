@@ -1,4 +1,5 @@
-"""Rolls a task out several times at once: what survives, and what was lost."""
+"""Rolls a task out several times at once, and reports which rollouts gave a trajectory and which
+were lost."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -16,12 +17,13 @@ from tandem.client.vllm import Vllm
 from tandem.errors import TandemError
 
 Lost = tuple[str, str]
-"""The end of a rollout that gives no trajectory, "failed" or "discarded", and the reason."""
+"""Why a rollout gave no trajectory: "failed" or "discarded", and the reason."""
 
 
 class Rollouts:
-    """`served()`: the newest served step. `failed` gets each error of a rollout, `lost` each
-    rollout that gives nothing. `teacher` scores what is trained."""
+    """Rolls out groups. `served()`: the newest served step. `failed` is called with each error of a
+    rollout, `lost` with each rollout that gives nothing. `teacher` scores the trajectories that are
+    trained."""
 
     def __init__(
         self,
@@ -47,15 +49,14 @@ class Rollouts:
         step: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
-        """The trajectories of `size` rollouts of a task, without those that failed or were
-        discarded; from the newest steps or all from `step`. Raises the last error where none is
-        left."""
+        """The trajectories of `size` rollouts of a task, without failed and discarded ones. All
+        sample from `step`, or else from the newest steps. Raises the last error if none is left."""
         sampling = self._rl.sampling if options is None else options
-        name = uuid4().hex  # of the group, for the proxy of several inference servers
+        name = uuid4().hex  # the group's name, for the proxy of several inference servers
 
         async def play(number: int) -> Trajectory:
             own = dict(sampling)
-            if "seed" in own:  # else all rollouts of a task would be one
+            if "seed" in own:  # otherwise all rollouts of a task would be the same
                 own["seed"] += number
 
             def sampler() -> Sampler:

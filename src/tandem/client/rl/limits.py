@@ -1,5 +1,5 @@
-"""What ends the loop before its last step: in a row, groups that fail, groups without a difference,
-batches that the controller refuses."""
+"""Limits that end the loop early: too many failing groups, groups with equal rewards, or batches
+that the controller refuses, in a row."""
 
 import time
 from collections.abc import Sequence
@@ -11,18 +11,17 @@ from tandem.client.rl.environment import RolloutGroup
 from tandem.client.rl.samples import Alike
 from tandem.errors import NothingToLearn, TandemError
 
-# After so many times `groups_per_step` groups without a difference in their rewards there is
-# nothing left to learn.
+# After this many times `groups_per_step` groups with equal rewards there is nothing left to learn.
 _UNINFORMATIVE = 16
-# After so many batches with a difference none of which the controller trains, because their
+# The limit of batches with differing rewards that the controller refuses, because their
 # trajectories are too long.
 _REFUSED = 3
 
 
 class Limits:
-    """`teaches`: whether also groups without a difference in their rewards do. `patience`: seconds
-    since the last group that succeeded, for which others may fail; before the first there is none,
-    since most often the environment is wrong."""
+    """The counters of these limits. `teaches`: whether groups with equal rewards teach too.
+    `patience`: how many seconds groups may keep failing after the last success. Before the first
+    success no failure is tolerated: most likely the environment is wrong."""
 
     def __init__(self, rl: RLSection, patience: float, pauses: tuple[float, float]) -> None:
         self._size = rl.groups_per_step
@@ -49,21 +48,22 @@ class Limits:
         error = TandemError(f"{problem}: {last_error}", field=use)
         if now - self._succeeded >= self._patience:
             raise error
-        if not self.paused:  # each group that fails takes a task away
+        if not self.paused:  # each failing group uses up a task
             self._paused_until = now + self._backoff.next(error)
 
     @property
     def grace(self) -> float:
-        """Seconds for which everything may fail from now on; none before the first success."""
+        """Seconds for which everything may fail from now on; 0 before the first success."""
         return 0.0 if self._succeeded == -inf else self._patience
 
     @property
     def paused(self) -> bool:
-        """Whether no group is to begin now, since the last ones failed."""
+        """Whether no group may begin now, because the last ones failed."""
         return time.monotonic() < self._paused_until
 
     def sampled(self, group: RolloutGroup, base: int) -> None:
-        """Count a group that was rolled out; NothingToLearn after too many without a difference."""
+        """Count a group that was rolled out; NothingToLearn after too many groups with equal
+        rewards."""
         self._failing, self._succeeded, self._paused_until = 0, time.monotonic(), 0.0
         self._backoff.reset()
         self._equal = 0 if group.informative else self._equal + 1
@@ -82,7 +82,8 @@ class Limits:
             )
 
     def refused(self, batch: Sequence[RolloutGroup], refusal: NothingToLearn, base: int) -> None:
-        """Count a batch of which the controller trains no group; `refusal` after too many."""
+        """Count a batch whose groups the controller does not train; raises `refusal` after too
+        many."""
         self._refused += 1
         if self._refused >= (
             _REFUSED if any(group.informative for group in batch) else _UNINFORMATIVE
@@ -94,5 +95,5 @@ class Limits:
             ) from refusal
 
     def accepted(self) -> None:
-        """The controller trains a batch."""
+        """Count a batch that the controller trains."""
         self._refused = 0

@@ -1,9 +1,9 @@
-"""The loop of `tandem rl`: a rollout side rolls groups out, a trainer's side submits them, a
-follower moves the served step.
+"""The loop of `tandem rl`. One coroutine rolls groups out, one submits them as jobs, and one
+follows the jobs and moves the served step.
 
 A job of base step b trains a group only if no turn of it was sampled by a step older than b -
-`max_off_policy_steps`. A group begins only if a job within this bound still needs one.
-With 0 the loop is synchronous.
+`max_off_policy_steps`. A group begins only if a job within this bound still needs it. With 0 the
+loop is synchronous.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from tandem.spool.fs import write_json_atomic
 from tandem.spool.locks import LockHeldError, file_lock
 
 _POLL_SECONDS = 0.01
-_SAMPLE_EVERY = 10  # steps, whose lines have a sample
+_SAMPLE_EVERY = 10  # steps whose record lines have a sample
 
 
 class Loop:
-    """`environments`: those of [[rl.environment]], then those of [eval] that have their own."""
+    """`environments`: those of [[rl.environment]], then the own ones of sections [eval]."""
 
     def __init__(
         self,
@@ -57,21 +57,21 @@ class Loop:
         from_served: bool = False,
         teacher: Teacher | None = None,
     ) -> None:
-        """`from_served`: see `discard_refused`; `teacher`: that of [rl.distill]."""
+        """`from_served`: see `discard_refused`; `teacher`: the teacher of [rl.distill]."""
         self.config, self.record, self._rl = config, record, config.rl
         self._run, self._tandem, self._vllm = config.run.name, tandem, vllm
         self._environments, self._file, self._from_served = environments, state_file, from_served
         self.bound, self._size = config.rl.max_off_policy_steps, config.rl.groups_per_step
         self.groups_in_flight = config.rl.groups_in_flight or (self.bound + 1) * self._size
-        # The next job's base step; the newest served step; the last to make.
+        # The next job's base step; the newest served step; the last step to make.
         self.base = self.served = self.last = 0
-        # Task -> its group's coroutine, served step then.
+        # Task -> the coroutine of its group, and the step served when it began.
         self.running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self.ready: list[RolloutGroup] = []
         self.counts: Counter[str | Lost] = Counter()  # since the last submission
         self.sample: Trajectory | None = None
         self.error = ""
-        # The step that vLLM is to serve, while the loop waits for it.
+        # The step that the loop waits for vLLM to serve.
         self.awaited: int | None = None
         self._rewards: list[float] = []  # since the last submission
         self._limits, self._watch = Limits(config.rl, patience, pauses), Watch(self._name)
@@ -98,7 +98,7 @@ class Loop:
         )
 
     async def run(self) -> None:
-        """Train to the last step; raises what stopped the loop."""
+        """Train to the last step; raises the error that stopped the loop."""
         try:
             with file_lock(self._file.with_name(f"{self._file.name}.lock"), blocking=False):
                 await self._begin()
@@ -119,10 +119,10 @@ class Loop:
             raise first from None
 
     async def _begin(self) -> None:
-        """Create the run or find it, and go on from the state file: what was submitted is
+        """Create the run or find it, and resume from the state file: jobs submitted earlier are
         followed."""
         run, uses = self.config.run, [section.use for section in self._rl.environment]
-        # The file is written once the run exists, and with it `created`, `first` and `recorded`.
+        # The file is written once the run exists; that sets `created`, `first` and `recorded`.
         new = State(run=run.name, environments=uses, created=0, first=0, cursors=[0] * len(uses))
         self.state = load_progress(self._file, new)
         existing: RunStatus | None = None
@@ -161,10 +161,10 @@ class Loop:
         await raise_unless_serving(self._vllm, run.name)
 
     async def _settle_jobs(self) -> None:
-        """Forget the submitted jobs that made no step, and those that start from such a job."""
+        """Forget the submitted jobs that made no step, and jobs that start from such a job."""
         dead = False
         for job in list(self.state.jobs):
-            if dead:  # it starts from a step that will not be
+            if dead:  # it starts from a step that will not be made
                 with suppress(NotFound):
                     await self._tandem.cancel(job.id)
             elif self.state.pending and job is self.state.jobs[-1] and await self._send():
@@ -175,21 +175,21 @@ class Loop:
             )
             if dead := dead or gone or known in ("failed", "cancelled"):
                 self.state.forget(job)
-            elif not known:  # it made its step, and was removed since
+            elif not known:  # it made its step, and was removed afterwards
                 self.state.jobs.remove(job)
 
     @property
     def _followed(self) -> int:
-        """The newest step behind which nothing is left to follow or to evaluate."""
+        """The newest step up to which nothing is left to follow or to evaluate."""
         return self.state.jobs[0].base if self.state.jobs else self.base
 
     async def _state_of(self, job: str) -> str:
-        """The job's state; "" where the controller does not know it."""
+        """The job's state; "" if the controller does not know the job."""
         with suppress(NotFound):
             return (await self._tandem.get_job(job)).state
         return ""
 
-    # ---- the rollout side
+    # ---- rolling out
 
     async def _roll_out_groups(self) -> None:
         again = list(self.state.open)  # handed out before a restart
@@ -207,7 +207,7 @@ class Loop:
                 self.running[task] = groups.create_task(self._roll_out(task)), self.served
 
     def _room(self) -> int:
-        """How many more groups that begin now the jobs to come can use."""
+        """How many groups may begin now and still be used by a coming job."""
         jobs = min(self.served + self.bound, self.last - 1) - self.base + 1
         return jobs * self._size - len(self.ready) - len(self.running)
 
@@ -234,7 +234,7 @@ class Loop:
             self.running.pop(task, None)
 
     def _keep(self, group: RolloutGroup) -> None:
-        """Queue a group for the trainer, or leave it out because it teaches nothing."""
+        """Queue a group for the trainer, or leave it out if it teaches nothing."""
         self._show(group.trajectories, group.task)
         self._rewards += [trajectory.reward for trajectory in group.trajectories]
         if group.informative or self._limits.teaches or not self._rl.dynamic_sampling:
@@ -245,7 +245,7 @@ class Loop:
         self._limits.sampled(group, self.base)
 
     def _show(self, trajectories: Sequence[Trajectory], task: str, **more: Any) -> None:
-        """Keep what was sampled for people; say the first."""
+        """Keep a group's samples for people; print the first."""
         if not self.sample:
             self.record.notice("the first sample", sample(trajectories[0]))
         self.sample, about = trajectories[0], {"run": self._run, "task": task, "time": time.time()}
@@ -260,11 +260,11 @@ class Loop:
         self.error = described(error)
 
     def _name(self, problem: str) -> None:
-        """Say which rollout keeps the event loop."""
+        """Report the rollout that blocks the event loop."""
         self.error = problem
         self.record.notice(problem)
 
-    # ---- the trainer's side
+    # ---- submitting
 
     async def _train(self) -> None:
         while self.base < self.last:
@@ -276,7 +276,7 @@ class Loop:
             del self.ready[: self._size]
 
     def _has_batch(self) -> bool:
-        """Whether the next job has its groups; those that it must not train are dropped first."""
+        """Whether the next job has its groups. Groups that it must not train are dropped first."""
         oldest = self.base - self.bound
         late = [task for task, (_, step) in self.running.items() if step < oldest]
         for task in late:
@@ -285,19 +285,19 @@ class Loop:
         self.ready = [group for group in self.ready if group not in stale]
         for task in (*late, *(group.task for group in stale)):
             self._leave_out(task, "stale")
-        # vLLM serves only the newest steps, so one is evaluated before there are two newer ones. On
-        # shared GPUs it does not answer beside a job.
+        # vLLM serves only the newest steps, so a step is evaluated before there are two newer ones.
+        # On shared GPUs vLLM does not answer while a job trains.
         evaluated = (all if self._shared else any)(
             (self.base <= self._followed, self._evaluation.done())
         )
         return len(self.ready) >= self._size and evaluated
 
     async def _submit(self, batch: list[RolloutGroup]) -> None:
-        """Write the request down, then send it."""
+        """Write the request to the state file, then send it."""
         tasks = [group.task for group in batch]
         for name in job_names(self._run, self.base):
             if not await self._state_of(name):
-                break  # the others are of jobs that failed, or whose step was rolled back
+                break  # the other groups belong to jobs that failed, or whose step was rolled back
         numbers = batch_numbers(
             batch, self.base, self._rl.packing.sequence_length, self._rewards, self.counts
         )
@@ -322,8 +322,8 @@ class Loop:
         self._limits.refused(batch, refusal, self.base)
 
     async def _send(self) -> NothingToLearn | None:
-        """Send the request that is written down; the refusal where its groups teach nothing, and no
-        job was made. Then its tasks are left out."""
+        """Send the request in the state file. Returns the refusal if its groups teach nothing and
+        no job was made. Then the tasks of its groups are left out."""
         assert self.state.pending is not None
         refusal: NothingToLearn | None = None
         try:
@@ -343,10 +343,10 @@ class Loop:
         self.state.pending = pending
         write_json_atomic(self._file, self.state)
 
-    # ---- the follower's side
+    # ---- following
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
-        """Wait for each job and until its step is served; record the step's numbers, and evaluate
+        """Wait for each job and until its step is served. Record the step's numbers, and evaluate
         it."""
         self._evaluation = tasks.create_task(self._evaluate(self._followed))
         while self._followed < self.last:
@@ -363,7 +363,7 @@ class Loop:
             self._idle_since = self.record.step(
                 job, await self._tandem.job_events(job.id), self._idle_since
             )
-            # Until then the job stays in the state: a kill must not lose the evaluation.
+            # The job stays in the state until then: a kill must not lose the evaluation.
             await self._evaluation
             self.state.jobs.remove(job)
             self._write_down(self.state.pending)
@@ -371,7 +371,7 @@ class Loop:
         await self._evaluation
 
     def _stop_early(self) -> None:
-        """Submit nothing more, where the evaluations say so."""
+        """Stop submitting if the evaluations say so."""
         end = self.base + bool(self.state.pending)
         best = self.evaluations.best()
         if best is not None and end < self.last and self.evaluations.stops():
@@ -380,12 +380,12 @@ class Loop:
 
     async def _until_served(self, step: int) -> None:
         self.awaited = step
-        # Without a limit: vLLM may take half an hour to start. A refused step is raised.
+        # Without a time limit: vLLM may take half an hour to start. A refused step raises.
         self.served = (await self._tandem.wait_served(self._run, step, inf)).step
         self.awaited = None
 
     async def _evaluate(self, step: int) -> None:
-        """Record what `step` earns in the evaluations that are due, and keep the best step."""
+        """Record the step's rewards in the evaluations that are due, and keep the best step."""
         show, made = partial(self._show, evaluated=True), step - self.state.first
         await self.evaluations.evaluate(step, made, step == self.last, show)
         self._stop_early()

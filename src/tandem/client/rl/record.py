@@ -1,5 +1,5 @@
-"""What the loop writes: its state, one JSON file; and its numbers, a JSON line for each step and
-evaluation, once."""
+"""The loop's files: its state, one JSON file, and its record, a JSON line for each step and
+evaluation."""
 
 import json
 import time
@@ -24,7 +24,7 @@ LEFT_OUT = ("uninformative", "stale", "failed")
 
 
 class Submitted(BaseModel):
-    """A job that is submitted, or about to be, and that the loop has not followed to its end."""
+    """A job that is submitted, or about to be, and not yet followed to its end."""
 
     id: str
     base: int
@@ -33,9 +33,9 @@ class Submitted(BaseModel):
 
 
 class State(BaseModel):
-    """What the loop knows across a kill; replaced before each submission and after each step.
+    """The loop's memory across a kill; replaced before each submission and after each step.
 
-    Tasks are named `<environment>:<number>`; those from `cursors` on have not been handed out.
+    Tasks are named `<environment>:<number>`; tasks from `cursors` on have not been handed out.
     """
 
     run: str
@@ -44,30 +44,29 @@ class State(BaseModel):
     first: int  # the step that the loop began with
     recorded: int = 0  # lines that the record had then, of other trainings
     cursors: list[int]
-    open: list[str] = []  # handed out, and in no job
+    open: list[str] = []  # handed out, but in no job yet
     jobs: list[Submitted] = []
-    # The request of the last of `jobs`, until the controller has it: sent again after a kill, it is
+    # The request of the last of `jobs`, until the controller has it. Sent again after a kill, it is
     # the same job.
     pending: dict[str, Any] | None = None
     best: int | None = None  # the best step by evaluation
     best_is_ours: bool = False  # whether the loop has pinned it
 
     def next_task(self, weights: Sequence[float]) -> str:
-        """Hand out the next task of the environment that is furthest behind its share."""
+        """Hand out the next task, from the environment that is furthest behind its share."""
         i = min(range(len(weights)), key=lambda i: (self.cursors[i] + 1) / weights[i])
         self.cursors[i] += 1
         self.open.append(task := f"{i}:{self.cursors[i] - 1}")
         return task
 
     def forget(self, job: Submitted) -> None:
-        """The job made no step, and its tasks are handed out again."""
+        """Forget a job that made no step; its tasks are handed out again."""
         self.jobs.remove(job)
         self.open += job.tasks
 
 
 def load_progress(path: Path, new: State) -> State:
-    """The state in the file, or `new`; raises InvalidInput where it is another loop's or
-    damaged."""
+    """The state in the file, or `new`; raises InvalidInput if it is another loop's or damaged."""
     try:
         state = read_record(path, State) or new
     except ValidationError as error:
@@ -89,8 +88,12 @@ def batch_numbers(
     sampled: Sequence[float],
     counts: Mapping[Any, int],
 ) -> dict[str, Any]:
-    """What is known of a batch when it is submitted. `row`: tokens of a row; `sampled`: the rewards
-    of all that was sampled for it, the groups that were left out too."""
+    """The numbers of a batch that are known when it is submitted.
+
+    Args:
+        row: tokens of a row.
+        sampled: the rewards of everything sampled for it, including groups that were left out.
+    """
     trajectories = [trajectory for group in batch for trajectory in group.trajectories]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     behind = [base - (turn.policy_step or 0) for turn in turns]
@@ -113,7 +116,7 @@ def batch_numbers(
 
 
 def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
-    """How many rollouts were lost so, by reason; of many reasons the most frequent."""
+    """The number of lost rollouts by reason; of many reasons only the most frequent ones."""
     found = Counter(
         {
             key[1]: count
@@ -127,7 +130,7 @@ def _reasons(counts: Mapping[Any, int], what: str) -> dict[str, int]:
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The environment's own metrics, each over the trajectories that have it."""
+    """The environment's own metrics, each averaged over the trajectories that have it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.metrics})
     return {
         name: fmean(one.metrics[name] for one in trajectories if name in one.metrics)
@@ -136,19 +139,19 @@ def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 class RunRecord:
-    """Appends to `file`; `tell` gets each new line."""
+    """The record. Appends to `file`; `tell` is called with each new line."""
 
     def __init__(self, file: Path, tell: Callable[[dict[str, Any]], object]) -> None:
         self._file, self._tell = file, tell
         data = file.read_bytes() if file.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:  # the loop was killed while it wrote
+        if whole != data:  # the loop was killed during the write
             file.write_bytes(whole)
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
 
     def evaluated(self, step: int, name: str) -> bool:
-        """Whether the step was evaluated under this name, by one sample at least, since it was last
-        trained. A rollback has it trained again."""
+        """Whether the step was evaluated under this name, with at least one sample, since it was
+        last trained. After a rollback it is trained, and evaluated, again."""
         ours = (
             line
             for line in reversed(self.lines)
@@ -159,8 +162,11 @@ class RunRecord:
         return bool(newest.get("samples"))
 
     def step(self, job: Submitted, events: Sequence[Event], idle_since: float) -> float:
-        """RunRecord a step; returns when its job ended. The trainer had nothing to do since
-        `idle_since`."""
+        """Record a step; returns when its job ended.
+
+        Args:
+            idle_since: since when the trainer had nothing to do.
+        """
         at = {event.type: event.time for event in events}
         numbers, ended = dict(job.numbers), at["succeeded"]
         seconds = {
@@ -185,8 +191,12 @@ class RunRecord:
         failed: int,
         more: Mapping[str, Any],
     ) -> None:
-        """Record what the tasks of [eval] earned, with a sample; where they earned nothing, with
-        what their answers have in common. `failed`: rollouts without a trajectory."""
+        """Record the rewards of [eval]'s tasks, with a sample; if all rewards are 0, with the
+        features that the answers share.
+
+        Args:
+            failed: rollouts without a trajectory.
+        """
         trajectories = [trajectory for group in groups for trajectory in group]
         rewards = [trajectory.reward for trajectory in trajectories]
         line: dict[str, Any] = {
@@ -204,7 +214,7 @@ class RunRecord:
         self._write(line)
 
     def begins(self, config: Config, base: int, last: int, task: Any, awaited: int) -> None:
-        """Tell people what is about to be done, and what is waited for."""
+        """Tell people what begins now, and what the loop waits for."""
         rl, run = config.rl, config.run.name
         per_step = f"{rl.groups_per_step} groups of {rl.group_size} rollouts per step"
         uses = ", ".join(section.use for section in rl.environment)

@@ -1,5 +1,5 @@
-"""A run that is not free for the loop; a submission that a failed job leaves without its base step;
-a step that the publisher refused, and the way back before it."""
+"""Obstacles to resuming a run: other jobs that wait, a job whose base step will not be made, and a
+refused step, which is rolled back."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,7 +11,8 @@ from tandem.errors import Conflict, InvalidInput, JobFailed, NotFound
 
 
 def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
-    """Raises where other jobs of the run wait, or where nobody samples beside a job."""
+    """Raises if other jobs of the run wait, or if another job trains although nobody can sample
+    beside it."""
     if not state.jobs and status.num_pending:
         problem = f"run {state.run!r} has queued or running jobs; wait until they end"
         raise Conflict(problem, field="run.name")
@@ -24,8 +25,8 @@ def raise_unless_free(status: RunStatus, state: State, bound: int) -> None:
 
 
 async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
-    """JobFailed, if a job failed or was cancelled. A refused submission then tells only that its
-    base step will not be."""
+    """Raises JobFailed if a job failed or was cancelled. A submission that was refused only says
+    that its base step will not be made; the failed job is the cause."""
     for job in jobs:
         with suppress(NotFound):
             if (await tandem.get_job(job.id)).state in ("failed", "cancelled"):
@@ -35,7 +36,8 @@ async def raise_failure(tandem: AsyncTandem, jobs: Iterable[Submitted]) -> None:
 async def discard_refused(tandem: AsyncTandem, state: State, status: RunStatus) -> None:
     """Roll the run back to the step that vLLM serves, if the publisher refused a newer one.
 
-    Jobs that were submitted behind the served step are cancelled first, and their tasks come again.
+    Jobs that were submitted after the served step are cancelled first, and their tasks are handed
+    out again.
     """
     served = status.served
     if served is None or not status.served_in_chain or served.refused_step is None:

@@ -1,4 +1,4 @@
-"""The request of a job, of the groups that it trains, and the job's name."""
+"""Makes the request of a job from the groups that it trains, and the job's name."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -14,7 +14,8 @@ from tandem.controller.schemas import LABEL_CHARACTERS, MOST_LABELS
 
 def job_names(run: str, base: int) -> Iterator[str]:
     """The names of the jobs of a base step, in the order in which they are made."""
-    # A job's id has 64 characters at most. Runs that begin alike have jobs of different names.
+    # A job's id has at most 64 characters. The names of two runs with a common beginning must give
+    # different ids.
     short = run if len(run) <= 40 else f"{run[:31]}-{sha256(run.encode()).hexdigest()[:8]}"
     yield f"{short}-rl-{base}"
     yield from (f"{short}-rl-{base}-{number}" for number in count(2))
@@ -23,8 +24,12 @@ def job_names(run: str, base: int) -> Iterator[str]:
 def job_request(
     rl: RLSection, batch: Sequence[RolloutGroup], job: str, base: int, first: int
 ) -> dict[str, Any]:
-    """What the controller gets. `base`: the step that the job starts from; `first`: the step that
-    the loop began with."""
+    """The request for the controller.
+
+    Args:
+        base: the step that the job starts from.
+        first: the step that the loop began with.
+    """
     settings = rl.model_dump(include=OF_JOBS, exclude_unset=True)
     optimizer = rl.optimizer
     if optimizer.batch_size:  # one schedule over all jobs
@@ -51,8 +56,8 @@ def job_request(
 
 
 def task_labels(tasks: Sequence[str]) -> dict[str, str]:
-    """`tasks`, and `tasks-2` and so on for what does not fit into a label; "…" for what does not
-    fit into all labels of a job."""
+    """The labels `tasks`, `tasks-2`, ... that hold the task names, cut to the length of a label;
+    "…" ends the last one if they don't fit into all labels of a job."""
     lines = wrap(
         " ".join(tasks),
         LABEL_CHARACTERS,

@@ -1,5 +1,5 @@
-"""One rollout of a person's code: a coroutine in the event loop, a plain function in a thread, its
-limit and its errors."""
+"""Runs one rollout of the user's code: a coroutine in the event loop or a plain function in a
+thread, with a time limit and retries."""
 
 import asyncio
 import dis
@@ -24,8 +24,7 @@ from tandem.data.inputs import PackingSettings
 from tandem.errors import InvalidInput, TandemError, from_validation_error
 
 PAUSES = 1.0, 60.0
-"""The shortest and the longest pause, in seconds, before a rollout or group that failed is followed
-by another."""
+"""The shortest and the longest pause, in seconds, after a failed rollout or group."""
 
 
 async def play(
@@ -37,15 +36,23 @@ async def play(
     pauses: tuple[float, float] = PAUSES,
     watch: Watch | None = None,
 ) -> Trajectory:
-    """One rollout. An error is passed to `failed`, and the rollout tried again after a pause, up to
-    `retries` times. DiscardedError is final."""
-    backoff = Backoff(inf, *pauses)  # what an environment needs may be away for a moment
+    """The trajectory of a rollout. An error is passed to `failed`, and the rollout is repeated
+    after a pause, up to `retries` times. DiscardedError is final.
+
+    Args:
+        rollout: the user's function, a coroutine or a plain function.
+        failed: called with each error.
+        pauses: the shortest and the longest pause in seconds.
+        watch: follows the rollout's task.
+    """
+    backoff = Backoff(inf, *pauses)  # a service that an environment needs may be away for a moment
     watch = watch or Watch()
     for left in reversed(range(settings.retries + 1)):
         own = sampler()
         try:
             made = await _limited(rollout, task, own, settings.rollout_seconds, watch)
-            if reason := getattr(own, "discarded", None):  # and the rollout went on
+            # it was caught, and the rollout continued
+            if reason := getattr(own, "discarded", None):
                 raise DiscardedError(reason)
             trajectory = _trajectory(made, rollout)
             _check(trajectory, settings.packing)
@@ -67,9 +74,9 @@ async def play(
 async def _limited(
     rollout: Callable[..., Any], task: Any, sampler: Any, seconds: float, watch: Watch
 ) -> Any:
-    """The rollout's return value. TandemError at its limit: a coroutine is cancelled, and it or a
-    thread that does not end is left behind. Seconds for which another rollout kept the event loop
-    do not count."""
+    """The rollout's return value. TandemError at the limit: a coroutine is cancelled; a thread, or
+    a coroutine that does not end, is left behind. Seconds during which another rollout blocked the
+    event loop do not count."""
     clock, stalled, threads = asyncio.get_running_loop().time, watch.stalled, list[int]()
     running = asyncio.create_task(_run(rollout, task, sampler, threads))
     watch.follow(running, seconds)
@@ -90,7 +97,7 @@ async def _limited(
 
 
 def _where(running: asyncio.Task[Any], threads: list[int]) -> str:
-    """The person's line at which a rollout is."""
+    """The line of the user's code at which a rollout is."""
     frames = sys._current_frames()
     if threads:
         return f" ({place(frames[threads[0]])})" if threads[0] in frames else ""
@@ -115,7 +122,7 @@ def _late(seconds: float, more: str = "") -> TandemError:
 
 
 async def _run(rollout: Callable[..., Any], task: Any, sampler: Any, threads: list[int]) -> Any:
-    """`threads` gets the thread of a plain function, as long as it runs."""
+    """Runs the rollout. `threads` holds the thread of a plain function while it runs."""
     try:
         if is_async(rollout):
             made = rollout(task, sampler)
@@ -129,7 +136,7 @@ async def _run(rollout: Callable[..., Any], task: Any, sampler: Any, threads: li
 
 
 def is_async(rollout: Callable[..., Any]) -> bool:
-    """Whether calling it makes a coroutine; also behind decorators and `partial`."""
+    """Whether calling it makes a coroutine, even behind decorators and `partial`."""
     while isinstance(rollout, partial):
         rollout = rollout.func
     inner = inspect.unwrap(rollout)
@@ -140,8 +147,8 @@ def is_async(rollout: Callable[..., Any]) -> bool:
 async def _in_thread(
     rollout: Callable[..., Any], task: Any, sampler: Any, threads: list[int]
 ) -> Any:
-    """The function's value, from a thread of its own. No executor: Python waits for the threads of
-    an executor before it exits."""
+    """The function's value, computed in a thread of its own. An executor is not used, because
+    Python waits for an executor's threads before it exits."""
     done: Future[Any] = Future()
 
     def work() -> None:
@@ -162,20 +169,22 @@ async def _in_thread(
 
 
 def _cancelled() -> bool:
-    """Whether somebody cancels this task, so that a CancelledError is not the rollout's own."""
+    """Whether this task is being cancelled, so that a CancelledError is not the rollout's own."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _failure(error: BaseException) -> Exception:
-    """The error of a rollout; TandemError for what would end more than the rollout."""
+    """The error of a rollout; a TandemError instead of errors that would end more than the
+    rollout."""
     if isinstance(error, Exception):
         return error
     return TandemError(f"the rollout raised {error!r}").with_traceback(error.__traceback__)
 
 
 def _trajectory(made: Any, rollout: Callable[..., Any]) -> Trajectory:
-    """InvalidInput, with the person's line, where it is none."""
+    """The rollout's value as a trajectory; InvalidInput, with the user's line, if it is not a
+    trajectory."""
     if isinstance(made, Trajectory | dict):
         try:
             return Trajectory.model_validate(made)
@@ -211,13 +220,14 @@ def _returns(rollout: Callable[..., Any]) -> str:
 
 
 def described(error: Exception) -> str:
-    """The error, and the line of a person's own code that it came through last. Where that code is
-    installed, it is the first line of an installed package."""
+    """The error, and the last line of the user's own code that it came through. If the user's code
+    is an installed package, that package's first line."""
     return f"{type(error).__name__}: {error}{_at(error)}"
 
 
 def kind_of(error: Exception) -> str:
-    """An error's name in the counts: its type and line. Its text may differ each time."""
+    """The name under which an error is counted: its type and line. Its text is left out because it
+    may differ each time."""
     return f"{type(error).__name__}{_at(error) or f': {error}'[:80]}"
 
 
@@ -231,8 +241,8 @@ def _at(error: Exception) -> str:
 
 
 def _check(trajectory: Trajectory, packing: PackingSettings) -> None:
-    """Raises InvalidInput for what the controller would refuse, with all other groups of the
-    batch."""
+    """Raises InvalidInput for a trajectory that the controller would refuse, together with all
+    other groups of the batch."""
     if any(turn.policy_step is None for turn in trajectory.turns):
         raise InvalidInput("a turn has no policy_step; sample by sampler.chat and return finish()")
     row = packing.sequence_length

@@ -1,4 +1,4 @@
-"""The sampler that a rollout gets."""
+"""The sampler that an environment's `rollout` gets."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +17,17 @@ for which groups may fail."""
 
 
 class DiscardedError(Exception):
-    """A rollout says that it can't be scored. Its text is the reason."""
+    """Raised by a rollout that can't be scored. Its text is the reason."""
 
 
 class Sampler:
-    """Sampler of one rollout: `chat` samples one message, `finish` makes the trajectory of all that
-    was sampled. A turn whose messages begin with those of an earlier one, and its answer, continues
-    the tokens of that turn.
+    """Samples one rollout: `chat` samples a message, `finish` makes the trajectory of all sampled
+    messages. A turn continues the tokens of an earlier turn if its messages begin with that turn's
+    messages and answer.
 
-    `group` names the rollouts of one task, which share their prompt.
-    `newest()` is the newest served step, and `pin` the step to sample from in its place. `response`
-    is vLLM's last answer. `discarded` is the reason of `discard`.
+    `group` names the rollouts of one task, which share their prompt. `newest()` is the newest
+    served step; `pin`, if given, is the step to sample from instead. `response` is vLLM's last
+    answer. `discarded` is the reason of `discard`.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Sampler:
         return f"{self._run}@{self._newest() if self._pin is None else self._pin}"
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """The message that follows `messages`, to await in a coroutine; a plain `def rollout` gets
-        it at once. `options`: vLLM's, such as `tools` or `max_tokens`.
+        """The message that follows `messages`. A coroutine awaits it; in a plain `def rollout`, the
+        call returns it. `options`: vLLM's, such as `tools` or `max_tokens`.
 
-        InvalidInput for options that change the distribution, and for what vLLM refuses, such as a
-        conversation longer than its context.
+        Raises InvalidInput for options that change the distribution, and for what vLLM refuses,
+        such as a conversation longer than its context.
         """
         answer = self._chat(messages, options)
         try:
@@ -82,13 +82,17 @@ class Sampler:
         metrics: Mapping[str, float] | None = None,
         turn_rewards: Sequence[float] | None = None,
     ) -> Trajectory:
-        """The trajectory of all turns so far; `turn_rewards`: of each of them, beside `reward`."""
+        """The trajectory of all turns so far.
+
+        Args:
+            turn_rewards: the reward of each turn, in addition to `reward`.
+        """
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         return self._builder.finish(float(reward), metrics=numbers, turn_rewards=turn_rewards)
 
     def discard(self, reason: str) -> NoReturn:
-        """Leave this rollout out, for example because its judge does not answer. The others of its
-        group train without it. It is not tried again."""
+        """Leave this rollout out, for example because its judge does not answer. The rest of its
+        group trains without it. It is not tried again."""
         self.discarded = str(reason)
         raise DiscardedError(self.discarded)
 

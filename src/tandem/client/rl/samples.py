@@ -1,5 +1,5 @@
-"""What was sampled, for people: the texts of rollouts, a file of the last ones, and why nothing can
-be learned from those whose rewards are equal."""
+"""Samples for people: the texts of rollouts, a file of the last ones, and the reason why groups
+with equal rewards teach nothing."""
 
 import json
 from collections import Counter, deque
@@ -11,13 +11,15 @@ from tandem.client import Trajectory
 from tandem.spool.fs import write_atomic
 
 KEPT = 1000
-"""Rollouts that the file keeps. It has up to twice as many before the older half is removed."""
-# Of one rollout: messages, and characters of each.
+"""The number of rollouts that the file keeps. The file has up to twice as many before the older
+half is removed."""
+# The most messages of a rollout, and the most characters of each.
 _MESSAGES, _CHARACTERS = 12, 2000
 
 
 def sample(trajectory: Trajectory, **more: Any) -> dict[str, Any]:
-    """The trajectory's reward and texts, each cut to what people read; `more`: where it is from."""
+    """The trajectory's reward and texts, cut to a length that people read. `more`: where it comes
+    from."""
     messages = trajectory.messages or []
     if len(messages) > _MESSAGES:
         left_out = f"... {len(messages) - _MESSAGES} messages ..."
@@ -45,14 +47,14 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def said(sampled: Mapping[str, Any]) -> str:
-    """The texts of a `sample`, without characters that a terminal would obey."""
+    """The texts of a `sample`, without characters that control a terminal."""
     lines = (f"{one['role']}: {one['content']}" for one in sampled["messages"])
     text = "\n".join(lines) or f"({sampled['tokens']} tokens, without messages)"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def shown(samples: Iterable[Mapping[str, Any]]) -> str:
-    """Samples under one another, each under its reward."""
+    """Samples below one another, each below its reward."""
     return "".join(f"\n--- reward {one['reward']:g}\n{said(one)}" for one in samples)
 
 
@@ -81,7 +83,8 @@ class Alike:
         return {f"{reward:g}": count for reward, count in self.rewards.most_common(10)}
 
     def told(self) -> str:
-        """The rewards' counts, whether the texts are equal too, and the last samples."""
+        """A text with the rewards' counts, whether the texts are equal too, and the last
+        samples."""
         counts = ", ".join(f"{reward} ({count} times)" for reward, count in self.counts().items())
         return (
             f"The rewards: {counts}. In {self.same_text} of {self.groups} groups all answers are"
@@ -98,13 +101,13 @@ def samples_file(state: Path) -> Path:
 
 
 def find_samples(run: str, directory: Path) -> Path | None:
-    """The newest file of samples in the directory that is of this run."""
+    """The newest file of samples in the directory that belongs to this run."""
     files = sorted(directory.glob("*.samples.jsonl"), key=lambda file: -file.stat().st_mtime)
     return next((file for file in files if any(s["run"] == run for s in read_samples(file))), None)
 
 
 def read_samples(file: Path) -> list[dict[str, Any]]:
-    """The last samples, the oldest first; a line that a crash has damaged is left out."""
+    """The last samples, the oldest first. A line that a crash has damaged is left out."""
     found: deque[dict[str, Any]] = deque(maxlen=KEPT)
     for line in file.read_bytes().splitlines() if file.exists() else []:
         try:
@@ -117,8 +120,8 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 class SampleFile:
-    """The file of samples. One process writes it, and a kill at any moment costs what was being
-    added at most."""
+    """The file of samples. One process writes it. A kill loses at most the sample that was being
+    added."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Watches the event loop: names the rollout that keeps it, interrupts that rollout at its limit,
+"""Watches the event loop: names the rollout that blocks it, interrupts that rollout at its limit,
 and ends the process soon after Ctrl-C."""
 
 import asyncio
@@ -17,28 +17,28 @@ from typing import Any, Self
 
 import tandem
 
-# A loop that does not run for so many seconds is kept by somebody, who is named then.
+# A loop that does not turn for this many seconds is blocked, and the place is named.
 BLOCKED_SECONDS = 3.0
 GRACE_SECONDS = 1.0
 """Seconds to clean up, for a cancelled rollout and for the process after Ctrl-C."""
 _POLL_SECONDS = 0.25
-_SIGNAL = signal.SIGURG  # nobody else uses it, and it is ignored by default
+_SIGNAL = signal.SIGURG  # a signal that nothing else uses and that is ignored by default
 
 
 class LeftBehindError(BaseException):
-    """Raised inside a coroutine that keeps the event loop beyond its limit. No `except Exception`
-    of a person's loop takes it."""
+    """Raised inside a coroutine that blocks the event loop beyond its limit. It is not an
+    Exception, so that no `except Exception` in the user's loop catches it."""
 
 
 class Watch:
-    """Use it around the loop of `tandem rl`, in the thread of the event loop. `tell` gets a
-    sentence for each place that keeps the event loop."""
+    """Wraps the loop of `tandem rl`, in the thread of the event loop. `tell` is called with a
+    sentence for each place that blocks the event loop."""
 
     def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
         self.tell = tell
         self.stalled = 0.0
-        """Seconds for which the event loop has been kept, in all."""
-        self._tasks: dict[asyncio.Task[Any], float] = {}  # -> when it is over its limit
+        """Total seconds for which the event loop was blocked."""
+        self._tasks: dict[asyncio.Task[Any], float] = {}  # task -> when it is over its limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat = 0.0
         self._named: set[str] = set()
@@ -46,12 +46,12 @@ class Watch:
         self._stop = threading.Event()
 
     def follow(self, task: asyncio.Task[Any], seconds: float) -> None:
-        """The task is a rollout that may take so many seconds."""
+        """Follows a rollout's task, which may take this many seconds."""
         self._tasks[task] = time.monotonic() + seconds
         task.add_done_callback(self._tasks.pop)
 
     def blocks(self) -> str | None:
-        """The place that keeps the event loop now; None: the loop runs. For other threads."""
+        """The place that blocks the event loop now; None if the loop runs. For other threads."""
         if time.monotonic() - self._beat < BLOCKED_SECONDS:
             return None
         frame = sys._current_frames().get(self._thread)
@@ -60,7 +60,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._loop, self._beat = asyncio.get_running_loop(), time.monotonic()
         self._thread = threading.get_ident()
-        # Python runs signals' handlers in the main thread only.
+        # Python runs signal handlers only in the main thread.
         self._interrupts = threading.current_thread() is threading.main_thread()
         if self._interrupts:
             self._before = signal.signal(_SIGNAL, self._interrupt)
@@ -105,7 +105,8 @@ class Watch:
                 signal.pthread_kill(self._thread, _SIGNAL)
 
     def _interrupt(self, *_: object) -> None:
-        """Python calls it in the main thread, within what keeps the loop."""
+        """A signal handler. Python calls it in the main thread, inside the code that blocks the
+        loop."""
         late, self._late = self._late, None
         with suppress(RuntimeError):
             if late is not None and asyncio.current_task() is late:
@@ -113,7 +114,7 @@ class Watch:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line of a person's own code at a frame, or else of any code."""
+    """The innermost line of the user's own code at a frame, or else of any code."""
     found = [
         (f.f_code, number)
         for f, number in traceback.walk_stack(frame)
@@ -129,8 +130,8 @@ def at(file: str, line: int | str | None) -> str:
 
 
 def whose(file: str) -> str:
-    """Whose code is in the file: "own", "installed", or "" for this package and the standard
-    library."""
+    """The owner of the code in the file: "own", "installed", or "" for this package and the
+    standard library."""
     if file.startswith(("<frozen ", f"{Path(tandem.__file__).parent}{os.sep}")):
         return ""
     if {"site-packages", "dist-packages"} & set(Path(file).parts):
@@ -139,8 +140,9 @@ def whose(file: str) -> str:
 
 
 def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object]) -> T:
-    """As `asyncio.run`, but what does not end when it is cancelled is left behind. After Ctrl-C the
-    process ends within two seconds, after a second Ctrl-C at once: `stopped` is called before.
+    """Like `asyncio.run`, but tasks that do not end when they are cancelled are left behind. After
+    Ctrl-C the process ends within two seconds, after a second Ctrl-C at once. `stopped` is called
+    before.
     """
     loop = asyncio.new_event_loop()
     task = loop.create_task(main)
@@ -173,7 +175,7 @@ def run_to_the_end[T](main: Coroutine[Any, Any, T], stopped: Callable[[], object
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
             for each in left:
                 each._log_destroy_pending = False  # type: ignore[attr-defined]
-                if not each.done():  # Python would close it at the end, which may take for ever
+                if not each.done():  # Python would close it at exit, which may take for ever
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()

@@ -12,9 +12,9 @@ from tandem.client.track.tensorboard import TensorBoard
 from tandem.client.track.wandb import Wandb
 from tandem.errors import InvalidInput, TandemError
 
-# A target finds in what it has written where it stopped (`position`), so nothing has to be kept
-# beside it. Before a row takes the place of rows that are there, `rewind` takes these back, or
-# begins a new curve where they can't be replaced.
+# A target finds its last row (`position`) in its own output, so no other state is kept. Before a
+# row replaces rows that are there, `rewind` removes them, or begins a new curve if they can't be
+# replaced.
 Target = TensorBoard | Wandb | Mlflow
 TARGETS: dict[str, type[Target]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
@@ -30,11 +30,17 @@ def track(
     *,
     follow: bool,
 ) -> dict[str, int]:
-    """Write the run's rows to `places` ("tensorboard:DIR", ...); with `follow` without end. Returns
-    their numbers. `samples` finds the file in which `tandem rl` keeps what it sampled.
+    """Write the run's rows to `places`; with `follow`, without end. Returns their numbers. Called
+    again, it continues where it stopped.
 
-    Raises InvalidInput, Conflict where another process writes to a place, and TrackerFailed with
-    what a tracker said; called again, it goes on where it stopped.
+    Raises InvalidInput, Conflict if another process writes to a place, and TrackerFailed with a
+    tracker's own message.
+
+    Args:
+        run: the run's name.
+        places: as `tandem track --to` takes them, such as "tensorboard:DIR".
+        samples: finds the file in which `tandem rl` keeps its samples.
+        follow: also wait for later jobs.
     """
     spec = tandem.get_run(run).spec
     with ExitStack() as stack:
@@ -65,18 +71,18 @@ def _target(run: RunSpec, place: str) -> Target:
     name, _, where = place.partition(":")
     if name not in TARGETS or not (where or name == "wandb"):
         known = "tensorboard:DIR, wandb, wandb:PROJECT, mlflow:URI"
-        raise InvalidInput(f"{place!r} is no tracker; use one of {known}", field="--to")
+        raise InvalidInput(f"{place!r} is not a tracker; use one of {known}", field="--to")
     with _telling(place):
         return TARGETS[name](run, where)
 
 
 def _write(target: Target, row: Row) -> bool:
-    """Write a row, unless it is there."""
+    """Write a row, unless the target has it."""
     last, new = target.position, row.position
     if last and new[:3] <= last[:3]:
         return False
     if last and row.kind == "step" and new.step <= last.step:
-        # After a rollback or a failed job other steps come in their place. A job's next attempt
+        # After a rollback or a failed job, other steps take their place. A job's next attempt
         # repeats its numbers.
         if last.job == new.job and not target.replaces:
             return False

@@ -1,7 +1,7 @@
-"""MLflow: a run with a tag that holds the last row's position.
+"""Writes to MLflow: a run with a tag that holds the last row's position.
 
 MLflow writes a row's metrics in one transaction and then the tag. A row whose tag is missing is
-sent again, and MLflow's database drops a metric that it has with the same step, time and value.
+sent again. MLflow's database drops a metric whose step, time and value it has already.
 """
 
 import os
@@ -16,7 +16,7 @@ _RUN, _POSITION = "tandem.run", "tandem.position"
 
 
 class Mlflow:
-    """Runs in the experiment MLFLOW_EXPERIMENT_NAME ("tandem"); a new one after a rollback."""
+    """A run in the experiment MLFLOW_EXPERIMENT_NAME ("tandem"); a new run after a rollback."""
 
     replaces = False
 

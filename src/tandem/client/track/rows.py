@@ -1,6 +1,6 @@
-"""What is written to trackers: a row for each optimizer step and checkpoint of a run, made of its
-jobs' events; and what trackers need for it: a file that belongs to one `tandem track`, a package
-that may be missing.
+"""Makes the rows for trackers from a run's jobs' events: one for each optimizer step and each
+checkpoint. Also opens a file for one `tandem track` alone, and imports packages that may be
+missing.
 """
 
 import fcntl
@@ -29,7 +29,8 @@ _SAMPLES = 20  # of a checkpoint
 
 
 class Position(NamedTuple):
-    """The event that a row is made of. Positions ascend with the jobs of a run and their events."""
+    """The event from which a row is made. Positions ascend with the jobs of a run and with the
+    events of a job."""
 
     created: float  # when the job was submitted, Unix seconds
     job: str
@@ -94,10 +95,10 @@ class Follower:
         self._before: JobStatus | None = None
 
     def rows(self) -> Iterator[Row]:
-        """All rows so far; with `follow` also those to come, without end."""
+        """All rows so far; with `follow` also later ones, without end."""
         while True:
             for job in self._jobs():
-                with suppress(NotFound):  # it was removed meanwhile
+                with suppress(NotFound):  # it was removed in between
                     yield from self._rows(job)
                 self._from, self._before = (job.spec.created, job.id), job
             if not self._follow:
@@ -105,7 +106,7 @@ class Follower:
             time.sleep(_POLL_SECONDS)
 
     def _jobs(self) -> list[JobStatus]:
-        """The last job that was read, which may have news, and those submitted after it."""
+        """The last job that was read, which may have new events, and jobs submitted after it."""
         found: list[JobStatus] = []
         while not found or (found[0].spec.created, found[0].id) >= self._from:
             before = found[0].id if found else None
@@ -154,7 +155,7 @@ class Follower:
         return Row(position, event.type, event.time, values, dict(_flat(settings)), samples)
 
     def _samples(self, step: int) -> Sequence[Mapping[str, Any]]:
-        """The last that the step sampled in training."""
+        """The last samples of the step in training."""
         file = self._find()
         kept = read_samples(file) if file else []
         return [
@@ -165,7 +166,7 @@ class Follower:
 
 
 def _checkpoint(job: JobStatus, events: list[Event], end: Event) -> dict[str, Any]:
-    """Statistics of the job's data, its checkpoint's bytes, its seconds from the last claim on, and
+    """Statistics of the job's data, its checkpoint's bytes, its seconds since the last claim, and
     its memory."""
     found = {event.type: event for event in events}  # the last of each type
     # Without this event its rank died right after the commit.
@@ -203,7 +204,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """The file, made if missing, to read it and to append to it, locked until it is closed. Raises
+    """The file, made if missing, opened to read and append, and locked until it is closed. Raises
     Conflict."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+b", buffering=0)
@@ -217,7 +218,7 @@ def open_alone(path: Path) -> BinaryIO:
 
 
 def optional(module: str) -> Any:
-    """A module of a package that Tandem does not need otherwise."""
+    """A module of an optional package."""
     try:
         return import_module(module)
     except ImportError as error:

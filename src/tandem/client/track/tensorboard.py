@@ -1,4 +1,4 @@
-"""TensorBoard's event files: records with masked CRC-32C, each a protocol buffer
+"""Writes TensorBoard's event files: records with masked CRC-32C, each a protocol buffer
 `tensorflow.Event`.
 
 Fields are numbered as in tensorboard/compat/proto: event.proto, summary.proto, tensor.proto.
@@ -38,8 +38,8 @@ def _field(number: int, *content: bytes) -> bytes:
 
 
 def _record(time: float, step: int, content: bytes, position: Position | None = None) -> bytes:
-    """An event in its frame (length, checksum, data, checksum); `position` is in its
-    `source_metadata.writer`."""
+    """An event in its frame (length, checksum, data, checksum). Its `source_metadata.writer` holds
+    `position`."""
     writer = _field(10, _field(1, _MARK, str(position).encode())) if position else b""
     data = struct.pack("<Bd", 0x09, time) + b"\x10" + _varint(step) + content + writer
     length = struct.pack("<Q", len(data))
@@ -51,14 +51,14 @@ def _value(name: str, *content: bytes) -> bytes:
 
 
 def _text(name: str, content: str) -> bytes:
-    """A value of the tab Text: a tensor [1] of strings."""
+    """A value for the tab Text: a tensor [1] of strings."""
     tensor = _field(8, b"\x08\x07", _field(2, _field(2, b"\x08\x01")), _field(8, content.encode()))
     return _value(name, tensor, _field(9, _field(1, _field(1, b"text"))))
 
 
 class TensorBoard:
-    """DIR/<run>/events.out.tfevents.tandem. A row is one event, which names its position as its
-    writer."""
+    """TensorBoard's files, DIR/<run>/events.out.tfevents.tandem. A row is one event, whose writer
+    field holds the row's position."""
 
     replaces = True
 
@@ -67,7 +67,7 @@ class TensorBoard:
         self.position = self._read_back()
 
     def _read_back(self) -> Position | None:
-        """The last whole row's position; cuts off what was being written after it."""
+        """The last whole row's position; cuts off an event that was half written after it."""
         descriptor = self._file.fileno()
         size, start, end = os.fstat(descriptor).st_size, 0, 0
         while end + _FRAME < size:
@@ -94,7 +94,8 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """A session starts at `step`: SessionLog.START makes the steps from there on void."""
+        """Starts a session at `step`: SessionLog.START makes TensorBoard drop the steps from there
+        on."""
         self._file.write(_record(0.0, step, _field(7, b"\x08\x01"), self.position))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Weights & Biases. Its own record of a run, `wandb/*run-*/run-*.wandb`, says which rows are there,
-also offline.
+"""Writes to Weights & Biases. W&B's own record of a run, `wandb/*run-*/run-*.wandb`, tells which
+rows exist, even offline.
 
-W&B buffers a few rows, which are lost when it is killed; they are sent again. Where its server has
-them already it drops them, because a row's W&B step is not above the last one there.
+W&B buffers a few rows, which a kill loses; they are sent again. If its server has them already, it
+drops them, because a row's W&B step is not above the last one there.
 """
 
 import json
@@ -22,8 +22,8 @@ _BLOCK, _HEADER = 32768, 7  # bytes
 
 
 class Wandb:
-    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group named as Tandem's run; a new one after
-    a rollback."""
+    """A run of W&B in `wandb:PROJECT` ("tandem"), in a group with the name of Tandem's run; a new
+    run after a rollback."""
 
     replaces = False
 
@@ -87,7 +87,7 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-        self._wandb.teardown()  # waits until all is in W&B's file
+        self._wandb.teardown()  # waits until everything is in W&B's file
         self._lock.close()
 
 
@@ -103,13 +103,13 @@ def records(path: Path) -> Iterator[bytes]:
             if not kind or at > end:
                 return
             record += content[at - length : at]
-            if kind in (1, 4):  # a whole one, or its last part
+            if kind in (1, 4):  # a whole record, or the last part of one
                 yield record
                 record = b""
 
 
 def positions(path: Path) -> Iterator[Position]:
-    """Of the rows in W&B's file."""
+    """The positions of the rows in W&B's file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for record in records(path):

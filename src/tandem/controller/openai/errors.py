@@ -9,14 +9,14 @@ from fastapi.responses import JSONResponse
 from tandem.errors import InvalidInput, TandemError
 
 _PATHS = re.compile(r"^/v1/(files|fine_tuning|uploads)(/|$)")
-# OpenAI's clients repeat a request after 409, and know no 422.
+# OpenAI's clients repeat a request after 409, and don't know 422.
 _STATUSES = {HTTPStatus.UNPROCESSABLE_ENTITY: 400, HTTPStatus.CONFLICT: 400}
 _CODES = {"unauthorized": "invalid_api_key", "invalid_input": "invalid_value"}
 
 
 class BadRequest(InvalidInput, http_status=400):
-    """A request that OpenAI's API refuses, or that can't be done here. `code`: OpenAI's word, or
-    one like it."""
+    """A request that OpenAI's API refuses, or that this deployment can't do. `code`: OpenAI's word,
+    or a similar one."""
 
     def __init__(self, message: str, *, param: str | None, code: str = "invalid_value") -> None:
         super().__init__(message, field=param)
@@ -30,7 +30,7 @@ def is_openai(path: str) -> bool:
 def openai_error(
     status: int, headers: Mapping[str, str] | None, **detail: str | None
 ) -> JSONResponse:
-    """`detail`: type, message and field of Tandem's error."""
+    """OpenAI's body for an error. `detail`: type, message and field of Tandem's error."""
     kind = detail["type"] or ""
     error = {
         "message": detail["message"],
@@ -42,7 +42,8 @@ def openai_error(
 
 
 def at_param(error: TandemError, param: str) -> TandemError:
-    """The error with the client's name of what is wrong, and its own field in the message."""
+    """The error under the client's name for the wrong parameter; the message names its own
+    field."""
     message = f"{error.field}: {error.message}" if error.field else error.message
     found = type(error)(message, field=param)
     found.code = error.code

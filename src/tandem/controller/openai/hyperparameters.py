@@ -1,4 +1,5 @@
-"""Hyperparameters of OpenAI's API as a Tandem training has them, and their "auto"."""
+"""Translates hyperparameters of OpenAI's API to a Tandem training, and chooses values for
+"auto"."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ AUTO_BATCH, STEPS_PER_EPOCH = 32, 16
 AUTO_BETA = 0.1
 CHECKPOINT_EVERY = 100
 SLICE_BYTES = 16 * 2**20
-"""Bytes of the lines that one job trains, about. The controller parses and packs them at once."""
+"""The approximate bytes of the lines that one job trains. The controller parses and packs these
+lines at once."""
 ROW_SLOTS = 2048
 SHORTEST_ROW = 256
 
 
 def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyperparameters:
-    """The hyperparameters with a number for each "auto"."""
+    """The hyperparameters with a number in place of each "auto"."""
     epochs, batch, rate, beta = (
         given.n_epochs,
         given.batch_size,
@@ -48,8 +50,8 @@ def resolved(given: Hyperparameters, method: TuningMethod, examples: int) -> Hyp
 
 
 def checkpoint_every(batch: int, examples: int, size: int) -> int:
-    """Optimizer steps of a job: an epoch, unless that is long or its lines (`size` bytes of all
-    `examples`) are many."""
+    """Optimizer steps of a job: an epoch, unless the epoch is long or its lines are large (`size`:
+    bytes of all `examples`)."""
     per_epoch = -(-examples // batch)
     fitting = SLICE_BYTES * examples // (max(size, 1) * batch)
     return max(1, min(per_epoch, CHECKPOINT_EVERY, fitting))
@@ -57,8 +59,14 @@ def checkpoint_every(batch: int, examples: int, size: int) -> int:
 
 def row_length(longest: int, tokens: int, steps: int, positions: int) -> int:
     """Slots of a row: a power of two that holds the longest example, and the tokens of an optimizer
-    step up to ROW_SLOTS, since a row has only those of one step. `tokens` and `steps`: of an
-    epoch."""
+    step up to ROW_SLOTS, since a row has only tokens of one step.
+
+    Args:
+        longest: tokens of the longest example.
+        tokens: those of an epoch.
+        steps: optimizer steps of an epoch.
+        positions: the most positions of the model.
+    """
     wanted = max(longest, SHORTEST_ROW, min(ROW_SLOTS, -(-tokens // steps)))
     return min(positions, 1 << (wanted - 1).bit_length())
 

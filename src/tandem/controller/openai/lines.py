@@ -30,8 +30,8 @@ _HINTS = {
 
 
 def check_lines(path: Path) -> tuple[TuningMethod, int]:
-    """The method that the file is for, and the number of its lines that are not blank. BadRequest
-    names the first bad line."""
+    """The method that the file is for, and the number of its non-blank lines. BadRequest names the
+    first bad line."""
     method: TuningMethod | None = None
     count, number = 0, 0
     with open_plain(path) as file:
@@ -72,10 +72,10 @@ def _record(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> None:
-    """Refuses what `tandem.data` would ignore or take for another format."""
+    """Refuses a record that `tandem.data` would ignore or take for another format."""
     if unknown := sorted(record.keys() - _KEYS[method]):
         hint = _HINTS.get(unknown[0], "remove it")
-        raise _bad(number, f"{unknown[0][:64]!r} is no key of an example for {method}; {hint}")
+        raise _bad(number, f"{unknown[0][:64]!r} is not a key of an example for {method}; {hint}")
     conversations = {"messages": record.get("messages")}
     if method == "dpo":
         if missing := sorted(_KEYS["dpo"] - record.keys()):
@@ -83,7 +83,7 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
         if not isinstance(record["input"], dict):
             raise _bad(number, "input must be an object with messages")
         if unknown := sorted(record["input"].keys() - _INPUT_KEYS):
-            raise _bad(number, f"input.{unknown[0][:64]} is no key of input; remove it")
+            raise _bad(number, f"input.{unknown[0][:64]} is not a key of input; remove it")
         conversations = {
             "input.messages": record["input"].get("messages"),
             "preferred_output": record["preferred_output"],
@@ -101,7 +101,7 @@ def _check_record(record: dict[str, Any], method: TuningMethod, number: int) -> 
 
 
 def _check_shapes(path: Path, method: TuningMethod) -> None:
-    """Refuses what no job could train: the same checks as of Tandem's own requests."""
+    """Refuses a record that no job could train, by the same checks as Tandem's own requests."""
     try:
         examples = Examples(path, FORMATS[method], "sft" if method == "supervised" else "dpo")
         for index in range(len(examples)):
@@ -111,7 +111,7 @@ def _check_shapes(path: Path, method: TuningMethod) -> None:
 
 
 def in_lines(error: InvalidInput) -> str:
-    """The error's message, whose place begins with the line, without the name of our file."""
+    """The error with a message that begins with the line, without the name of Tandem's file."""
     return _OURS.sub(r"line \1: ", str(error), count=1)
 
 

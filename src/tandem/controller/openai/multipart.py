@@ -17,8 +17,8 @@ NAME_CHARACTERS = 255
 
 
 class Form:
-    """The parts of a form. `file` goes to `path`; `fields` has the others, `filename` the file's
-    name without directories."""
+    """The parts of a form. `file` was written to `path`; `fields` has the other parts, `filename`
+    the file's name without directories."""
 
     def __init__(self, path: Path, boundary: bytes) -> None:
         self.fields = dict[str, str]()
@@ -46,7 +46,7 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
+            raise BadRequest(f"the body is not multipart/form-data: {error}", param=None) from error
 
     def close(self) -> None:
         if self._file is not None:
@@ -96,7 +96,7 @@ class Form:
 
 
 async def receive_form(request: Request, path: Path) -> Form:
-    """The form in the request's body; SpoolUnusable where the volume can't take its file."""
+    """The form in the request's body. Raises SpoolUnusable if the volume can't take its file."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest(
@@ -105,7 +105,7 @@ async def receive_form(request: Request, path: Path) -> Form:
     try:
         form = Form(path, options[b"boundary"])
     except FormParserError as error:
-        raise BadRequest(f"the body is no multipart/form-data: {error}", param=None) from error
+        raise BadRequest(f"the body is not multipart/form-data: {error}", param=None) from error
     try:
         with fs.volume_errors(path):
             async for part in request.stream():
@@ -122,6 +122,6 @@ async def receive_form(request: Request, path: Path) -> Form:
 
 
 def _plain_name(name: str) -> str:
-    """The last part of a path, of printable characters."""
+    """The last part of a path, reduced to printable characters."""
     last = name.replace("\\", "/").rsplit("/", 1)[-1]
     return "".join(c for c in last if c.isprintable())[:NAME_CHARACTERS] or "file"

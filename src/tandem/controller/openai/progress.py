@@ -1,5 +1,5 @@
-"""How far a fine-tuning is, read from the run and the jobs of its chain: status, names, events,
-checkpoints, metrics. Nothing here changes the volume."""
+"""Reads the progress of a fine-tuning from the run and the jobs of its chain: status, names,
+events, checkpoints, metrics. Nothing here changes the volume."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from tandem.spool.schema.tuning import Tuning, TuningPlan
 _RESULTS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 _MORE_RESULTS = ("learning_rate",)
 _LOSSES = {"step": ("training", "train_loss"), "evaluated": ("validation", "full_valid_loss")}
-"""Type of event -> the loss that it tells of, and OpenAI's name of that metric."""
+"""Type of event -> the name of the loss in it, and OpenAI's name of that metric."""
 
 
 def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
@@ -28,24 +28,25 @@ def model_name(deployment: Deployment, tuning: Tuning, step: int) -> str:
 
 
 def slug(text: str, most: int) -> str:
-    """Letters, digits, dots and dashes of a text."""
+    """The letters, digits, dots and dashes of a text."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text)[:most].strip("-.")
 
 
 def run_name(tuning_id: str, suffix: str | None) -> str:
-    """`ft-<suffix>-<end of the id>`: the run that the fine-tuning makes."""
+    """The name of the fine-tuning's run: `ft-<suffix>-<end of the id>`."""
     parts = ["ft", slug(suffix or "", 40).lower(), tuning_id[-12:].lower()]
     return "-".join(part for part in parts if part)
 
 
 def part_id(tuning: Tuning, part: int, pauses: int) -> str:
-    """The id of a part's job. A pause cancels the job that waits; the next one has another id."""
+    """The id of the job of one part of the chain. A pause cancels the waiting job; the next job of
+    the part has another id."""
     again = f".{pauses}" if pauses else ""
     return f"{tuning.id}.{part:05}{again}"
 
 
 def slices_of(plan: TuningPlan) -> list[Slice]:
-    """The parts, by the optimizer steps of each."""
+    """The parts of the chain, as ranges of optimizer steps."""
     epochs = plan.hyperparameters.n_epochs
     assert epochs != "auto"
     return slices(plan.steps, plan.steps // epochs, plan.checkpoint_every)
@@ -61,13 +62,13 @@ def part_jobs(spool: Spool, tuning: Tuning, part: int) -> list[tuple[JobState, J
 
 
 def steps_made(spool: Spool, tuning: Tuning) -> int:
-    """How many parts have made their checkpoints. NotFound without the run. CheckpointDamaged where
-    its newest step is another job's."""
+    """The number of parts that have made their checkpoints. Raises NotFound if the run does not
+    exist. Raises CheckpointDamaged if its newest step is another job's."""
     newest = spool.checkpoints.newest(tuning.run)
     made = spool.checkpoints.manifest(tuning.run, newest).job if newest else None
     if made is not None and not made.startswith(f"{tuning.id}."):
         raise CheckpointDamaged(
-            f"the run {tuning.run} was trained by {made}, which is no part of {tuning.id}",
+            f"the run {tuning.run} was trained by {made}, which is not a part of {tuning.id}",
             field="run",
         )
     return newest
@@ -85,7 +86,7 @@ def status_of(spool: Spool, tuning: Tuning) -> str:
     with suppress(NotFound, CheckpointDamaged):
         done = steps_made(spool, tuning)
     running = any(state == "running" for state, _ in part_jobs(spool, tuning, done))
-    # A paused one has no status of its own in OpenAI's clients.
+    # OpenAI's clients have no status for a paused job.
     return "running" if running or (done and not tuning.paused) else "queued"
 
 
@@ -98,13 +99,14 @@ def job_events(spool: Spool, tuning: Tuning) -> list[tuple[Slice, Job, list[Even
         if not jobs:
             with suppress(NotFound, CheckpointDamaged):
                 if steps_made(spool, tuning) > part.number:
-                    continue  # its jobs were removed since
+                    continue  # its jobs were removed in between
             break
     return found
 
 
 def measured(spool: Spool, tuning: Tuning) -> dict[int, dict[str, float]]:
-    """OpenAI's metrics of each optimizer step. Of a step that ran in several attempts the last."""
+    """OpenAI's metrics of each optimizer step. If a step ran in several attempts, the last
+    counts."""
     rows: dict[int, dict[str, float]] = {}
     for part, _, events in job_events(spool, tuning):
         for event in events:
@@ -133,8 +135,8 @@ def _named(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def results(rows: dict[int, dict[str, float]]) -> bytes:
-    """The result file: CSV with OpenAI's columns and the learning rate; empty where there is no
-    number."""
+    """The result file: CSV with OpenAI's columns and the learning rate; a cell without a number is
+    empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(_RESULTS + _MORE_RESULTS)
@@ -145,7 +147,7 @@ def results(rows: dict[int, dict[str, float]]) -> bytes:
 
 
 def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
-    """OpenAI's events, oldest first. An id stays the same event's."""
+    """OpenAI's events, oldest first. An event keeps its id."""
     own = tuning.id.removeprefix("ftjob-")
     found: list[tuple[float, int, dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""HTTP routes of files: upload, list, retrieve, content, delete."""
+"""HTTP routes of OpenAI's files: upload, list, retrieve, content, delete."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tandem.errors import NotFound
 from tandem.spool.schema.tuning import Upload
 from tandem.spool.tunings import new_id
 
-# OpenAI's clients have types of their own for this API, so it is not in the OpenAPI document.
+# OpenAI's clients have their own types for this API, so it is not in the OpenAPI document.
 router = APIRouter(prefix="/v1/files", tags=["openai"], include_in_schema=False)
 MOST_LISTED = 10_000
 _CHUNK_BYTES = 2**20
@@ -83,7 +83,7 @@ def list_files(
         ids.reverse()
     found: list[dict[str, Any]] = []
     for upload_id in after_id(ids, after):
-        with suppress(NotFound):  # it was deleted meanwhile
+        with suppress(NotFound):  # it was deleted in between
             upload = deployment.spool.uploads.get(upload_id)
             if purpose in (None, upload.purpose):
                 if len(found) == limit:
@@ -93,11 +93,11 @@ def list_files(
 
 
 def after_id(ids: list[str], after: str | None) -> list[str]:
-    """The ids behind `after`; BadRequest where that is none of them."""
+    """The ids after `after`. Raises BadRequest if `after` is not among them."""
     if after is None:
         return ids
     if after not in ids:
-        raise BadRequest(f"{after[:100]!r} is no id of this list; leave it out", param="after")
+        raise BadRequest(f"{after[:100]!r} is not an id of this list; leave it out", param="after")
     return ids[ids.index(after) + 1 :]
 
 

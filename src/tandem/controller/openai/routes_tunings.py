@@ -1,5 +1,5 @@
 """HTTP routes of fine-tuning jobs: create, list, retrieve, events, checkpoints, cancel, pause,
-resume; and words for what is not served."""
+resume. Routes that are not served answer with an explanation."""
 
 import os
 import re
@@ -40,7 +40,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def status_object(deployment: Deployment, tuning: Tuning) -> dict[str, Any]:
-    """The job as it is now."""
+    """The job's present state as OpenAI's object."""
     status, model = status_of(deployment.spool, tuning), None
     if status == "succeeded" and tuning.plan is not None:
         model = model_name(deployment, tuning, tuning.plan.parts)
@@ -74,7 +74,7 @@ def create_tuning(request: CreateTuning, deployment: CurrentDeployment) -> dict[
         submitted_by=asking.get() or None,
     )
     _check_run(deployment, tuning)
-    with deployment.spool.tunings.lock():  # none of its files is deleted meanwhile
+    with deployment.spool.tunings.lock():  # under this lock none of its files is deleted
         _upload(deployment, tuning.training_file, "training_file", method)
         _validation_file(deployment, tuning.validation_file, method)
         deployment.spool.tunings.create(tuning)
@@ -105,7 +105,7 @@ def _method(request: CreateTuning) -> tuple[TuningMethod, Hyperparameters]:
 
 
 def _origin(deployment: Deployment, model: str) -> Origin | None:
-    """The checkpoint that a fine-tuned model's name is of; None for the base model."""
+    """The checkpoint that a fine-tuned model's name stands for; None for the base model."""
     if model == VLLMS_BASE or deployment.is_base_model(model):
         return None
     code = "model_not_available"
@@ -127,7 +127,7 @@ def _origin(deployment: Deployment, model: str) -> Origin | None:
 
 
 def _check_run(deployment: Deployment, tuning: Tuning) -> None:
-    """BadRequest where this deployment can't serve another run like this."""
+    """Raises BadRequest if this deployment can't serve another run like this."""
     spec = spec_of(deployment, tuning)
     if tuning.origin is not None:
         spec = deployment.spool.runs.get(tuning.origin.run).model_copy(update={"name": tuning.run})
@@ -167,8 +167,8 @@ def _validation_file(
 def list_tunings(
     request: Request, deployment: CurrentDeployment, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
-    """Jobs, newest first. `metadata[key]=value`: only those with these; `metadata=null`: only those
-    without any."""
+    """List jobs, newest first. `metadata[key]=value`: only jobs with these entries;
+    `metadata=null`: only jobs without any."""
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
@@ -178,7 +178,7 @@ def list_tunings(
     found: list[dict[str, Any]] = []
     spool = deployment.spool
     for tuning_id in after_id(spool.tunings.ids(), after):
-        with suppress(NotFound):  # it was removed meanwhile
+        with suppress(NotFound):  # it was removed in between
             tuning = spool.tunings.get(tuning_id)
             if not (wanted.items() <= (tuning.metadata or {}).items()):
                 continue
@@ -224,7 +224,7 @@ def _page_of(everything: list[dict[str, Any]], after: str | None, limit: int) ->
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
-    """Cancel a job: what waits at once, what trains soon. One that is cancelled stays so."""
+    """Cancel a job: what waits at once, what trains soon. A cancelled job stays cancelled."""
 
     def cancel(now: Tuning) -> Tuning:
         return now if now.cancelled else now.model_copy(update={"cancelled": time.time()})
@@ -268,7 +268,8 @@ def resume_tuning(job_id: str, deployment: CurrentDeployment) -> dict[str, Any]:
 def _change(
     deployment: Deployment, job_id: str, update: Callable[[Tuning], Tuning], *, refuse: str
 ) -> Tuning:
-    """`update` of the record; BadRequest where the job has ended in another way than `refuse`."""
+    """Changes the record by `update`. Raises BadRequest if the job has already ended, except as
+    `refuse` allows."""
     tuning = deployment.spool.tunings.change(job_id, update)
     if tuning.end is not None and tuning.end.status != refuse:
         problem = f"{job_id} has ended already: {tuning.end.status}"

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's fine-tuning API: what a client sends, and the objects of the answers."""
+"""Bodies of OpenAI's fine-tuning API: the client's requests, and the objects of the answers."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -91,7 +91,11 @@ def file_object(upload: Upload) -> dict[str, Any]:
 
 
 def job_object(tuning: Tuning, status: str, model: str | None) -> dict[str, Any]:
-    """`model`: the fine-tuned one's name, of a job that has succeeded."""
+    """OpenAI's object of a job.
+
+    Args:
+        model: the fine-tuned model's name, if the job has succeeded.
+    """
     end, plan = tuning.end, tuning.plan
     given = plan.hyperparameters if plan else tuning.hyperparameters
     values = given.model_dump(exclude=None if tuning.method == "dpo" else {"beta"})

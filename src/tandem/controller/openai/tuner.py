@@ -1,9 +1,8 @@
-"""The thread that carries fine-tunings on: validates their files, makes their runs, submits the
+"""The thread that advances fine-tunings: it validates their files, makes their runs, submits the
 jobs of their chains one ahead, and ends them.
 
-It knows nothing that is not on the volume: each look compares the record with the run and its jobs,
-and does the next thing. So a controller that dies between any two calls is followed by one that
-goes on there.
+Its whole state is on the volume: each look compares the record with the run and its jobs, and does
+the next step. So if a controller dies between any two calls, the next controller continues there.
 """
 
 import threading
@@ -42,20 +41,21 @@ from tandem.system.logs import Log
 
 EndStatus = Literal["succeeded", "failed", "cancelled"]
 OPEN_CHAINS = 2
-"""Chains whose files stay open between their jobs; those of others are parsed again."""
+"""The number of chains whose files stay open between their jobs; other chains parse their files
+again."""
 POLL_SECONDS = 1.0
 _LONGEST_PAUSE = 10.0
 _CHUNK, _CHUNK_BYTES = 256, 4 * 2**20
-"""Examples that are rendered together at most, and about how many bytes of lines."""
+"""The most examples that are rendered together, and the approximate bytes of their lines."""
 _REST = 4.0
-"""The pause after a look at all fine-tunings, in times of the look's own seconds: others have the
-volume and the interpreter most of the time, however many there are."""
+"""The pause after a look at all fine-tunings, as a multiple of the look's own time: however many
+there are, the volume and the interpreter stay free most of the time."""
 
 log = Log("controller")
 
 
 class _Failed(Exception):
-    """The fine-tuning has failed."""
+    """Raised when the fine-tuning has failed."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -68,12 +68,12 @@ class Tuner:
         self._ended = set[str]()
         # Opened files of fine-tunings that train. A restart opens them again.
         self._chains: dict[str, ChainPlan] = {}
-        # Plans whose record the volume has refused so far. To measure again takes minutes.
+        # Plans whose record the volume has refused so far. Measuring again would take minutes.
         self._plans: dict[str, TuningPlan] = {}
         self._said = dict[str, str]()  # the last problem of each, so that it is logged once
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop` is set."""
+        """Runs the thread until `stop` is set."""
         pause = POLL_SECONDS
         while not stop.wait(pause):
             begin = time.monotonic()
@@ -96,7 +96,7 @@ class Tuner:
                 self._chains.pop(tuning_id, None)
                 self._plans.pop(tuning_id, None)
             self._said.pop(tuning_id, None)
-        # Its record is damaged, or the volume refuses; the others go on.
+        # Its record is damaged, or the volume refuses the change; the others continue.
         except Exception as error:
             self._say(tuning_id, f"{type(error).__name__}: {error}")
 
@@ -106,7 +106,7 @@ class Tuner:
             log.warning("can't carry a fine-tuning on now", id=tuning_id, problem=problem)
 
     def advance(self, tuning: Tuning) -> None:
-        """The next thing that is to be done for it, if there is one."""
+        """Does the fine-tuning's next step, if there is one."""
         asking.set(tuning.submitted_by or "")
         try:
             if tuning.cancelled is not None:
@@ -131,13 +131,13 @@ class Tuner:
             self._fail(tuning, "server_error", message)
 
     def _cancel(self, tuning: Tuning) -> None:
-        """Ends it once no job of it is left. Jobs are cancelled here too: the controller may have
-        died before the route did."""
+        """Ends the fine-tuning once none of its jobs is left. Jobs are cancelled here too, in case
+        the controller died before the route cancelled them."""
         if not cancel_jobs(self._deployment.spool, tuning):
             self._end(tuning, "cancelled")
 
     def _validate(self, tuning: Tuning) -> None:
-        """Plans it, and makes its run."""
+        """Plans the fine-tuning, and makes its run."""
         deployment = self._deployment
         if (plan := self._plans.get(tuning.id)) is None:
             plan = self._plans[tuning.id] = self._plan(tuning)
@@ -150,7 +150,8 @@ class Tuner:
         )
 
     def _plan(self, tuning: Tuning) -> TuningPlan:
-        """Renders all lines once, so that none is refused when half of them have trained."""
+        """The plan. Renders all lines once, so that no line is refused when half of them have
+        trained."""
         upload, _ = self._uploads(tuning)
         values = resolved(tuning.hyperparameters, tuning.method, upload.lines)
         every = checkpoint_every(_whole(values.batch_size), upload.lines, upload.size)
@@ -172,7 +173,7 @@ class Tuner:
     def _measure(
         self, tuning: Tuning, chain: ChainPlan, positions: int, together: int
     ) -> tuple[int, int]:
-        """Slots of the longest example, and tokens of all that are trained. _Failed names the line
+        """Slots of the longest example, and tokens of all trained examples. _Failed names the line
         of an example that can't be trained."""
         tokenizer = load_tokenizer(self._deployment.model_path)
         day = datetime.fromtimestamp(tuning.created, UTC).date()
@@ -214,7 +215,7 @@ class Tuner:
         spool = self._deployment.spool
         uploads = [one for one in self._uploads(tuning) if one is not None]
         for one in uploads:
-            spool.uploads.reader(one).close()  # it is a regular file
+            spool.uploads.reader(one).close()  # it is not a regular file any more
         config = training(tuning, values, list(map(spool.uploads.path, uploads)), **more)
         try:
             return ChainPlan(config)
@@ -222,7 +223,7 @@ class Tuner:
             raise _bad_file(tuning, error) from error
 
     def _train(self, tuning: Tuning, plan: TuningPlan) -> None:
-        """One job that trains and one that waits behind it, until all parts are made and the last
+        """Keeps one job training and one waiting behind it, until all parts are made and the last
         one is served."""
         spool = self._deployment.spool
         done = steps_made(spool, tuning)
@@ -243,10 +244,11 @@ class Tuner:
                 except Conflict:
                     if part == done:
                         raise
-                    return  # the part before it has ended meanwhile
+                    return  # the part before it has ended in between
 
     def _state(self, tuning: Tuning, part: int) -> JobState | None:
-        """The state of the part's job; None where it is to be submitted. _Failed if it failed."""
+        """The state of the part's job; None if the job is to be submitted. Raises _Failed if it
+        failed."""
         jobs = part_jobs(self._deployment.spool, tuning, part)
         for state, job in reversed(jobs):
             if state in PENDING:
@@ -260,7 +262,7 @@ class Tuner:
                 if steps_made(self._deployment.spool, tuning) <= part:
                     raise _Failed("conflict", f"the run {tuning.run} was rolled back")
                 return state
-        # Those that a pause has cancelled have other ids.
+        # Jobs that a pause has cancelled have other ids.
         last = jobs[-1][1].spec.id if jobs else ""
         return "cancelled" if last == part_id(tuning, part, tuning.pauses) else None
 
@@ -285,7 +287,8 @@ class Tuner:
             self._deployment.counts.inc("tandem_jobs_submitted_total", kind=job.spec.kind)
 
     def _complete(self, tuning: Tuning, plan: TuningPlan) -> None:
-        """Ends it once vLLM serves its last step, or the publisher has refused that."""
+        """Ends the fine-tuning once vLLM serves its last step, or the publisher has refused that
+        step."""
         spool = self._deployment.spool
         served = spool.served.get(tuning.run)
         if served is not None and served.step >= plan.parts:
@@ -296,7 +299,7 @@ class Tuner:
             raise _Failed("step_refused", f"vLLM can't serve it: {refused.reason}")
 
     def _write_results(self, tuning: Tuning) -> str:
-        """The result file. Its id is the fine-tuning's, so that it is written once."""
+        """Writes the result file. Its id is the fine-tuning's, so that it is written once."""
         spool = self._deployment.spool
         rows = measured(spool, tuning)
         content = results(rows)
@@ -315,7 +318,7 @@ class Tuner:
 
     def _change(self, tuning: Tuning, **update: Any) -> None:
         """Changes the record, unless the client has paused, resumed or cancelled it since it was
-        read: what was seen may be the client's doing."""
+        read: then the jobs' state may be the client's doing."""
 
         def changed(now: Tuning) -> Tuning:
             same = _steered(now) == _steered(tuning)
@@ -334,7 +337,8 @@ class Tuner:
 
 
 def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
-    """The run that it trains. Made on the same day by which its lines are rendered."""
+    """The run that the fine-tuning trains. Its creation day is the day by which its lines are
+    rendered."""
     rank = min(LoraShape().rank, deployment.settings.max_lora_rank)
     request = CreateRun(name=tuning.run, lora=LoraShape(rank=rank), seed=tuning.seed)
     spec = run_spec(deployment, request)
@@ -342,7 +346,7 @@ def spec_of(deployment: Deployment, tuning: Tuning) -> RunSpec:
 
 
 def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDING) -> bool:
-    """Cancels its jobs in these states; whether there were any."""
+    """Cancels the fine-tuning's jobs in these states. Returns whether there were any."""
     found = False
     with suppress(NotFound):
         for state, job in spool.jobs.pending(tuning.run):
@@ -354,14 +358,14 @@ def cancel_jobs(spool: Spool, tuning: Tuning, *, states: Collection[str] = PENDI
 
 
 def _bad_file(tuning: Tuning, error: InvalidInput) -> _Failed:
-    """The failure whose parameter is the file that the error is about."""
+    """The failure that names the file with the error as its parameter."""
     of_validation = tuning.validation_file is not None and tuning.validation_file in str(error)
     param = "validation_file" if of_validation else "training_file"
     return _Failed(f"invalid_{param}", in_lines(error), param)
 
 
 def _steered(tuning: Tuning) -> tuple[object, ...]:
-    """The client's orders since it made the fine-tuning."""
+    """The client's orders since the fine-tuning was made."""
     return tuning.paused, tuning.pauses, tuning.cancelled
 
 

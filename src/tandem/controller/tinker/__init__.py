@@ -1,8 +1,8 @@
-"""Tinker's API, for programs that speak to it by its own package.
+"""Tinker's API, for programs that use the package `tinker`.
 
-The routes are `routes_sessions.py`, `routes_training.py` and `routes_sampling.py`; `service.py` is
-what they share. `passes.py` reads protobuf (`protobuf.py` has the messages), and `losses.py` makes
-a request of the log of it. `models.py` makes runs. `futures.py` looks for results, and `results.py`
+The routes are `routes_sessions.py`, `routes_training.py` and `routes_sampling.py`; they share
+`service.py`. `passes.py` reads protobuf (`protobuf.py` has the messages), and `losses.py` turns it
+into a request of the log. `models.py` makes runs. `futures.py` looks for results, and `results.py`
 writes them as protobuf. `vllm.py` samples, and `samples.py` keeps samples in memory. `names.py` has
-the names that the package expects, `errors.py` its keys and statuses.
+the names that the package expects, `errors.py` its way of sending keys, and its statuses.
 """

@@ -1,5 +1,5 @@
-"""Keys and statuses of Tinker's package: it sends keys in a header and a form of its own, and takes
-some statuses for passing faults."""
+"""Keys and statuses as the package `tinker` uses them: it sends keys in its own header and form,
+and takes some statuses for temporary faults."""
 
 import re
 from http import HTTPStatus
@@ -19,6 +19,6 @@ def tinker_status(status: int) -> int:
 
 
 def bearer(given: str) -> str:
-    """The header Authorization that X-API-Key stands for. The package sends keys that begin with
-    `tml-` only, so that stands before a key of another form."""
+    """The header Authorization that is equivalent to an X-API-Key. The package sends only keys that
+    begin with `tml-`, so a key of another form comes with that prefix."""
     return f"Bearer {given.removeprefix('tml-')}" if given else ""

@@ -1,4 +1,4 @@
-"""Results of logged requests: what a client gets when it asks for its future."""
+"""Finds the results of logged requests, for clients that ask for their futures."""
 
 import time
 from collections.abc import Mapping
@@ -22,18 +22,19 @@ from tandem.spool.schema import (
     VoidRequest,
 )
 
-# A gap in the numbers holds up all later requests. Of a client that sends them side by side the
+# A gap in the numbers holds up all later requests. If a client sends requests in parallel, the
 # missing one arrives soon.
 GAP_SECONDS = 60.0
 SNAPSHOT = "~"
-"""Checkpoints that clients have not named get names that begin so; the sampler's number follows."""
+"""The prefix of the names of checkpoints that clients have not named; the sampler's number
+follows."""
 SNAPSHOT_SECONDS = 3600.0
-"""A snapshot stays pinned for so long after its client has last sampled."""
+"""Seconds for which a snapshot stays pinned after its client last sampled."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """No result yet, and why, in words; empty: it is computed."""
+    """No result yet, and the reason in words; empty while it is computed."""
 
     reason: str = ""
 
@@ -45,7 +46,7 @@ class Failure:
 
 
 Outcome = Unfinished | Failure | bytes | Mapping[str, Any]
-"""`bytes`: protobuf; a mapping: JSON."""
+"""The result of a request. `bytes`: protobuf; a mapping: JSON."""
 
 
 class Futures:
@@ -53,7 +54,7 @@ class Futures:
         self._deployment, self._numbers = deployment, numbers
 
     def look(self, model: Name, number: int | None) -> Outcome:
-        """The outcome of the model's request, as it is now; NotFound without it."""
+        """The model's request's outcome so far. Raises NotFound if there is no such request."""
         spool, run = self._deployment.spool, model.run
         seq = 1
         if number is None:
@@ -99,7 +100,7 @@ class Futures:
         return kind | {"path": str(SavedPath(model, "sampler", request.name))}
 
     def _unserved(self, run: str, step: int) -> Outcome | None:
-        """None once vLLM serves the step, or has served it."""
+        """The reason why the step is not served; None once vLLM serves it, or has served it."""
         spool = self._deployment.spool
         served = spool.served.get(run)
         if served is not None and served.step >= step:
@@ -110,7 +111,7 @@ class Futures:
         return Unfinished("vLLM loads the checkpoint and verifies it")
 
     def _waiting(self, model: Name) -> Outcome:
-        """Why the request has no result. Ends the wait for one that never came."""
+        """The reason why the request has no result. Ends the wait for a request that never came."""
         spool, run = self._deployment.spool, model.run
         if (ended := spool.sessions.ended(model.session)) is not None:
             return Failure(f"the session has ended: {ended.reason}", "user")
@@ -127,7 +128,8 @@ class Futures:
         return Unfinished("a request before it has not come yet")
 
     def _holdup(self, run: str) -> str:
-        """The reason why the run's requests wait; empty where they are computed, or about to be."""
+        """The reason why the run's requests wait; empty if they are being computed, or about to
+        be."""
         index = self._deployment.spool.jobs.index
         others = index.running() and not index.running(run)
         return "another job has the trainer" if others else ""
@@ -135,7 +137,7 @@ class Futures:
 
 def forget_snapshots(spool: Spool) -> None:
     """Forgets the snapshots of ended sessions, and snapshots that nobody samples, so that their
-    checkpoints may go."""
+    checkpoints may be removed."""
     now = time.time()
     for session in spool.sessions.ids():
         ended = spool.sessions.ended(session) is not None

@@ -1,4 +1,5 @@
-"""A pass of Tinker's API as a request of the log, and words for the losses that are not served."""
+"""Turns a pass of Tinker's API into a request of the log, and explains which losses are not
+served."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,14 @@ UNSERVED = {
 
 
 def pack_pass(deployment: Deployment, asked: Pass) -> tuple[PassRequest, Callable[[Path], str]]:
-    """The request as it is logged, and what writes its arrays. InvalidInput names the field."""
+    """The request as it is logged, and the function that writes its arrays. InvalidInput names the
+    field."""
     if asked.loss in UNSERVED:
         raise InvalidInput(f"{asked.loss} is not served: {UNSERVED[asked.loss]}", field="loss_fn")
     config = dict[str, float]()
     for name, value in asked.config.items():
         if isinstance(value, str):
-            raise InvalidInput("is no number", field=f"loss_fn_config.{name[:64]}")
+            raise InvalidInput("is not a number", field=f"loss_fn_config.{name[:64]}")
         config[name] = value
     supervised = isinstance(named_loss(asked.loss, config), SFTLoss)
     names = ("weights",) if supervised else ("advantages", "logprobs")

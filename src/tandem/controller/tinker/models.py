@@ -29,10 +29,10 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 def base_name(deployment: Deployment, name: str, field: str = "base_model") -> str:
-    """The base model's name as the client calls it, by which it finds the tokenizer. InvalidInput
-    where it is another model."""
+    """The base model's name in the client's form, by which the client finds the tokenizer. Raises
+    InvalidInput if it is another model."""
     own = deployment.base_model
-    # A directory is often called as the model is on the hub.
+    # A directory often has the name that the model has on the hub.
     if deployment.is_base_model(name) or PurePosixPath(own).name == name.rpartition("/")[2]:
         return name
     problem = f"{name[:200]!r} is not served; supported_models: {own!r}"
@@ -40,7 +40,7 @@ def base_name(deployment: Deployment, name: str, field: str = "base_model") -> s
 
 
 def lora_shape(deployment: Deployment, config: LoraConfig) -> LoraShape:
-    """The adapter's shape. `lm_head` has none, whatever `train_unembed` says."""
+    """The LoRA shape of a model. `lm_head` has no adapter, whatever `train_unembed` says."""
     arch = deployment.arch
     targets: Sequence[Any] = default_targets(arch)
     if arch.moe is not None and deployment.settings.expert_lora:
@@ -63,7 +63,8 @@ def check_optimizer(config: OptimizerConfig | None, field: str) -> None:
 def make_model(
     deployment: Deployment, model: Name, base_model: str, lora: LoraShape, seed: int | None
 ) -> None:
-    """Makes the model's run, unless it exists. InvalidInput where another one has its name."""
+    """Makes the model's run, unless it exists. Raises InvalidInput if another model has its
+    name."""
     spool = deployment.spool
     spool.sessions.check_open(model.session)
     with suppress(NotFound):
@@ -73,19 +74,19 @@ def make_model(
     spool.sessions.put_model(model.session, model.number, ClientModel(base_model=base_model))
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     spec = run_spec(deployment, CreateRun(name=model.run, lora=lora, seed=seed))
-    with suppress(Conflict):  # the same request, sent twice, has drawn another seed
+    with suppress(Conflict):  # the same request, sent twice, draws another seed
         make_run(deployment, spec.model_copy(update={"session": model.session}))
 
 
 def model_run(deployment: Deployment, model: Name) -> RunSpec:
-    """NotFound (field `model_id`) without it."""
+    """The model's run. Raises NotFound (field `model_id`) if there is none."""
     with suppress(NotFound):
         return deployment.spool.runs.get(model.run)
     raise NotFound(f"there is no model {str(model)!r}", field="model_id")
 
 
 def saved_step(deployment: Deployment, path: SavedPath, field: str) -> int:
-    """The step that the path names. NotFound (of this field) without it."""
+    """The step that the path names. Raises NotFound (with this field) if there is none."""
     with suppress(NotFound):
         return deployment.spool.names.find(path.model.run, path.group, path.name).step
     raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)
@@ -103,12 +104,12 @@ def trained_parts(spec: RunSpec) -> dict[str, Any]:
 
 
 class Numbers:
-    """A client counts a model's requests from 1. The creation of a model from a checkpoint is a
-    request without a number, which comes first on the volume."""
+    """The numbers of requests. A client counts a model's requests from 1. Creating a model from a
+    checkpoint is a request without a client's number, and comes first on the volume."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._loaded: dict[str, int] = {}  # run -> 1 where it began with a load
+        self._loaded: dict[str, int] = {}  # run -> 1 if it began with a load
 
     def logged(self, run: str, seq: int) -> int:
         """The number on the volume of the client's request `seq`."""
@@ -116,15 +117,16 @@ class Numbers:
             try:
                 first = self._deployment.spool.requests.get(run, 1).request
             except NotFound:
-                return seq  # nothing is remembered: the load may be on its way
+                return seq  # no number is remembered: the load may still be under way
             self._loaded[run] = int(isinstance(first, LoadRequest))
         return seq + self._loaded[run]
 
     def void(self, run: str, seq: int, reason: str) -> None:
-        """Fills the place of the client's refused request."""
+        """Logs a void request in place of the client's refused request."""
         self.fill(run, self.logged(run, seq), reason)
 
     def fill(self, run: str, logged: int, reason: str) -> None:
-        """Fills a place on the volume, so that the requests after it do not wait for it."""
+        """Logs a void request at a number on the volume, so that later requests do not wait for
+        it."""
         with suppress(Conflict):  # another request is there, or the session has ended
             self._deployment.spool.requests.append(run, logged, VoidRequest(reason=reason[:1000]))

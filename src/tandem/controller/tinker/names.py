@@ -11,18 +11,18 @@ from tandem.errors import InvalidInput, NotFound
 
 Group = Literal["weights", "sampler"]
 CREATED = "new"
-"""In the place of a request's number: the creation of the model."""
+"""In place of a request's number: the model's creation."""
 _NAME = r"([0-9a-z]{26}):(train|sample):([0-9]{1,9})"
 _is_name = re.compile(_NAME).fullmatch
 _is_request = re.compile(rf"{_NAME}:(new|[0-9]{{1,19}})").fullmatch
 _is_path = re.compile(r"tinker://([^/]{1,200})/(weights|sampler_weights)/([^/]{1,256})").fullmatch
 _SEGMENTS: dict[str, Group] = {"weights": "weights", "sampler_weights": "sampler"}
-# A name becomes a part of a URL, and one of a path of the client's own.
+# A name becomes part of a URL, and of a path in the client's own file system.
 _is_saved = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}").fullmatch
 
 
 class Name(NamedTuple):
-    """A model's or a sampler's."""
+    """The name of a model or a sampler."""
 
     session: str
     kind: Literal["train", "sample"]
@@ -38,7 +38,7 @@ class Name(NamedTuple):
 
 
 def model_of(text: str, field: str = "model_id") -> Name:
-    """NotFound where it is no model's name."""
+    """The model with this name. Raises NotFound if it is not a model's name."""
     found = _is_name(text)
     if found is None or found[2] != "train":
         raise NotFound(f"there is no model {text[:100]!r}", field=field)
@@ -46,7 +46,7 @@ def model_of(text: str, field: str = "model_id") -> Name:
 
 
 def sampler_of(text: str, field: str = "sampling_session_id") -> Name:
-    """NotFound where it is no sampler's name."""
+    """The sampler with this name. Raises NotFound if it is not a sampler's name."""
     found = _is_name(text)
     if found is None or found[2] != "sample":
         raise NotFound(f"there is no sampler {text[:100]!r}", field=field)
@@ -54,7 +54,7 @@ def sampler_of(text: str, field: str = "sampling_session_id") -> Name:
 
 
 def model_of_run(run: str) -> str | None:
-    """The name of the model whose run this is; None for a run of no session."""
+    """The name of the model whose run this is; None if the run belongs to no session."""
     name = run.replace("-train-", ":train:")
     return name if _is_name(name) else None
 
@@ -65,7 +65,7 @@ class RequestId(NamedTuple):
 
 
 def request_of(text: str) -> RequestId:
-    """NotFound where it is no request's id."""
+    """The request with this id. Raises NotFound if it is not a request's id."""
     if (found := _is_request(text)) is None:
         raise NotFound(f"there is no request {text[:100]!r}", field="request_id")
     kind: Literal["train", "sample"] = "train" if found[2] == "train" else "sample"
@@ -86,16 +86,17 @@ class SavedPath(NamedTuple):
 
 
 def path_of(text: str, field: str = "path") -> SavedPath:
-    """InvalidInput where it is no path; NotFound where its model's name is none."""
+    """The parsed path. Raises InvalidInput if it is not a path. Raises NotFound if it names no
+    model."""
     if (found := _is_path(text)) is None:
         form = "tinker://<model>/weights/<name>, or .../sampler_weights/<name>"
-        raise InvalidInput(f"{text[:200]!r} is no path of a checkpoint: {form}", field=field)
+        raise InvalidInput(f"{text[:200]!r} is not a path of a checkpoint: {form}", field=field)
     return SavedPath(model_of(found[1], field), _SEGMENTS[found[2]], found[3])
 
 
 def check_saved_name(name: str, field: str = "path") -> str:
-    """InvalidInput where a checkpoint can't have this name."""
+    """Raises InvalidInput if a checkpoint can't have this name."""
     if not _is_saved(name):
         rule = "use letters, digits, '.', '_' and '-', at most 200; a letter or digit first"
-        raise InvalidInput(f"{name[:100]!r} is no name of a checkpoint: {rule}", field=field)
+        raise InvalidInput(f"{name[:100]!r} is not a name of a checkpoint: {rule}", field=field)
     return name

@@ -1,4 +1,4 @@
-"""A body of `forward_backward`: protobuf, perhaps in zstd, to the arrays of its data."""
+"""Reads a body of `forward_backward`: protobuf, optionally compressed by zstd, becomes arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ PROTOBUF = "application/x-protobuf"
 MOST_DATA = 2**14
 _DTYPES: dict[int, Any] = {DTYPE_FLOAT32: np.dtype("<f4"), DTYPE_INT64: np.dtype("<i8")}
 _MEDIA = {"image": "an image", "dmel": "audio"}
-# The largest window; zstd's own programs allow the same.
+# The largest window that zstd's own programs allow.
 _WINDOW_BYTES = 2**27
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A client's request. `config` has numbers, and texts for losses that read some."""
+    """One pass. `config` has numbers, and texts for losses that read texts."""
 
     model_id: str
     seq: int
@@ -38,8 +38,9 @@ class Pass:
     message: Any
 
     def data(self, names: tuple[str, ...], needed: bool) -> list[Datum]:
-        """The data. `names`: what each has beside its targets, first its factors; `needed`: whether
-        none may be missing. InvalidInput with its field (`data.3.loss_fn_inputs.weights`)."""
+        """The pass's data. `names`: the arrays of each datum beside its targets, its factors first;
+        `needed`: whether all must be there. InvalidInput names the field
+        (`data.3.loss_fn_inputs.weights`)."""
         if len(self.message.data) > MOST_DATA:
             problem = f"{len(self.message.data)} are more than {MOST_DATA} in one request"
             raise InvalidInput(f"{problem}; send several", field="data")
@@ -47,8 +48,12 @@ class Pass:
 
 
 def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
-    """`encoding`: of the header Content-Encoding; `most`: bytes of the message. InvalidInput where
-    it is none, RequestTooLarge where it is larger."""
+    """The pass in a body. Raises InvalidInput if it is not a pass, RequestTooLarge if it is larger.
+
+    Args:
+        encoding: the header Content-Encoding.
+        most: the most bytes of the message.
+    """
     if content_type.partition(";")[0].strip().lower() != PROTOBUF:
         problem = f"the body must be {PROTOBUF}, which tinker sends from 0.25 on"
         raise InvalidInput(f"{problem}; install a newer tinker", field="Content-Type")
@@ -64,7 +69,7 @@ def read_pass(content_type: str, encoding: str, body: bytes, most: int) -> Pass:
         message = ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
         raise InvalidInput(
-            f"the body is no ForwardBackwardRequest: {error}", field="body"
+            f"the body is not a ForwardBackwardRequest: {error}", field="body"
         ) from error
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -79,10 +84,10 @@ def _decompressed(body: bytes, most: int) -> bytes:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(
             body
         ) as reader:
-            # A frame's header may lie about its size, so that is not read.
+            # A frame's header may lie about its size, so the size is not read.
             content = reader.read(most + 1)
     except zstandard.ZstdError as error:
-        raise InvalidInput(f"the body is no zstd: {error}", field="body") from error
+        raise InvalidInput(f"the body is not zstd: {error}", field="body") from error
     if len(content) > most:
         remedy = "send fewer data at once, or raise TANDEM_MAX_REQUEST_BYTES"
         problem = f"the body has more than {most} bytes without its compression"
@@ -131,7 +136,7 @@ def _tokens(chunks: Any, field: str) -> Int32:
     if not len(tokens):
         raise InvalidInput("there is no token", field=field)
     if tokens.min() < 0:
-        raise InvalidInput(f"{tokens.min()} is no token id", field=field)
+        raise InvalidInput(f"{tokens.min()} is not a token id", field=field)
     return tokens.astype(np.int32)
 
 
@@ -146,7 +151,7 @@ def _tensor(message: Any, length: int, field: str) -> NDArray[Any]:
         problem = f"its shape is {shape}; several targets per position are not served"
         raise InvalidInput(f"{problem}: send one value per position", field=field)
     if len(message.dense) % dtype.itemsize:
-        raise InvalidInput("its bytes are no whole number of values", field=field)
+        raise InvalidInput("its bytes are not a whole number of values", field=field)
     values = np.frombuffer(message.dense, dtype)
     if len(values) != length or (shape and shape[0] != length):
         problem = f"{len(values)} values for {length} tokens of model_input"

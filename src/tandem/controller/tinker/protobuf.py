@@ -1,5 +1,5 @@
-"""The protobuf messages of Tinker's API that the server reads and writes: the names, numbers and
-types of their fields. Fields that are not listed are skipped."""
+"""The protobuf messages of Tinker's API that the server reads and writes: names, numbers and types
+of their fields. Fields that are not listed are skipped."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ DTYPE_FLOAT32, DTYPE_INT64 = 1, 2
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 # Message -> its fields: number, name, type. An enum is written as int32, which has the same bytes.
-# "?": the reader can tell an absent field from an empty one. "*": repeated. "{}": a map from texts.
+# "?": the reader can tell an absent field from an empty one. "*": repeated. "{}": a map with texts
+# as keys.
 _MESSAGES: dict[str, tuple[tuple[int, str, str], ...]] = {
     "SparseCsr": ((1, "values", "bytes"),),
     "Tensor": (

@@ -1,4 +1,4 @@
-"""Results as Tinker's package reads them, in protobuf."""
+"""Writes results in protobuf, as the package `tinker` reads them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from tandem.data.packed_format import Float32, Int32
 
 _TYPE = "ArrayRecord"
 ABSENT = -99999.0
-"""The log-prob by which the package knows that a place of `Top` is empty."""
+"""The log-prob by which the package recognises an empty place of `Top`."""
 
 
 @dataclass(frozen=True)
 class Top:
-    """The most probable tokens at each position, both [positions, k]; where there is none, token 0
+    """The most probable tokens at each position, both [positions, k]; an empty place has token 0
     with log-prob `ABSENT`."""
 
     tokens: Int32
@@ -30,7 +30,7 @@ class Top:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence. `stopped`: by a stop token or text, not by its length."""
+    """One sampled sequence. `stopped`: whether a stop token or text ended it, not its length."""
 
     tokens: Int32
     logprobs: Float32
@@ -40,7 +40,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """`prompt`: the log-prob of each token of the prompt, NaN where there is none."""
+    """The result of a sampling request. `prompt`: the log-prob of each token of the prompt, NaN if
+    unknown."""
 
     sequences: Sequence[Sampled]
     prompt: Float32 | None = None
@@ -49,7 +50,7 @@ class SampleResult:
 
 
 def encode_pass(logprobs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
-    """`logprobs`: of each datum, float32, little-endian."""
+    """The result of a pass. `logprobs`: each datum's, float32, little-endian."""
     message = ForwardBackwardOutput(loss_fn_output_type=_TYPE, metrics=metrics)
     record = message.loss_fn_outputs.add(type_tag=_TYPE, num_datums=len(logprobs))
     offsets = np.cumsum([0, *map(len, logprobs)], dtype="<i8")

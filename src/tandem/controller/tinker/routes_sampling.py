@@ -53,7 +53,7 @@ def get_sampler(sampler_id: str, api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/asample")
 async def begin_sample(request: SampleRequest, api: CurrentApi) -> dict[str, Any]:
-    """Begin to sample. The result is kept in memory until the client has it."""
+    """Begin a sample. The result is kept in memory until the client has fetched it."""
     vllm.check_sample(request)
     name = sampler_of(request.sampling_session_id)
     model = await api.run(_sampled_model, api, name)
@@ -79,13 +79,13 @@ def _sampled_model(api: TinkerApi, name: Name) -> SampledModel:
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Retrieve, api: CurrentApi) -> Response:
-    """The result of a request, or after a while that there is none yet."""
+    """The result of a request; after a while, the answer that there is none yet."""
     return await api.result(request.request_id)
 
 
 @router.post("/cancel_future")
 async def cancel_future(request: Retrieve, api: CurrentApi) -> dict[str, str]:
-    """Give a sample up. What trains goes on."""
+    """Give a sample up. Training requests continue."""
     if request_of(request.request_id).of.kind != "sample":
         raise NotFound("only samples can be cancelled", field="request_id")
     api.samples.cancel(request.request_id)

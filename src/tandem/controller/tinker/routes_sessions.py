@@ -1,5 +1,5 @@
-"""HTTP routes of Tinker's API about the server, sessions and checkpoints; and words for what is not
-served."""
+"""HTTP routes of Tinker's API about the server, sessions and checkpoints. Routes that are not
+served answer with an explanation."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -42,14 +42,14 @@ def health() -> dict[str, str]:
 
 @router.post("/client/config")
 def client_config() -> dict[str, bool]:
-    """Flags of the package. Its defaults are for another service's front end."""
-    # Training data are mostly small integers.
+    """Flags of the package. The package's own defaults are for another service's front end."""
+    # Training data is mostly small integers.
     return {"proto_compress_fwdbwd": True}
 
 
 @router.post("/client/dynamic_config")
 def client_dynamic_config() -> dict[str, bool]:
-    """Flags that the package asks for again and again."""
+    """Flags that the package asks for repeatedly."""
     return {"sample_cancel_enabled": True}
 
 
@@ -86,7 +86,7 @@ def create_session(request: CreateSession, api: CurrentApi) -> dict[str, Any]:
 
 @router.post("/session_heartbeat", response_model=None)
 def session_heartbeat(request: SessionHeartbeat, api: CurrentApi) -> dict[str, str] | Response:
-    """The session's client lives."""
+    """Record that the session's client lives."""
     try:
         api.deployment.spool.sessions.beat(request.session_id)
     except Conflict as error:
@@ -96,7 +96,7 @@ def session_heartbeat(request: SessionHeartbeat, api: CurrentApi) -> dict[str, s
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(session_id: str, request: Finish, api: CurrentApi) -> dict[str, str]:
-    """The session takes no request any more. The first reason stands."""
+    """End the session: it takes no request any more. The first reason stands."""
     reason = f"its client finished it: {request.reason.type}"
     reason += f" ({request.detail[:500]})" if request.detail else ""
     await api.run(api.deployment.spool.sessions.end, session_id, reason)
@@ -106,7 +106,7 @@ async def finish_session(session_id: str, request: Finish, api: CurrentApi) -> d
 
 @router.post("/telemetry")
 def telemetry() -> dict[str, str]:
-    """Nothing is kept of it."""
+    """Accept the package's telemetry, and drop it."""
     return {"status": "accepted"}
 
 
@@ -168,7 +168,7 @@ def _training_run(deployment: Deployment, model: Name, spec: RunSpec) -> dict[st
 
 
 def _models(deployment: Deployment) -> list[Name]:
-    """All models, those of the newest session first."""
+    """All models, with the newest session's models first."""
     sessions = deployment.spool.sessions
     names = [
         model_of_run(run)
@@ -202,7 +202,7 @@ def get_training_run(model_id: str, api: CurrentApi) -> dict[str, Any]:
 
 @router.get("/training_runs/{model_id}/checkpoints")
 def list_checkpoints(model_id: str, api: CurrentApi) -> dict[str, Any]:
-    """A model's checkpoints that have names."""
+    """A model's named checkpoints."""
     model = model_of(model_id)
     models.model_run(api.deployment, model)
     return {"checkpoints": _checkpoints(api.deployment, model)}
@@ -210,7 +210,7 @@ def list_checkpoints(model_id: str, api: CurrentApi) -> dict[str, Any]:
 
 @router.get("/checkpoints")
 def list_all_checkpoints(api: CurrentApi, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    """The checkpoints of all models that have names."""
+    """The named checkpoints of all models."""
     found = [
         one for model in _models(api.deployment) for one in _checkpoints(api.deployment, model)
     ]
@@ -221,7 +221,7 @@ def list_all_checkpoints(api: CurrentApi, limit: Limit = 100, offset: Offset = 0
 
 @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
 def delete_checkpoint(model_id: str, kind: str, name: str, api: CurrentApi) -> dict[str, str]:
-    """Forget a checkpoint's name. Its files go when TANDEM_KEEP_CHECKPOINTS has them go."""
+    """Forget a checkpoint's name. TANDEM_KEEP_CHECKPOINTS then decides when its files go."""
     path = path_of(f"tinker://{model_id}/{kind}/{name}", "checkpoint_id")
     models.saved_step(api.deployment, path, "checkpoint_id")
     api.deployment.spool.names.remove(path.model.run, path.group, path.name)
@@ -258,7 +258,7 @@ _UNSERVED = {
 
 @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
 def refuse_route(rest: str) -> None:
-    """Every other route of the package."""
+    """Answer all other routes of the package."""
     reason = _UNSERVED.get(rest.partition("/")[0], "docs/tinker.md lists what is")
     error = NotFound(f"{rest[:100]} is not served: {reason}")
     error.code = "not_served"

@@ -134,7 +134,7 @@ def _pack(deployment: Deployment, asked: Pass) -> Packed:
 
 
 def _log(api: TinkerApi, model: Name, seq: int, make: Callable[[], Packed]) -> dict[str, Any]:
-    """Logs the request that `make` makes. One that is refused leaves no gap."""
+    """Logs the request that `make` makes. A refused request leaves no gap in the numbers."""
     models.model_run(api.deployment, model)
     if seq < 1:
         raise InvalidInput("requests are numbered from 1", field="seq_id")
@@ -177,7 +177,8 @@ def save_weights(request: SaveWeights, api: CurrentApi) -> dict[str, Any]:
 
 def _check_new(api: TinkerApi, model: Name, seq: int, name: str, *, overwrite: bool) -> None:
     spool, logged = api.deployment.spool, api.numbers.logged(model.run, seq)
-    if overwrite or logged <= spool.requests.last(model.run):  # perhaps this request, repeated
+    # perhaps a repetition of this request
+    if overwrite or logged <= spool.requests.last(model.run):
         return
     if any((one.group, one.name) == ("weights", name) for one in spool.names.list(model.run)):
         problem = f"{model} has a checkpoint {name!r}"

@@ -1,5 +1,5 @@
-"""Samples on their way, in memory only. After a restart of the controller a client learns that
-its request is gone, and sends it again."""
+"""Samples in progress, in memory only. After a restart of the controller, a client is told that its
+request is gone, and sends it again."""
 
 import asyncio
 import time
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from tandem.errors import InvalidInput, TandemError
 
 MOST = 20_000
-# A client asks again for a result that it may have taken: its connection broke.
+# A client asks again for a result that it may already have: its connection broke.
 TAKEN_SECONDS = 60.0
-# Nobody asked for it.
+# Nobody has asked for it.
 LEFT_SECONDS = 900.0
 _SWEEP_SECONDS = 10.0
 
 
 class TooManySamples(TandemError, code="too_many_samples", http_status=429):
-    """Clients ask for more than are kept at once. They send the same request again."""
+    """Raised when clients ask for more samples than are kept at once. They send the same request
+    again later."""
 
 
 @dataclass(eq=False)
@@ -25,14 +26,14 @@ class _Sampling:
     session: str
     digest: bytes  # of the request
     task: asyncio.Task[bytes]
-    # When it is forgotten, monotonic; None: somebody waits, or it is still computed.
+    # When it will be forgotten, monotonic; None while somebody waits or it is being computed.
     forget: float | None = None
     waiting: int = 0
     touched: float = field(default_factory=time.monotonic)
 
 
 class SampleFutures:
-    """Belongs to one event loop."""
+    """The samples in progress, for one event loop."""
 
     def __init__(self) -> None:
         self._samples: dict[str, _Sampling] = {}
@@ -45,7 +46,7 @@ class SampleFutures:
         digest: bytes,
         sample: Callable[[], Coroutine[None, None, bytes]],
     ) -> None:
-        """Begins the sample, unless it has begun. InvalidInput where another request has its
+        """Begins the sample, unless it has begun. Raises InvalidInput if another request has its
         number; TooManySamples."""
         self._sweep()
         if (known := self._samples.get(request_id)) is not None:
@@ -56,12 +57,12 @@ class SampleFutures:
         if len(self._samples) >= MOST:
             raise TooManySamples(f"{MOST} samples are on their way; send it again later")
         task = asyncio.create_task(sample(), name=request_id)
-        # Its error is told by `wait`, and nobody may ask.
+        # `wait` reports its error, and nobody may ask.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._samples[request_id] = _Sampling(session, digest, task)
 
     async def wait(self, request_id: str, seconds: float) -> asyncio.Task[bytes] | None:
-        """The ended task; None if it goes on. KeyError without it."""
+        """The ended task; None if it is still running. Raises KeyError if there is none."""
         found = self._samples[request_id]
         found.waiting += 1
         try:

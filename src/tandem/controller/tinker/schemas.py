@@ -1,5 +1,5 @@
-"""Bodies of Tinker's API in JSON. What trains or samples has no other keys than these: a key that
-is not understood here would be ignored in silence."""
+"""Bodies of Tinker's API in JSON. Bodies that train or sample have no other keys than these: an
+unknown key would be silently ignored."""
 
 from typing import Annotated, Any, Literal
 

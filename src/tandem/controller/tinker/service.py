@@ -1,4 +1,4 @@
-"""The state that all routes of Tinker's API share: one per controller process."""
+"""The state that all routes of Tinker's API share, one per controller process."""
 
 import asyncio
 import time
@@ -22,22 +22,22 @@ from tandem.controller.tinker.vllm import SampleFailed, VllmSampler
 from tandem.errors import TandemError
 from tandem.vllm_client.names import BASE_MODEL_NAME
 
-# The package gives an answer 45 s.
+# The package waits 45 s for an answer.
 HOLD_SECONDS = 30.0
-# Between two looks at the volume: at first, and after a while.
+# Seconds between two looks at the volume, at first and after a while.
 _LOOK_SECONDS, _LATER_LOOK_SECONDS, _SOON_SECONDS = 0.02, 0.1, 5.0
 _THREADS = 8
 
 
 class SampledModel(NamedTuple):
-    """The model that a sampler samples: a checkpoint, or without a run the base model."""
+    """The model that a sampler samples: a checkpoint or, without a run, the base model."""
 
     run: str | None = None
     step: int = 0
 
     @property
     def model(self) -> str:
-        """vLLM's name of it."""
+        """vLLM's name of the model."""
         return BASE_MODEL_NAME if self.run is None else f"{self.run}@{self.step}"
 
 
@@ -48,14 +48,14 @@ class TinkerApi:
         self.futures = Futures(deployment, self.numbers)
         self.samples = SampleFutures()
         self._sampler = VllmSampler(deployment.settings)
-        # Threads of its own: waits must not stand behind heavy requests.
+        # Threads of their own: waits must not queue behind heavy requests.
         self.threads = anyio.CapacityLimiter(_THREADS)
 
     async def close(self) -> None:
         await self._sampler.close()
 
     async def run[T](self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work` in a thread, for what waits for the volume."""
+        """Runs `work`, which waits for the volume, in a thread."""
         return await to_thread.run_sync(work, *arguments, limiter=self.threads)
 
     async def sample(self, of: SampledModel, request: SampleRequest) -> bytes:
@@ -68,8 +68,8 @@ class TinkerApi:
         return encode_sample(await self._sampler.sample(of.model, request, want))
 
     async def result(self, request_id: str) -> Response:
-        """The answer to a client that asks for its future: held until there is one, but not for
-        longer than the client waits."""
+        """The answer to a client that asks for its future. It is held until there is a result, but
+        not for longer than the client waits."""
         asked = request_of(request_id)
         if asked.of.kind == "sample":
             return await self._sampled(request_id)
@@ -90,7 +90,7 @@ class TinkerApi:
         try:
             ended = await self.samples.wait(request_id, HOLD_SECONDS)
         except KeyError:
-            # It was lost with the controller's memory, or given away long ago.
+            # The controller's memory was lost, or the result was given away long ago.
             return gone("the sample is gone; send the request again")
         if ended is None:
             return self._response(request_id, Unfinished())
@@ -124,7 +124,7 @@ class TinkerApi:
 
 
 def gone(message: str) -> Response:
-    """The answer by which a client learns that something has ended."""
+    """The answer that tells a client that something has ended."""
     return JSONResponse({"error": {"type": "gone", "message": message, "field": None}}, 410)
 
 

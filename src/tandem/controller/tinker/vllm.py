@@ -1,4 +1,4 @@
-"""Sampling at vLLM by token ids: a request of Tinker's API as one of vLLM's, and its answer
+"""Samples at vLLM by token ids: turns a request of Tinker's API into vLLM's, and vLLM's answer
 back."""
 
 import asyncio
@@ -19,7 +19,7 @@ from tandem.errors import InvalidInput, TandemError
 _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 3600.0
 # An idle connection is closed before vLLM closes it, after 5 s.
 _KEPT_SECONDS = 4.0
-# vLLM restarts or sleeps within that; the client sees a request that takes long.
+# vLLM's restarts and sleeps fit into this time; the client sees a slow request.
 PATIENCE_SECONDS = 600.0
 # A vLLM that has just started has not loaded its adapters yet.
 LOADING_SECONDS = 60.0
@@ -28,7 +28,7 @@ _AGAIN_STATUSES = (408, 429, 502, 503, 504)
 
 
 class SampleFailed(TandemError, code="inference_refused", http_status=502):
-    """vLLM did not sample. `user`: because of what the client asked for."""
+    """vLLM did not sample. `user`: the client's request is the cause."""
 
     def __init__(self, message: str, *, user: bool) -> None:
         super().__init__(message)
@@ -36,15 +36,15 @@ class SampleFailed(TandemError, code="inference_refused", http_status=502):
 
 
 class _Again(Exception):
-    """The same request may succeed soon."""
+    """Raised when the same request may succeed soon."""
 
 
 class _NotLoaded(_Again):
-    """vLLM does not have the model."""
+    """Raised when vLLM does not have the model."""
 
 
 class VllmSampler:
-    """vLLM's `/v1/completions`. Belongs to one event loop.
+    """Samples by vLLM's `/v1/completions`, for one event loop.
 
     httpx is not used: its pool walks all connections for each request, and clients sample by the
     thousand (docs/performance.md, Sampling beside training).
@@ -55,7 +55,7 @@ class VllmSampler:
         key = settings.inference_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http: aiohttp.ClientSession | None = None
-        self._length: tuple[float, int] | None = None  # when it was asked, and vLLM's answer
+        self._length: tuple[float, int] | None = None  # when vLLM was asked, and its answer
 
     async def close(self) -> None:
         if self._http is not None:
@@ -64,8 +64,8 @@ class VllmSampler:
     async def sample(
         self, model: str, request: SampleRequest, want: Callable[[], Awaitable[None]]
     ) -> SampleResult:
-        """Waits while vLLM starts, sleeps or loads the model, which `want` asks for. SampleFailed
-        where it refuses."""
+        """The samples. Waits while vLLM starts, sleeps or loads the model, which `want` asks for.
+        Raises SampleFailed if vLLM refuses."""
         tokens = [token for chunk in request.prompt.chunks for token in chunk.tokens]
         begin, missing = time.monotonic(), None
         while True:
@@ -129,7 +129,8 @@ class VllmSampler:
 
 
 def check_sample(request: SampleRequest) -> None:
-    """InvalidInput for what vLLM can't do, so that nothing is answered that was not asked for."""
+    """Raises InvalidInput for a request that vLLM can't follow exactly, so that no other question
+    is answered."""
     for i, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise InvalidInput(f"{chunk.type}: only text is served", field=f"prompt.chunks.{i}")
@@ -153,7 +154,11 @@ def check_sample(request: SampleRequest) -> None:
 def completion(
     model: str, request: SampleRequest, tokens: Sequence[int], room: int
 ) -> dict[str, Any]:
-    """vLLM's request. `room`: the tokens that fit behind the prompt."""
+    """The request to vLLM.
+
+    Args:
+        room: the tokens that fit behind the prompt.
+    """
     asked = request.sampling_params
     body: dict[str, Any] = {
         "model": model,
@@ -187,7 +192,7 @@ def completion(
 def sampled(
     request: SampleRequest, tokens: Sequence[int], answer: Mapping[str, Any]
 ) -> SampleResult:
-    """The samples in vLLM's answer. SampleFailed where the answer is not whole."""
+    """The samples in vLLM's answer. Raises SampleFailed if the answer is incomplete."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     sequences = [_sequence(choice, request.topk_sample_logprobs) for choice in choices]
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -243,7 +248,7 @@ def _sequence(choice: Mapping[str, Any], k: int) -> Sampled:
 
 
 def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
-    """The k most probable of each place. vLLM also gives the token that stands there."""
+    """The k most probable tokens of each place. vLLM adds the token that stands there."""
     tokens = np.zeros((len(entries), k), np.int32)
     logprobs: Float32 = np.full((len(entries), k), ABSENT, np.float32)
     for i, entry in enumerate(entries):
@@ -254,7 +259,7 @@ def _top(entries: Sequence[Mapping[int, float]], k: int) -> Top:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN and no infinity: vLLM sends null."""
+    """The number; vLLM sends null for NaN and infinity, which JSON lacks."""
     return float("nan") if value is None else float(value)
 
 

@@ -1,5 +1,5 @@
-"""`python -m tandem.inference.publisher`: publishes checkpoints to the vLLM server beside it until
-SIGTERM."""
+"""The publisher's program (`python -m tandem.inference.publisher`): publishes checkpoints to the
+vLLM server beside it until SIGTERM."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ POLL_SECONDS = 0.5
 def main() -> None:
     """Waits for the spool and for vLLM, whichever comes later. Exits 2 on wrong settings."""
     configure()
-    # At once: the publisher may die at any point.
+    # Checked at once, because the publisher may die at any point.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         settings = load_settings()
@@ -41,7 +41,7 @@ def main() -> None:
         liveness.beat("publisher")
         try:
             if publisher is None:
-                # Two would unload each other's adapters, and overwrite served.json.
+                # Two publishers would unload each other's adapters, and overwrite served.json.
                 held.close()
                 held.enter_context(_publisher_lock(Spool(settings.root), settings.replica))
                 publisher = Publisher(settings, client)
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def _publisher_lock(spool: Spool, replica: str | None) -> AbstractContextManager[None]:
-    """The lock of the only publisher, or of a replica's. SpoolUnusable where the spool has both
-    kinds of publishers: each would write over what the others announce."""
+    """The lock of the only publisher, or of a replica's publisher. Raises SpoolUnusable if the
+    spool has both kinds of publishers: each would overwrite what the others announce."""
     if replica is None:
         if others := ", ".join(spool.replicas.fresh()):
             raise SpoolUnusable(

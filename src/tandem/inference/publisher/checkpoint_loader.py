@@ -1,4 +1,4 @@
-"""Loads a checkpoint into vLLM, verifies it there, and remembers what came of it."""
+"""Loads a checkpoint into vLLM, verifies it there, and remembers the result."""
 
 import math
 import time
@@ -22,14 +22,14 @@ FileStats = tuple[tuple[str, int, int, int], ...]
 """Path, size, modification time and inode of each file: they differ after any change."""
 
 TRIES = 3
-"""How often vLLM may answer 500 before the checkpoint counts as refused."""
+"""How many times vLLM may answer 500 before the checkpoint counts as refused."""
 TRY_AGAIN_SECONDS = 30.0
-"""When a checkpoint is tried again that was refused because vLLM answered 500. The pause doubles
-each time."""
+"""The pause before a checkpoint that was refused for such an answer is tried again. It doubles each
+time."""
 LONGEST_PAUSE_SECONDS = 3600.0
 VISIBLE_SECONDS = 60.0
-"""Within so many seconds after a checkpoint was made, a file that is missing may be on its way to
-this machine, as on NFS."""
+"""For this long after a checkpoint was made, a missing file may still be on its way to this
+machine, as on NFS."""
 
 
 @dataclass
@@ -43,23 +43,24 @@ class ServedCheckpoint:
     told: bool = False
 
     def read(self, manifest: tuple[int, int] | None) -> "ServedCheckpoint":
-        """Its manifest was read, and had this `manifest_identity` right before."""
+        """Reads a checkpoint's manifest, unless the manifest that was read last has this
+        `manifest_identity`."""
         self.record = self.record.model_copy(update={"manifest": manifest})
         return self
 
 
 class CheckpointRefused(Exception):
-    """This checkpoint is not served. The message says why."""
+    """This checkpoint can't be served. The message says why."""
 
 
 class CheckpointNotVisible(Exception):
-    """Files of this new checkpoint are not visible yet. The message says what is done."""
+    """Files of this new checkpoint are not visible yet. The message says what happens next."""
 
 
 @dataclass
 class Refusal:
-    """`stats`: of the files that were refused; `again`: when they are tried again nevertheless,
-    after `pause` seconds, by the monotonic clock."""
+    """A refused checkpoint. `stats`: the refused files' stats; `again`: when it is tried again
+    though they are unchanged, after `pause` seconds, by the monotonic clock."""
 
     stats: FileStats
     reason: str
@@ -69,8 +70,8 @@ class Refusal:
 
 @dataclass
 class CheckpointLoader:
-    """`tolerance`: the rule of verification; `base_model`: the one that vLLM serves, to explain a
-    refusal."""
+    """Loads and verifies checkpoints. `tolerance`: the rule of verification; `base_model`: vLLM's
+    base model, to explain a refusal."""
 
     spool: Spool
     client: VllmClient
@@ -80,7 +81,7 @@ class CheckpointLoader:
     _served: dict[str, ServedCheckpoint] = field(default_factory=dict)
     _refused: dict[str, Refusal] = field(default_factory=dict)
     loads: int = 0
-    """Checkpoints that this object tried to load and verify."""
+    """The number of checkpoints that this object tried to load and verify."""
 
     def server_lost(self) -> None:
         """Forget everything, refusals included: they may have been the server's fault."""
@@ -89,8 +90,8 @@ class CheckpointLoader:
         self.transport.server_lost()
 
     def verified(self, name: str) -> float | None:
-        """When this object verified what vLLM serves as `name`, Unix seconds; None if it did
-        not."""
+        """When this object verified the weights that vLLM serves as `name`, Unix seconds; None if
+        it did not."""
         return self._served[name].record.verified if name in self._served else None
 
     def serving(self, run: str) -> list[Served]:
@@ -103,11 +104,12 @@ class CheckpointLoader:
         return sorted(records, key=lambda record: -record.step)
 
     def serve(self, run: RunSpec, step: int, name: str) -> ServedCheckpoint:
-        """Load and verify a checkpoint under `name`, unless that is done. Raises CheckpointRefused.
+        """Load and verify a checkpoint under `name`, unless both are done. Raises
+        CheckpointRefused.
 
-        CheckpointNotVisible for a new one whose files are missing: it is tried again at every turn.
-        A refused checkpoint is tried again when its files change or the server is lost, and after a
-        pause if vLLM answered 500.
+        Raises CheckpointNotVisible for a new checkpoint whose files are missing: it is tried again
+        at every turn. A refused checkpoint is tried again when its files change or the server is
+        lost, and after a pause if vLLM answered 500.
         """
         served = self._served.get(name)
         try:
@@ -118,12 +120,12 @@ class CheckpointLoader:
                 and served.record.manifest == identity
                 and self._lists(name, served.path)
             ):
-                return served  # to read a manifest with its probe takes milliseconds, at every turn
+                return served  # reading a manifest with its probe takes milliseconds, at every turn
             manifest = self.spool.checkpoints.manifest(run.name, step)
             path = self.transport.copies.path(name, manifest, run)
         except CheckpointDamaged as error:
             if served is not None and self._lists(name, served.path):
-                # vLLM serves a verified copy, which the damage on the volume does not change.
+                # vLLM serves a verified copy, which damage on the volume does not change.
                 return served
             raise self._refuse(name, (), str(error)) from error
         if served is not None and served.path == path and self._lists(name, path):
@@ -156,7 +158,7 @@ class CheckpointLoader:
         return served
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """`deleted`: its run is gone."""
+        """Unload a name. `deleted`: its run is gone."""
         self.transport.unload(name, deleted=deleted)
         self._served.pop(name, None)
 
@@ -166,15 +168,15 @@ class CheckpointLoader:
     def _try_to_serve(
         self, run: RunSpec, manifest: Manifest, name: str, path: Path
     ) -> ServedCheckpoint:
-        """`_load_and_verify`, again if vLLM answers 500: one such answer says little about the
-        checkpoint."""
+        """Runs `_load_and_verify`, and again if vLLM answers 500: one such answer says little about
+        the checkpoint."""
         for attempt in range(1, TRIES):
             try:
                 return self._load_and_verify(run, manifest, name, path)
             except InferenceFailed as error:
                 log.warning("vLLM answered 500; trying again", model=name, error=error)
                 time.sleep(0.1 * 2**attempt)
-                self.transport.refresh()  # it may have loaded the adapter all the same
+                self.transport.refresh()  # vLLM may have loaded the adapter even so
         return self._load_and_verify(run, manifest, name, path)
 
     def _load_and_verify(
@@ -182,7 +184,7 @@ class CheckpointLoader:
     ) -> ServedCheckpoint:
         started = time.monotonic()
         if run.lora is not None:
-            # This hashes the adapter's files, and only those: vLLM needs no optimizer state.
+            # This hashes only the adapter's files: vLLM needs no optimizer state.
             self.transport.copies.copy(
                 path, self.spool.checkpoints.path(run.name, manifest.step), manifest
             )

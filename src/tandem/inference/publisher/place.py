@@ -1,4 +1,4 @@
-"""The address of this publisher's vLLM, for ranks that send whole weights to it."""
+"""Finds the address of this publisher's vLLM, for ranks that send whole weights to it."""
 
 from urllib.parse import urlsplit
 
@@ -11,8 +11,8 @@ _EVERY = ("0.0.0.0", "::")
 
 
 def vllm_place(settings: Settings) -> VllmPlace:
-    """By the host of TANDEM_INFERENCE_URL, if other machines could use it, else by this machine's
-    address."""
+    """The place of vLLM: the host of TANDEM_INFERENCE_URL if other machines could use it, else this
+    machine's address."""
     host = str(urlsplit(settings.resolved_inference_url).hostname)
     here = is_loopback(host) or host in _EVERY
     return VllmPlace(address=reachable_address() if here else host, network=network_name())

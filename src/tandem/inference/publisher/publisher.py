@@ -1,6 +1,6 @@
-"""Follows the runs on the spool: each run's newest good checkpoints are loaded into vLLM, and old
-ones unloaded. Runs that were trained or sampled last come first, so that after a restart they don't
-wait for those that nobody uses.
+"""Follows the runs on the spool: loads each run's newest good checkpoints into vLLM, and unloads
+old ones. Runs that were trained or sampled last come first, so that after a restart they don't wait
+for unused runs.
 
 The publisher compares the spool with vLLM's list of models and does what is missing. Its memory
 only saves work, so it and vLLM may die and start again at any time.
@@ -48,8 +48,12 @@ class Publisher:
     def __init__(
         self, settings: Settings, client: VllmClient, *, grace: float = GRACE_SECONDS
     ) -> None:
-        """`grace`: see Retention. SpoolUnusable while the volume is not there; InvalidInput for
-        wrong settings."""
+        """Opens the spool and vLLM's client. Raises SpoolUnusable while the volume is missing.
+        Raises InvalidInput for wrong settings.
+
+        Args:
+            grace: see Retention.
+        """
         self._spool = Spool(settings.root)
         self._weights = settings.weights
         self._keep = settings.keep_served if settings.weights == "adapter" else 1
@@ -77,14 +81,14 @@ class Publisher:
         self._usage = Usage(client, self._transport.copies.usage_file)
         self._retention = Retention(client, grace, most=4 * settings.max_loras)
         self._specs: dict[str, RunSpec] = {}
-        # Nobody listens at vLLM's address, and no record says that it serves a step.
+        # Nothing listens at vLLM's address, and no record says that it serves a step.
         self._gone = False
-        # Whether vLLM has what they say, since it was last seen to start.
+        # Whether the records were compared with vLLM since it was last seen to start.
         self._records_checked = False
         self._troubles: dict[str, str] = {}
 
     def once(self) -> bool:
-        """Do what is missing, for every run. False when vLLM sleeps or can't be reached."""
+        """Do what is missing, for every run. False if vLLM sleeps or can't be reached."""
         try:
             why_not = self._shared.turn() if self._shared is not None else ""
             self._log_change("awake", why_not and f"vLLM sleeps: {why_not}", log.info)
@@ -103,8 +107,8 @@ class Publisher:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Until the next `once`; on shared GPUs also until a trainer asks for them or gives them
-        back."""
+        """Waits until the next `once`; on shared GPUs also until a trainer asks for the GPUs or
+        gives them back."""
         if self._shared is not None:
             self._shared.wait(seconds)
         else:
@@ -114,7 +118,8 @@ class Publisher:
         self._records.turn_begins()
         if self._transport.refresh() or not self._records_checked:
             self._records_checked = self._withdraw_records()
-            # vLLM has started, or this publisher: no run's older steps keep another run waiting.
+            # vLLM or this publisher has started: older steps of one run must not keep another run
+            # waiting.
             if self._keep > 1:
                 self._publish_all(keep=1)
         wanted = self._publish_all(self._keep)
@@ -128,18 +133,18 @@ class Publisher:
         self._records.turn_done(wanted.keys())
 
     def _publish_all(self, keep: int) -> dict[str, set[str]]:
-        """Have the newest `keep` steps of each run served. Returns by run the names that must stay
-        loaded."""
+        """Have the newest `keep` steps of each run served. Returns, by run, the names that must
+        stay loaded."""
         wanted: dict[str, set[str]] = {}
-        # Run -> when its checkpoints last changed, before it was published.
+        # Run -> the last change of its checkpoints before it was published.
         published: dict[str, float] = {}
-        again = False  # whether the last load was for a run that had had its turn
+        again = False  # whether the last load was for a run that had already had its turn
         while (changed := self._changes()).keys() - published.keys():
             loads = self._loader.loads
             for run in sorted(changed, key=lambda run: -max(changed[run], self._usage.last(run))):
-                # Between two loads of others a run may come once more. With steps that come faster
-                # than they are loaded it would else keep the others waiting, and this loop would
-                # not end.
+                # Between two loads of other runs, a run may come once more. If its steps come
+                # faster than they are loaded, it would otherwise keep the other runs waiting, and
+                # this loop would not end.
                 if published.get(run) == changed[run] or (again and run in published):
                     continue
                 liveness.beat("publisher")
@@ -148,12 +153,13 @@ class Publisher:
                 wanted[run] = self._try_to_publish(run, keep)
                 if self._loader.loads > loads:
                     again = is_again
-                    # That took a while: a run may have a new checkpoint, which then comes first.
+                    # The load took a while: a run with a new checkpoint now comes first.
                     break
         return wanted
 
     def _changes(self) -> dict[str, float]:
-        """When the checkpoints of each run that can be served last changed, Unix seconds."""
+        """The time of the last change of the checkpoints of each run that can be served, Unix
+        seconds."""
         changes: dict[str, float] = {}
         self._specs = {}
         for run in self._spool.runs.names():
@@ -163,14 +169,14 @@ class Publisher:
                     changes[run] = self._spool.checkpoints.changed(run)
             except (TandemError, ValidationError, OSError) as error:
                 self._log_change(run, f"run {run} can't be published: {error}")
-        # Runs of an earlier deployment: vLLM has one run's weights.
+        # These are runs of an earlier deployment: vLLM has the weights of one run.
         if self._weights == "merged" and len(changes) > 1:
             run = max(changes, key=lambda run: self._specs[run].created)
             return {run: changes[run]}
         return changes
 
     def _try_to_publish(self, run: str, keep: int) -> set[str]:
-        """`_publish_run`; after an error what the run has loaded stays, and the other runs go
+        """Runs `_publish_run`. After an error the run's loaded steps stay, and the other runs go
         on."""
         try:
             wanted = self._publish_run(self._specs[run], keep)
@@ -199,8 +205,8 @@ class Publisher:
                 self._loader.unload(name)
 
     def _is_of_deleted_run(self, name: str, path: str) -> bool:
-        """Whether a publisher loaded this for a run that is gone. One that can't be read is not
-        gone."""
+        """Whether a publisher loaded this name for a run that is gone. A run that can't be read is
+        not gone."""
         run = run_of(name)
         if run in self._specs or not is_run_name(run) or not self._transport.copies.has(path):
             return False
@@ -214,18 +220,18 @@ class Publisher:
         return False
 
     def _is_in_chain(self, name: str) -> bool:
-        """Whether the step is, or before it was removed by age was, in its run's chain: not
-        discarded by a rollback."""
+        """Whether the step is in its run's chain, or was until its removal by age: no rollback
+        discarded it."""
         run = run_of(name)
         try:
             return run in self._specs and int(
                 name.rpartition("@")[2]
             ) <= self._spool.checkpoints.newest(run)
-        except (TandemError, OSError):  # it was deleted meanwhile
+        except (TandemError, OSError):  # it was deleted in between
             return True
 
     def _withdraw_records(self) -> bool:
-        """Remove the records of steps that vLLM does not list, as after a start of vLLM. False if
+        """Remove the records of steps that vLLM does not list, as after a restart of vLLM. False if
         that failed."""
         try:
             self._spool.check()
@@ -241,10 +247,10 @@ class Publisher:
         loaded."""
         wanted = self._records.keep(run.name)
         kept: list[Served] = []  # the newest first
-        # The newest step that is above those and refused.
+        # The newest refused step above the kept ones.
         refused: Refused | None = None
-        # Behind refused steps it looks for older ones: at no more than two extra steps. Where none
-        # is served it goes on from turn to turn, because it remembers which are refused.
+        # Below refused steps it tries older ones, at most two extra steps per turn. If none is
+        # served it continues in the next turn, because it remembers the refused ones.
         most_steps, most_loads = keep + 2, self._loader.loads + keep + 2
         invisible = ""
         for looked, step in enumerate(reversed(self._spool.checkpoints.steps(run.name))):
@@ -278,7 +284,7 @@ class Publisher:
         return wanted
 
     def _serve_wanted(self, run: RunSpec) -> set[str]:
-        """Load the older steps that clients sample; returns the names of the loaded steps."""
+        """Load the older steps that clients sample. Returns the names of the loaded steps."""
         loaded = set()
         existing = {*self._spool.checkpoints.steps(run.name)}
         for step in existing.intersection(self._spool.served.wanted(run.name)):
@@ -289,11 +295,11 @@ class Publisher:
         return loaded
 
     def _serves(self, run: str, kept: list[Served]) -> list[Served]:
-        """`kept`, and behind them older steps that vLLM has still."""
+        """The steps that vLLM serves: `kept`, followed by older steps that are still loaded."""
         return kept + [old for old in self._loader.serving(run) if old.step < kept[-1].step]
 
     def _served(self, run: str) -> Served | None:
-        """The record of the step that is served, unless a rollback discarded that step."""
+        """The record of the served step, unless a rollback discarded that step."""
         record = self._records.served(run)
         if record is not None:
             try:
@@ -311,7 +317,7 @@ class Publisher:
     def _log_change(
         self, topic: str, trouble: str, write: Callable[[str], None] = log.warning
     ) -> None:
-        """Log a trouble when it begins or changes, and once more when it is over (`trouble` is
+        """Log a trouble when it begins or changes, and once more when it has ended (`trouble` is
         empty)."""
         before = self._troubles.pop(topic, "")
         if trouble:

@@ -1,5 +1,5 @@
-"""The publisher's records of the steps that vLLM serves, where the spool has only one vLLM.
-(`replica.py` has the records of one of several.)"""
+"""The publisher's records of served steps, if the spool has only one vLLM. (`replica.py` has the
+records of one of several.)"""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -14,29 +14,30 @@ log = Log("publisher")
 
 class Records(Protocol):
     def served(self, run: str) -> Served | None:
-        """The newest step that this vLLM serves of a run, as far as records say."""
+        """The newest step that this vLLM serves of a run, according to the records."""
 
     def put(self, run: str, serves: Sequence[Served], refused: Refused | None) -> None:
-        """This vLLM serves these steps, the newest first, and refused a newer one. Without steps it
-        serves none of the run."""
+        """Records that this vLLM serves these steps, the newest first, and has refused a newer one.
+        Without steps it serves nothing of the run."""
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """vLLM serves this step; its job's events are to say so."""
+        """Tells the step's job that vLLM serves the step."""
 
     def keep(self, run: str) -> set[str]:
-        """Names that vLLM must not lose, whatever the publisher would keep."""
+        """Names that vLLM must keep, whatever the publisher would unload."""
 
     def unload(self, run: str, name: str) -> bool:
-        """Take a step out of the records before vLLM loses it. False where it must stay."""
+        """Take a step out of the records before vLLM loses it. False if it must stay."""
 
     def withdraw(self, listed: Collection[str]) -> None:
-        """Remove the records of steps that are not among vLLM's names, as after a start of vLLM."""
+        """Remove the records of steps that are not among vLLM's names, as after a restart of
+        vLLM."""
 
     def turn_begins(self) -> None:
-        """vLLM's list is asked for next."""
+        """Called before vLLM's list is read."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """vLLM serves what it should of these runs, which are all."""
+        """Called when vLLM serves the right steps of these runs, which are all runs."""
 
 
 class OnlyServer:
@@ -82,15 +83,15 @@ class OnlyServer:
         """Nobody asks."""
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Nobody waits for it."""
+        """Nothing to do: no other replica waits."""
 
 
 def tell_job(spool: Spool, job: str, served: Served) -> None:
-    """Append `served` to the events of the checkpoint's job. Only once, however often the
-    checkpoint is loaded."""
+    """Append `served` to the events of the checkpoint's job. It does so only once, however often
+    the checkpoint is loaded."""
     with spool.job_lock(job):
         events = spool.events.read(job)
-        # Without any event the job's records were removed.
+        # A job without any event has had its records removed.
         if events and not any(event.type == "served" for event in events):
             told = {
                 "step",

@@ -1,13 +1,13 @@
-"""The publisher's records where it has one of several vLLM servers, and its permission for that
-vLLM to answer.
+"""The publisher's records for one of several vLLM servers, and its permission for that vLLM to
+answer.
 
 A replica is *ready* when it serves every announced step. Its vLLM answers requests only then
 (`inference.server.readiness`), and no step is announced before it has verified it too. It becomes
-ready, or leaves, under the lock under which steps are announced. So nobody asks a ready replica for
-a step that it doesn't have, and with merged weights nobody gets an older one.
+ready, or leaves, under the lock under which steps are announced. So no client asks a ready replica
+for a step that it lacks, and with merged weights no client gets an older step.
 
-vLLM's permission to answer ends by itself before the other replicas take this one for dead: a
-publisher that stops, or loses the volume, takes its vLLM with it.
+The permission ends by itself before the other replicas take this one for dead. So a publisher that
+stops, or loses the volume, takes its vLLM out with it.
 """
 
 import os
@@ -34,11 +34,12 @@ from tandem.vllm_client.names import READY_MARGIN_SECONDS
 log = Log("publisher")
 
 BEAT_SECONDS = 2.0
-"""How often the record of a living replica is renewed, and the others' are read."""
+"""Seconds between two renewals of a living replica's record, and between two reads of the
+others'."""
 LEASE_SECONDS = DEAD_SECONDS / 2
-"""How long vLLM answers requests after the last renewal."""
+"""Seconds for which vLLM answers requests after the last renewal."""
 DRAIN_SECONDS = READY_MARGIN_SECONDS
-"""How long vLLM answers requests after the proxy was told to send no more."""
+"""Seconds for which vLLM answers requests after the proxy was told to send no more."""
 
 
 class Member:
@@ -61,13 +62,13 @@ class Member:
             beat=time.time(),
             why="it starts",
         )
-        # By the monotonic clock, which vLLM on the same machine has too.
+        # By the monotonic clock, which vLLM on the same machine shares.
         self._beaten = self._lease = 0.0
-        # vLLM's process that had this turn's list, and the one that became ready.
+        # The vLLM process whose list this turn read, and the one that became ready.
         self._asked = self._joined = ""
         # Run -> step that others serve and this replica does not -> since when, monotonic.
         self._behind: dict[str, dict[int, float]] = {}
-        # Run -> the verified steps whose jobs know it.
+        # Run -> the verified steps that their jobs know of.
         self._told: dict[str, set[tuple[int, str]]] = {}
         self._trouble = ""
         with self._replicas.lock():
@@ -77,7 +78,7 @@ class Member:
         threading.Thread(target=self._beat_forever, name="replica", daemon=True).start()
 
     def stop(self) -> None:
-        """No more beats, as after a death."""
+        """Send no more beats, as if this process had died."""
         self._ended.set()
 
     def served(self, run: str) -> Served | None:
@@ -90,7 +91,7 @@ class Member:
             self._announce(run)
 
     def tell(self, run: str, served: ServedCheckpoint) -> None:
-        """Who announces a step tells its job."""
+        """Nothing to do: whoever announces a step tells its job."""
 
     def keep(self, run: str) -> set[str]:
         announced = self._spool.served.get(run)
@@ -131,7 +132,7 @@ class Member:
                 self._drop("its vLLM has started again")
 
     def turn_done(self, runs: Collection[str]) -> None:
-        """Become ready, if this replica has what is announced."""
+        """Become ready, if this replica has the announced steps."""
         if self._record.ready:
             return
         with self._replicas.lock():
@@ -147,7 +148,7 @@ class Member:
                 self._announce(run)
 
     def _missing(self, run: str) -> str:
-        """Why this replica does not serve what is announced; empty if it does."""
+        """The reason why this replica does not serve the announced steps; empty if it does."""
         announced = self._spool.served.get(run)
         if announced is None or not self._spool.checkpoints.has(run, announced):
             return ""
@@ -172,7 +173,8 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew the record, leave if this replica holds the others up, and announce what it may."""
+        """Renew the record, leave if this replica holds the others up, and announce what is
+        possible."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
@@ -188,14 +190,16 @@ class Member:
             self._replicas.forget_dead()
 
     def _leaves(self) -> str:
-        """Why it should stop answering, where somebody is about to stop it (`supervise.drain`)."""
+        """The reason to stop answering, if the server is about to be stopped
+        (`supervise.drain`)."""
         with suppress(OSError, ValueError):
             if time.time() < float(leaving_file(self._spool.root).read_text()):
                 return "it is about to be stopped"
         return ""
 
     def _lag(self) -> str:
-        """Why the other replicas should go on without this one; empty if they needn't."""
+        """The reason why the other replicas should continue without this one; empty if there is
+        none."""
         others = [
             name
             for name, record in self._replicas.living().items()
@@ -227,14 +231,14 @@ class Member:
         return max((served.step for served in record.steps if has(run, served)), default=-1)
 
     def _leave(self, why: str) -> None:
-        """Be ready no more: the proxy learns it first, then vLLM answers no request, and then the
-        others need not wait."""
+        """Stop being ready, in this order: the proxy learns it, vLLM answers no request, and the
+        other replicas stop waiting."""
         self._tell_vllm(min(self._lease, time.monotonic() + DRAIN_SECONDS))
         if time.monotonic() >= self._lease:
             self._set(ready=False, why=why)
 
     def _drop(self, why: str) -> None:
-        """Be ready no more at once, because vLLM has nothing loaded."""
+        """Stop being ready at once, because vLLM has nothing loaded."""
         self._tell_vllm(0.0)
         self._set(ready=False, why=why)
 
@@ -251,7 +255,7 @@ class Member:
         self._replicas.put(self._record)
 
     def _renew(self) -> bool:
-        """Let vLLM answer requests until a while after the record was written. False where it is
+        """Let vLLM answer requests for a while after the record was written. False if vLLM is
         another process, or gone."""
         return self._tell_vllm(self._beaten + LEASE_SECONDS, self._joined)
 

@@ -1,7 +1,8 @@
-"""A vLLM that shares its GPUs with the trainer: asleep while a trainer holds them, else awake.
+"""Controls a vLLM that shares its GPUs with the trainer: it sleeps while a trainer holds them, and
+is awake otherwise.
 
 The publisher alone puts vLLM to sleep and wakes it. The runner asks for the GPUs by a hold with the
-phase `sleeping`, and gives them back by removing the hold, which also a full volume permits. The
+phase `sleeping`, and gives them back by removing the hold, which works even on a full volume. The
 publisher answers in a record (`SharedVllm`). It looks for a hold between its own turns, so vLLM
 never falls asleep while something is loaded into it: an adapter loaded into a sleeping vLLM would
 end the engine.
@@ -37,17 +38,17 @@ _State = Literal["awake", "asleep", "gone"]
 class LentGpus:
     def __init__(self, spool: Spool, client: VllmClient, devices: Devices) -> None:
         self._spool, self._client, self._devices = spool, client, devices
-        # A publisher that was killed may have answered the hold already.
+        # A publisher that was killed may already have answered the hold.
         before = spool.inference.shared()
         self._answer = before.answer if before is not None else None
         self._seen: Hold | None = None  # the hold that the last turn found
         self._trouble = ""
 
     def turn(self) -> str:
-        """Do what the hold asks for, or wake vLLM where none is live, and record how vLLM is. Empty
-        if vLLM is awake, and stays so until the next call; else why not.
+        """Do what the hold asks for, or wake vLLM if no hold is live, and record vLLM's state.
+        Returns an empty text if vLLM is awake and stays so until the next call; else the reason.
 
-        Raises what VllmClient raises where vLLM can't be woken.
+        Raises what VllmClient raises if vLLM can't be woken.
         """
         looked = time.monotonic()
         self._seen = self._spool.hold.get()
@@ -69,16 +70,16 @@ class LentGpus:
         return why
 
     def wait(self, seconds: float) -> None:
-        """Until the next turn: at once when there is a hold, or none any more, since the last."""
+        """Waits until the next turn, but not longer than until a hold appears or disappears."""
         end = time.monotonic() + seconds
-        with suppress(TandemError, OSError):  # the next turn says so
+        with suppress(TandemError, OSError):  # the next turn reports it
             while time.monotonic() < end and same_attempt(self._spool.hold.get(), self._seen):
                 time.sleep(_POLL_SECONDS)
             return
         time.sleep(seconds)
 
     def _answer_hold(self, hold: Hold) -> None:
-        """Once per hold: a vLLM that died meanwhile is another one later."""
+        """Answers once per hold: a vLLM that died in between is another one afterwards."""
         if same_attempt(self._answer, hold):
             return
         self._answer = None
@@ -89,13 +90,13 @@ class LentGpus:
             log.info(f"a job asked for the GPUs: {outcome}", job=hold.job, why=why or None)
 
     def _put_to_sleep(self) -> tuple[Literal["asleep", "gone", "refused"], str]:
-        """The outcome, and why vLLM does not sleep."""
-        # A vLLM that starts has looked for a hold before there was this one, and would wake beside
+        """The outcome, and the reason if vLLM does not sleep."""
+        # A vLLM that is starting looked for a hold before this one existed, and would wake beside
         # the job.
         if not self._client.healthy():
             return "refused", "vLLM stopped being ready"
         try:
-            if not self._client.is_sleeping():  # as a killed publisher leaves it
+            if not self._client.is_sleeping():  # left by a killed publisher
                 self._client.sleep()
             if self._client.is_sleeping():
                 return "asleep", ""
@@ -107,11 +108,11 @@ class LentGpus:
         return "gone", failure
 
     def _ensure_awake(self, hold: Hold | None) -> str:
-        """Clear a stale hold and wake vLLM. Returns why that can't be done yet.
+        """Clear a stale hold and wake vLLM. Returns the reason if that can't be done yet.
 
         Before it wakes vLLM it waits, over several calls, until the lost trainer's memory is back
-        at the hold's floor, or until the hold's deadline. If vLLM is already awake, the memory in
-        use is vLLM's own.
+        at the hold's floor, or the hold's deadline has passed. If vLLM is already awake, the memory
+        in use is vLLM's own.
         """
         if hold is not None:
             # A hold without a floor was written before any rank started.
@@ -122,8 +123,8 @@ class LentGpus:
                     f"{hold.runner}, which held the GPUs for job {hold.job}, is lost, and {busy}"
                     " bytes are in use"
                 )
-            # Before the wake: the watchdog restarts a vLLM that can't wake only where there is no
-            # hold. A volume that refuses it is no reason to sleep on.
+            # Removed before the wake: the watchdog restarts a vLLM that can't wake only if there is
+            # no hold. A volume that refuses the removal is no reason to stay asleep.
             with suppress(SpoolUnusable):
                 self._spool.hold.clear()
         if self._client.is_sleeping():
@@ -134,7 +135,7 @@ class LentGpus:
         return ""
 
     def _state(self) -> tuple[_State, str]:
-        """How vLLM is, and why it is gone."""
+        """vLLM's state, and the reason if it is gone."""
         try:
             if not self._client.healthy():
                 return "gone", "it does not answer, or its engine is dead"

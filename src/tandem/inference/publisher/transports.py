@@ -1,14 +1,14 @@
-"""How a checkpoint's weights get into vLLM: as an adapter (`LoraTransport`) or as vLLM's own
+"""Brings a checkpoint's weights into vLLM, as an adapter (`LoraTransport`) or as vLLM's own weights
 (`MergedTransport`).
 
-Another way is another class with the public methods of these two, which can raise what `VllmClient`
-raises.
+Another transport is another class with the public methods of these two; they can raise what
+`VllmClient` raises.
 
-vLLM (0.32) reads an adapter's files again whenever it evicted the adapter from its cache, and its
-engine dies when it can't. So vLLM loads copies on this machine: a rollback, or a volume that is
-down, must not end it. A copy's path names its content. By the path a new publisher recognises the
-checkpoint in vLLM's list, although a rollback may have replaced it under the same name, and vLLM's
-prefix cache tells the two apart (`VllmClient.prefix_cache_keyed_by_path`).
+vLLM (0.32) reads an adapter's files again after it evicted the adapter from its cache, and its
+engine dies if it can't. So vLLM loads copies on this machine: a rollback, or an unreachable volume,
+must not end it. A copy's path names its content. By the path a new publisher recognises the
+checkpoint in vLLM's list, even if a rollback has replaced it under the same name. vLLM's prefix
+cache also tells the two apart by the path (`VllmClient.prefix_cache_keyed_by_path`).
 """
 
 import hashlib
@@ -42,11 +42,11 @@ log = Log("publisher")
 
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 FLUSH_SECONDS = 30.0
-"""How long one attempt waits for requests of a replaced adapter, where its cached blocks could be
+"""Seconds that one attempt waits for requests of a replaced adapter, if its cached blocks could be
 reused."""
 BEAT_SECONDS = 10.0
-"""Between two signs of life during what may take longer than the liveness probe allows a turn of
-the publisher."""
+"""Seconds between two signs of life in work that may take longer than the liveness probe allows a
+turn of the publisher."""
 
 
 def copies_directory(root: Path, url: str) -> Path:
@@ -57,18 +57,19 @@ def copies_directory(root: Path, url: str) -> Path:
 
 class AdapterCopies:
     def __init__(self, directory: Path) -> None:
-        """`directory`: where the copies are. SpoolUnusable if it belongs to another user."""
+        """`directory`: the place of the copies. Raises SpoolUnusable if it belongs to another
+        user."""
         self._directory = Path(os.path.realpath(private_directory(directory.absolute())))
         self._checked: set[Path] = set()  # copies that this object has made or hashed
         self.usage_file = self._directory / "used.json"
 
     def has(self, path: str) -> bool:
-        """Whether this is the path of one of these copies, whether it exists or not."""
+        """Whether this is the path of one of these copies, existing or not."""
         return Path(path).parent == self._directory
 
     def path(self, name: str, manifest: Manifest, run: RunSpec) -> Path:
-        """The path of this checkpoint's copy, whether it exists or not; of a run of all weights,
-        which have no copy, it only names them. CheckpointDamaged if the manifest lists no
+        """The path of this checkpoint's copy, existing or not. A run of all weights has no copy,
+        and the path only names its weights. Raises CheckpointDamaged if the manifest lists no
         adapter."""
         content = manifest.weights_sha256
         if run.lora is not None:
@@ -83,13 +84,13 @@ class AdapterCopies:
 
     def copy(self, path: Path, checkpoint: Path, manifest: Manifest) -> None:
         """Copy the adapter from the directory `checkpoint` to `path`, unless a whole copy exists.
-        CheckpointDamaged if a file is missing or does not have the manifest's hash."""
+        Raises CheckpointDamaged if a file is missing or does not have the manifest's hash."""
         files = manifest.model_copy(
             update={"files": {file: manifest.files[file] for file in ADAPTER_FILES}}
         )
         if path.is_dir():
             try:
-                # After a loss of power files may be empty, and what tidies TMPDIR may have removed
+                # After a loss of power files may be empty, and a cleaner of TMPDIR may have removed
                 # some.
                 if path not in self._checked or not _have_sizes(path, files):
                     verify_files(path, files)
@@ -102,7 +103,7 @@ class AdapterCopies:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._directory))
         try:
             for file in ADAPTER_FILES:
-                with suppress(FileNotFoundError, NotPlainError):  # the check names it
+                with suppress(FileNotFoundError, NotPlainError):  # the check names the file
                     copy_plain(checkpoint / file, partial / file, most=manifest.files[file].size)
             verify_files(partial, files)
             partial.rename(path)
@@ -116,12 +117,12 @@ class AdapterCopies:
         self, listed: Collection[str], in_use: Callable[[], Collection[str]], *, older_than: float
     ) -> None:
         """Remove copies that have not been in `listed`, the paths that vLLM uses, for `older_than`
-        seconds. Those whose names are `in_use()` stay: requests run with them, and vLLM may read
+        seconds. Copies whose names are `in_use()` stay: requests run with them, and vLLM may read
         them again."""
         unused = []
         for path in self._directory.iterdir():
             if str(path) in listed:
-                # So that what tidies TMPDIR by age leaves them.
+                # Keeps cleaners of TMPDIR that go by age away.
                 for used in (*path.iterdir(), path):
                     with suppress(FileNotFoundError):
                         os.utime(used)
@@ -133,7 +134,8 @@ class AdapterCopies:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """At once, so that no part of it is taken for a copy after a kill."""
+        """Removes a copy by a rename first, so that no part of it is taken for a copy after a
+        kill."""
         self._checked.discard(path)
         with suppress(OSError):
             removed = Path(tempfile.mkdtemp(prefix=".removed-", dir=self._directory))
@@ -152,8 +154,8 @@ def _have_sizes(directory: Path, files: Manifest) -> bool:
 
 class LoraTransport:
     """The adapters of one vLLM server. `listed`: name -> path of every model that vLLM lists, as of
-    the last `refresh` and of this object's own changes; `name`: how the weights came; `identity`:
-    what vLLM has under this name must equal the identity adapter."""
+    the last `refresh` and of this object's own changes; `name`: the transport's name in records;
+    `identity`: the model under this name must equal the identity adapter."""
 
     name, identity = "lora", BASE_MODEL_NAME
 
@@ -171,7 +173,7 @@ class LoraTransport:
         return not before.keys() <= self.listed.keys()
 
     def server_lost(self) -> None:
-        """Forget the server. The next one has no adapters."""
+        """Forget the adapters: the next server has none."""
         self.listed, self._loaded = {}, {}
 
     def load(self, name: str, path: Path, _run: RunSpec, _checkpoint: Manifest) -> dict[str, float]:
@@ -185,19 +187,19 @@ class LoraTransport:
         return {}
 
     def announce(self, name: str, path: Path) -> None:
-        """The weights are verified. Who knows the name of an adapter may use it as soon as vLLM
-        lists it."""
+        """Announces that the weights are verified. vLLM lets clients use an adapter as soon as it
+        lists the name."""
 
     def unload(self, name: str, *, deleted: bool = False) -> None:  # noqa: ARG002
-        """Remove the name. Running requests finish with the adapter that they began with."""
+        """Unloads a name. Running requests finish with the adapter that they began with."""
         self._client.unload_lora(name)
         path = self.listed.pop(name)
         if self._loaded is not None:  # vLLM may have loaded it although `load` raised
             self._loaded[name] = path
 
     def _flush_prefix_cache(self, name: str, path: Path) -> None:
-        """Drop cached blocks of another adapter of this name, which outlive it where vLLM keys
-        blocks by the name."""
+        """Drop cached blocks of another adapter of this name, which outlive it if vLLM keys blocks
+        by the name."""
         is_new = self._loaded is not None and self._loaded.get(name, str(path)) == str(path)
         if is_new or self._client.prefix_cache_keyed_by_path():
             return
@@ -213,9 +215,9 @@ class LoraTransport:
 
 
 class MergedTransport:
-    """vLLM's own weights, which are one checkpoint's at a time. Whole ones come from the job's
-    ranks or from files, if they were offered; else vLLM's workers merge the adapter, or read a
-    whole model's files."""
+    """vLLM's own weights, which belong to one checkpoint at a time. Whole weights come from the
+    job's ranks or from files, if they were offered; otherwise vLLM's workers merge the adapter, or
+    read a whole model's files."""
 
     # vLLM has no other model to compare with; rows prove these weights.
     name, identity = "merge", ""
@@ -231,8 +233,8 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def refresh(self) -> bool:
-        """Weights that were not announced, or that are torn, count as none: `load` writes and
-        checks them again."""
+        """Asks vLLM for its weights. Weights that were not announced, or that are torn, count as
+        none: `load` writes and checks them again."""
         before, state = self._refreshed, self._client.merged()
         self.name = state["transport"]
         self.listed = {state["name"]: state["path"]} if state["phase"] == "served" else {}
@@ -244,8 +246,8 @@ class MergedTransport:
         self._waits = 0.0, ""
 
     def load(self, name: str, path: Path, run: RunSpec, checkpoint: Manifest) -> dict[str, float]:
-        """Swap the weights, and compare rows of every tensor with what they must be. New requests
-        wait from here to `announce`. InferenceRefused where vLLM has other weights then."""
+        """Swap the weights, and compare rows of every tensor with the expected values. New requests
+        wait from here to `announce`. Raises InferenceRefused if vLLM then has other weights."""
         until, why = self._waits
         if time.monotonic() < until:
             raise InferenceUnavailable(why)
@@ -284,7 +286,7 @@ class MergedTransport:
                     reason=error,
                 )
         else:
-            # Not before: ranks give up sooner than a large checkpoint is hashed.
+            # Not earlier: ranks give up sooner than a large checkpoint is hashed.
             if own is not None:
                 files = checkpoint.model_copy(update={"files": checkpoint.weights_files})
                 _alive(partial(verify_files, model, files))
@@ -299,8 +301,8 @@ class MergedTransport:
         }
 
     def _order(self, swap: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """vLLM's answer to `swap`. With `wait` new requests wait for running ones to end. Where
-        these did not end in time, requests are let in for as long before the next swap."""
+        """vLLM's answer to `swap`. With `wait`, new requests wait for running ones to end. If these
+        did not end in time, requests are let in for as long before the next swap."""
         begin = time.monotonic()
         try:
             return _alive(swap)
@@ -315,7 +317,8 @@ class MergedTransport:
         return self._spool.checkpoints.path(run.name, checkpoint.step)
 
     def _offered(self, run: RunSpec, checkpoint: Manifest) -> list[dict[str, Any]]:
-        """Where vLLM's workers may get whole weights, best first; without the checkpoint's own."""
+        """The places from which vLLM's workers may get whole weights, best first; without the
+        checkpoint's own files."""
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
@@ -342,7 +345,7 @@ class MergedTransport:
         return sources
 
     def _offer(self, job: str) -> dict[str, Any]:
-        """What the job's ranks are about to send, while they run; else nothing."""
+        """The offer of the job's ranks to send weights, while they run; else nothing."""
         offers = [
             event for event in self._spool.events.read(job) if event.type in ("offered", "sent")
         ]
@@ -356,13 +359,13 @@ class MergedTransport:
         self._client.announce_merged(str(path))
 
     def unload(self, name: str, *, deleted: bool = False) -> None:
-        """Return to the weights that were verified last; `deleted`: to the base model's, which
-        nobody is served."""
+        """Return to the weights that were verified last; with `deleted`, to the base model's, which
+        are not served to clients."""
         self._client.revert_merged(self.listed[name], to_base=deleted)
         self.refresh()
 
 
 def _alive[T](action: Callable[[], T]) -> T:
-    """The result of `action`, which takes as long as TANDEM_SWAP_SECONDS or the size of a model:
-    that is no hang."""
+    """The result of `action`, with signs of life meanwhile: it may take TANDEM_SWAP_SECONDS, or as
+    long as a model is large."""
     return liveness.in_thread(action, lambda: liveness.beat("publisher"), BEAT_SECONDS)

@@ -1,5 +1,5 @@
-"""Who uses adapters: when those of each run were last sampled, and which old steps nobody uses, so
-that they go."""
+"""Tracks the use of adapters: when each run's were last sampled, and which old steps are unused and
+can go."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,15 +16,15 @@ from tandem.vllm_client.client import VllmClient
 log = Log("publisher")
 
 LOOK_SECONDS = 15.0
-"""How often vLLM is asked."""
+"""Seconds between two questions to vLLM."""
 _LAST = TypeAdapter(dict[str, FiniteFloat])
 _OWN_SECONDS = 5.0
-"""vLLM counts the verification of an adapter as a use, up to this long after its end."""
+"""vLLM counts the verification of an adapter as a use, up to this many seconds after its end."""
 
 
 class Usage:
-    """What vLLM's metrics say, kept in `file`, so that a new publisher and a new vLLM know it
-    too."""
+    """The last uses from vLLM's metrics, kept in `file`, so that a new publisher and a new vLLM
+    know them too."""
 
     def __init__(self, client: VllmClient, file: Path) -> None:
         self._client, self._file = client, file
@@ -34,12 +34,12 @@ class Usage:
             self._last = _LAST.validate_json(file.read_bytes())
 
     def last(self, run: str) -> float:
-        """Unix seconds; 0 for a run that nobody is known to have sampled."""
+        """When the run was last sampled, Unix seconds; 0 if never, as far as is known."""
         return self._last.get(run, 0.0)
 
     def update(self, runs: set[str], verified: Callable[[str], float | None]) -> None:
-        """Ask vLLM, every LOOK_SECONDS. `runs`: all there are; `verified(name)`: when this
-        publisher verified an adapter, Unix seconds. Raises what VllmClient raises."""
+        """Ask vLLM, every LOOK_SECONDS. `runs`: all runs; `verified(name)`: when this publisher
+        verified an adapter, Unix seconds. Raises what VllmClient raises."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_SECONDS
@@ -55,12 +55,12 @@ class Usage:
 
 @dataclass
 class Retention:
-    """Which adapters are unloaded, and when.
+    """Decides which adapters are unloaded, and when.
 
-    An older step goes once no request has used it for `grace` seconds in a row: a conversation
-    between two turns has no request. Beyond `most` older steps the grace is ignored. (The newest
-    steps don't count, so that runs that nobody uses don't push out what others sample.) A step that
-    a rollback discarded goes at once.
+    An older step goes once no request has used it for `grace` seconds without a break: between two
+    turns of a conversation there is no request. Beyond `most` older steps the grace is ignored.
+    (The newest steps don't count, so that unused runs don't push out steps that others sample.) A
+    step that a rollback discarded goes at once.
     """
 
     client: VllmClient
@@ -76,9 +76,12 @@ class Retention:
         wanted: Collection[str],
         existing: Collection[str],
     ) -> list[str]:
-        """Names of `listed` that can be unloaded now. `existing`: the steps in the chains of
-        `runs`. A name that is not `<run>@<step>` of one of `runs` belongs to somebody else and
-        stays."""
+        """Names of `listed` that can be unloaded now. A name that is not `<run>@<step>` of one of
+        `runs` belongs to another program and stays.
+
+        Args:
+            existing: the steps in the chains of `runs`.
+        """
         candidates = [name for name in listed if name not in wanted and run_of(name) in runs]
         self._idle_since = {
             name: since for name, since in self._idle_since.items() if name in candidates

@@ -1,9 +1,9 @@
-"""Checks that vLLM computes for a checkpoint what the trainer computed.
+"""Checks that vLLM computes the same for a checkpoint as the trainer did.
 
-vLLM's workers prove that they hold the checkpoint's tensors: each compares the adapter that it
-computes with, bit for bit, with the file (`held_adapter.py`), and rows of merged weights are
-compared with what they must be (`SpotCheck`). Log-probs prove that vLLM computes with these
-tensors, from the same base model. No checkpoint is served without both.
+vLLM's workers prove that they hold the checkpoint's tensors. Each compares its adapter with the
+file, bit for bit (`held_adapter.py`); of merged weights, rows are compared with the expected values
+(`SpotCheck`). Log-probs prove that vLLM computes with these tensors, and from the same base model.
+No checkpoint is served without both proofs.
 """
 
 import math
@@ -24,28 +24,29 @@ IDENTITY_PROMPTS: tuple[tuple[int, ...], ...] = (tuple(range(1, 33)), tuple(rang
 """Prompts on which step 0 is compared with the base model. Every vocabulary has these tokens."""
 
 MARGIN = 4.0
-"""Standard errors by which a movement must be below one half to count against a checkpoint. The
+"""A movement counts against a checkpoint if it is below one half by this many standard errors. The
 trainer's log-probs are rounded too: after a step no larger than bfloat16's rounding, any weights
 give a movement of about one half."""
 
 ROUNDING = {"float32": 0.02, "bfloat16": 0.15}
-"""Nats that rounding may move log-probs, by the dtype in which vLLM serves, of any model."""
+"""Nats by which rounding may move log-probs, for any model, by the dtype in which vLLM serves."""
 BASE_ERRORS = 4.0
-"""Times vLLM's error of the base model on the same tokens, where it is more than ROUNDING: an FP8
-base, a mixture of experts."""
+"""Allowed multiple of vLLM's error of the base model on the same tokens, if that is more than
+ROUNDING: with an FP8 base, or a mixture of experts."""
 MOVED_SHARE = 0.25
-"""Share of the way from the base model to the checkpoint. Rounding grows with it, and weights that
-are not in use give an error as long as the whole way."""
+"""Allowed share of the distance from the base model to the checkpoint. Rounding grows with this
+distance, and weights that are not in use give an error of the whole distance."""
 LONG_TOLERANCE = 2.0
 COMPARED = 0.9
 """The share of the tokens, those with the smallest errors, whose mean error the tolerance limits.
-Tokens that go to other experts differ by any amount. Wrong weights change all tokens'."""
+Tokens that are routed to other experts differ by any amount, but wrong weights change all tokens.
+"""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """`error`: mean |served - expected| over all `tokens` log-probs, in nats; `allowed`: for the
-    mean error of the closest tokens (COMPARED of all)."""
+    """The result. `error`: mean |served - expected| over all `tokens` log-probs, in nats;
+    `allowed`: the limit for the mean error of the closest tokens (COMPARED of all)."""
 
     error: float
     allowed: float
@@ -53,7 +54,7 @@ class Verification:
 
 
 class WrongWeights(Exception):
-    """vLLM does not serve a checkpoint's weights, or that can't be verified. The message says
+    """vLLM does not serve a checkpoint's weights, or this can't be verified. The message says
     why."""
 
 
@@ -61,22 +62,24 @@ class WrongWeights(Exception):
 class Tolerance:
     """The rule for the largest error at which a step is served, in nats.
 
-    Rounding is measured, not guessed: by vLLM's error of the base model on the same tokens, and by
-    how far the checkpoint moved them. `bench/verification.py` measures the rule, and
+    It measures rounding by vLLM's error of the base model on the same tokens, and by the distance
+    that the checkpoint moved them. `bench/verification.py` measures the rule, and
     docs/performance.md has its table.
     """
 
     rounding: float
     limit: float = math.inf
-    """The most at which a step is served, whatever the rule says: TANDEM_VERIFY_TOLERANCE."""
+    """The largest error at which a step is served, whatever the rule says:
+    TANDEM_VERIFY_TOLERANCE."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
         return cls(ROUNDING[serving_dtype(settings)], settings.verify_tolerance or math.inf)
 
     def allowed(self, base_error: float, moved: float) -> float:
-        """Nats for a checkpoint. `base_error`: mean error of the base model, 0 where vLLM does not
-        serve it; `moved`: mean distance of the checkpoint's log-probs from the base model's."""
+        """The limit for a checkpoint in nats. `base_error`: mean error of the base model, 0 if vLLM
+        does not serve it; `moved`: mean distance of the checkpoint's log-probs from the base
+        model's."""
         return min(max(self.rounding, BASE_ERRORS * base_error) + MOVED_SHARE * moved, self.limit)
 
 
@@ -86,18 +89,18 @@ def movement(
     reference: Sequence[float],
     contexts: Sequence[Hashable],
 ) -> tuple[float, float] | None:
-    """Where the served log-probs are on the line from a reference (0) to the checkpoint's own
-    log-probs (1), and the standard error of that. None where checkpoint and reference are equal.
+    """The place of the served log-probs on the line from a reference (0) to the checkpoint's own
+    log-probs (1), and its standard error. None if checkpoint and reference are equal.
 
-    Tokens of one entry of `contexts` err together: rounding moves a prompt's words by the same
-    amount in each sequence that has them. The standard error takes the residuals of different
-    contexts as independent (Liang and Zeger 1986).
+    Tokens with the same entry of `contexts` err together: rounding moves a prompt's words by the
+    same amount in each sequence that contains them. The standard error takes the residuals of
+    different contexts as independent (Liang and Zeger 1986).
 
     It is the least-squares coefficient a of `served - reference = a (checkpoint - reference)`.
-    Rounding sends a few tokens of a mixture to other experts, in vLLM or in the trainer, before the
-    step or after it, and moves them by any amount. So that they don't decide a, both sides of each
-    token are divided by |checkpoint - reference|, or by the third quartile of that where it is
-    larger. Then the left side is cut to 1 around the middle of the way.
+    Rounding may send a few tokens of a mixture to other experts, in vLLM or in the trainer, before
+    the step or after it, and moves them by any amount. To keep them from deciding a, both sides of
+    each token are divided by |checkpoint - reference|, or by the third quartile of it if that is
+    larger. Then the left side is clipped to 1 around the middle of the line.
     """
     direction = [c - r for c, r in zip(checkpoint, reference, strict=True)]
     moved = [abs(d) for d in direction if d]
@@ -127,12 +130,12 @@ def verify(
     identity: str = BASE_MODEL_NAME,
     beside: str = "",
 ) -> Verification:
-    """Compare what vLLM serves as `model` with the trainer's `probe`, or with `identity` if there
-    is none (step 0).
+    """Compare the model that vLLM serves as `model` with the trainer's `probe`, or with `identity`
+    if there is none (step 0).
 
     The mean error of the closest tokens must be within `tolerance`. The served log-probs must also
-    be nearer to the checkpoint's than to those of the checkpoint before it and of the base model,
-    where rounding lets them be told apart.
+    be nearer to the checkpoint's than to those of the previous checkpoint and of the base model,
+    unless rounding hides the difference.
 
     Args:
         client: of the vLLM server.
@@ -163,8 +166,8 @@ def verify(
             )
     base_error = 0.0
     if beside:
-        # Not a reference: vLLM's own rounding of the base model is in `served`, too. After a step
-        # as small as rounding, right weights come out nearer to it than to the trainer's.
+        # Not used as a reference: vLLM's own rounding of the base model is in `served`, too. After
+        # a step as small as rounding, right weights would look nearer to it than to the trainer's.
         served_base = list(chain.from_iterable(client.prompt_logprobs(beside, *prompts)))
         base_error = _closest_mean(served_base, base)
     allowed = tolerance.allowed(base_error, _closest_mean(expected, base))
@@ -186,9 +189,9 @@ def _with_long(
     probe: LongProbe,
     longest: int,
 ) -> Verification:
-    """The result for all tokens. `longest`: tokens that vLLM takes; positions beyond them are not
-    compared. The mean error may be LONG_TOLERANCE times as large, because few tokens after a long
-    prefix have more rounding.
+    """The result for all tokens, the long sequence included. `longest`: the longest prompt that
+    vLLM takes; later positions are not compared. The mean error may be LONG_TOLERANCE times as
+    large, because a few tokens after a long prefix have more rounding.
     """
     positions = [position for position in probe.positions if position < longest]
     if not positions:
@@ -212,8 +215,8 @@ def _with_long(
 def _error(
     served: Sequence[float], expected: Sequence[float], owner: str, allowed: float, where: str = ""
 ) -> float:
-    """The mean |served - expected| of all tokens in nats. WrongWeights if that of COMPARED is above
-    `allowed`."""
+    """The mean |served - expected| of all tokens in nats. WrongWeights if the mean of the closest
+    tokens (COMPARED) is above `allowed`."""
     if len(served) != len(expected) or not served:
         raise WrongWeights(
             f"the probe is malformed: {len(expected)} log-probs for {len(served)}"
@@ -248,7 +251,7 @@ def _refuse_reference(
     contexts: Sequence[Hashable],
     name: str,
 ) -> None:
-    """WrongWeights if vLLM rather serves the weights of a reference."""
+    """Raises WrongWeights if vLLM's log-probs are nearer to the weights of a reference."""
     if len(reference) != len(served):
         problem = f"{len(reference)} log-probs of {name} for {len(served)} predictions"
         raise WrongWeights(f"the probe is malformed: {problem}")
@@ -261,7 +264,7 @@ def _refuse_reference(
 
 
 def _of_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[float]]) -> list[float]:
-    """The log-probs of prompts that may be shorter than the probe's."""
+    """The part of the log-probs for prompts that may be shorter than the probe's."""
     if len(rows) != len(prompts):
         return []
     return list(

@@ -1,4 +1,4 @@
-"""ASGI middleware around the guard: every key of the deployment counts as the one that vLLM
+"""ASGI middleware around the guard that accepts every key of the deployment as the one that vLLM
 knows.
 
 vLLM takes several keys only on its command line, which every user of the machine can read.
@@ -16,8 +16,7 @@ from tandem.vllm_client.names import KEYS_VARIABLE
 
 
 class ApiKeys:
-    """Puts the key of VLLM_API_KEY in the place of a known key, and its name into the access
-    log."""
+    """Replaces a known key by the key of VLLM_API_KEY, and puts its name into the access log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -29,7 +28,7 @@ class ApiKeys:
         scope = with_bearer(scope)
         headers = scope.get("headers", ())
         given = [value for name, value in headers if name.lower() == b"authorization"]
-        # The guard refuses two of them.
+        # The guard refuses two keys.
         if (
             len(given) == 1
             and (name := name_of(given[0].decode("latin-1"), self._known)) is not None

@@ -1,4 +1,4 @@
-"""What the middlewares in vLLM's API server share: paths, errors, bodies, and answers that they
+"""Shared by the middlewares in vLLM's API server: paths, errors, bodies, and answers that they
 change."""
 
 from starlette.datastructures import MutableHeaders
@@ -8,8 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 def route_path(scope: Scope) -> str:
-    """The path that Starlette's router matches: `path` without the `root_path` that the app is
-    mounted under."""
+    """The path that Starlette's router matches: `path` without the app's `root_path`."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
@@ -18,8 +17,8 @@ def route_path(scope: Scope) -> str:
 
 
 def with_bearer(scope: Scope) -> Scope:
-    """The request with the API key where vLLM reads it: clients of Anthropic's API send it as
-    X-API-Key."""
+    """The request with the API key in the header that vLLM reads: clients of Anthropic's API send
+    it as X-API-Key."""
     names = [name.lower() for name, _ in scope.get("headers", ())]
     if scope["type"] != "http" or b"authorization" in names or names.count(b"x-api-key") != 1:
         return scope
@@ -42,7 +41,7 @@ def error(
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """A request's body; None where the client is gone."""
+    """A request's body; None if the client is gone."""
     try:
         return await Request(scope, receive).body()
     except ClientDisconnect:
@@ -55,7 +54,7 @@ class ChangedAnswer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # Held back: the first event or the whole body decides the headers.
+        # Held back, because the first event or the whole body decides the headers.
         self._start: Message | None = None
         self._body = b""
         self._stream = False

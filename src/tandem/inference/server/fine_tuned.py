@@ -1,7 +1,7 @@
-"""Names of fine-tuned models as OpenAI's API has them: ASGI middleware inside the guard.
+"""ASGI middleware inside the guard that accepts the names of fine-tuned models in OpenAI's API.
 
 The controller calls a model `ft:<base>:<organization>:<suffix>:<run>@<step>`, and vLLM serves its
-last part. A request that names the model so gets it; the answer names the last part.
+last part. A request with such a name gets that model; the answer has the last part as its name.
 """
 
 import json
@@ -35,7 +35,7 @@ class FineTunedNames:
         async def receive_whole() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later: whether the client is still there
+            return first or await receive()  # later calls: whether the client is still there
 
         await self.app(scope, receive_whole, send)
 
@@ -43,7 +43,7 @@ class FineTunedNames:
 def _with_last_part(body: bytes) -> bytes:
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError):  # vLLM says what is wrong with it
+    except (ValueError, RecursionError):  # vLLM reports the mistake
         return body
     model = request.get("model") if isinstance(request, dict) else None
     if not isinstance(model, str) or not model.startswith(PREFIX):

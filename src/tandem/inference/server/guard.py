@@ -2,9 +2,9 @@
 tandem.inference.server.guard.AdminGuard`.
 
 vLLM (0.26 to 0.33) checks its API key only on `/v1`, `/v2`, `/inference` and `/cohere`, and every
-sampling client has that key. Routes that change what vLLM serves (`/v1/load_lora_adapter`,
-`/pause`, `/update_weights`, ...) need the admin token here. The guard has an allow-list, so that a
-route that a new vLLM version adds is closed until somebody adds it.
+sampling client has that key. Routes that change the served weights (`/v1/load_lora_adapter`,
+`/pause`, `/update_weights`, ...) need the admin token here. The guard has an allow-list, so a route
+that a new vLLM version adds stays closed until somebody adds it here.
 """
 
 import hmac
@@ -22,22 +22,22 @@ from tandem.system.loopback import foreign_header
 from tandem.vllm_client.names import ADMIN_HEADER, PROBE_PATHS, PUBLIC_PATHS, ROLLOUT_PATHS
 
 FINISH = re.compile(rf"/rollout/sessions/({NAME.pattern})/finish")
-"""The path at which a session of the rollout door becomes a trajectory."""
+"""The path that makes a trajectory of a session of the rollout door."""
 
 ADMIN = "tandem.admin"
-"""The scope's key that says that a request had the admin token."""
+"""The key in the ASGI scope that marks a request with the admin token."""
 
 API_KEY_PATHS = frozenset({"/tokenize", "/detokenize"}) | ROLLOUT_PATHS
-"""Paths on which vLLM does not check the API key, or not soon enough. The guard does, if one is
-configured."""
+"""Paths on which vLLM does not check the API key, or not early enough. The guard checks it there,
+if a key is configured."""
 
 
 class AdminGuard:
     """Requires the admin token on every path that is not listed above. Without a configured token
-    those are closed.
+    these paths are closed.
 
-    Without a configured API key, every path but those of liveness and metrics answers only
-    requests to localhost that come from no page of another site, as the controller does.
+    Without a configured API key, every path but liveness and metrics answers only requests to
+    localhost that do not come from a page of another site, as in the controller.
 
     The token comes from `TANDEM_ADMIN_TOKEN` or from the file that `TANDEM_ADMIN_TOKEN_FILE` names,
     the API key from `VLLM_API_KEY`. An unreadable token file raises OSError and so stops the start
@@ -117,14 +117,15 @@ def _asks_for_the_key(path: str) -> bool:
 
 
 def _matches(given: bytes, secret: str) -> bool:
-    """Nothing matches an empty secret. A comparison of digests also hides the secret's length."""
+    """Whether a secret matches; an empty secret matches nothing. Digests are compared, which also
+    hides the secret's length."""
     return bool(secret) and hmac.compare_digest(
         sha256(given).digest(), sha256(secret.encode()).digest()
     )
 
 
 def _single_header(scope: Scope, name: str) -> bytes:
-    """The value of a header that occurs exactly once, else empty: with two values it is unclear
+    """The value of a header that occurs exactly once, else empty: of two values it would be unclear
     which one counts."""
     values: list[bytes] = [
         value for key, value in scope.get("headers", ()) if key.lower() == name.encode()

@@ -1,8 +1,8 @@
-"""Serves one run's merged weights as `<run>@<step>`: ASGI middleware in vLLM's API server, inside
-the guard.
+"""ASGI middleware in vLLM's API server, inside the guard, that serves one run's merged weights as
+`<run>@<step>`.
 
 The publisher swaps weights, verifies them and announces them. From the swap to the announcement new
-requests wait, so nobody samples from weights that were not verified. Requests that run go on; their
+requests wait, so no client samples from unverified weights. Running requests continue; their
 answers say which tokens came from which weights (`weight_versions.py`).
 """
 
@@ -36,18 +36,18 @@ SAMPLING = frozenset(
     }
 )
 HOLD_SECONDS = 60.0
-"""How long a new request waits for weights to be announced. After that the answer is 503."""
+"""Seconds that a new request waits for weights to be announced. After that the answer is 503."""
 GRACE_SECONDS = 10.0
-"""How long the server waits beyond an order's deadline for the engine to say what came of it."""
+"""Seconds beyond an order's deadline that the server waits for the engine's result."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.1
-_CHECK_SECONDS = 1.0  # how often whoever waits looks whether the engine is alive
+_CHECK_SECONDS = 1.0  # seconds between two checks of a waiting call that the engine is alive
 
 
 @dataclass(frozen=True)
 class Version:
-    """Weights. `path`: of the adapter, or what names the content of whole weights; `scale`: the
-    adapter's; `transport`: how they came; `again`: from where they may be got again (a source of
-    `worker/landing.py`)."""
+    """One version of the weights. `path`: the adapter's path, or a name for the content of whole
+    weights; `scale`: the adapter's; `transport`: the way they came; `again`: where to get them
+    again (a source of `worker/landing.py`)."""
 
     name: str
     path: str
@@ -57,8 +57,8 @@ class Version:
 
 
 class SwapFailed(Exception):
-    """The order was not carried out. `status`: of the HTTP answer; 503 where the same order can
-    succeed later."""
+    """The order was not carried out. `status`: the HTTP answer's; 503 if the same order can succeed
+    later."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class MergedServer:
         self._changed = asyncio.Condition()
         self._swap = asyncio.Lock()
         self._in_flight: set[InFlight] = set()
-        self._state: Any = None  # vLLM's, of its API server
+        self._state: Any = None  # an object of vLLM's API server
         self._engine: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ class MergedServer:
             await self.app(scope, receive, send)
 
     def _follow(self, state: Any) -> None:
-        """Note of each request when vLLM gives it to the engine."""
+        """Note each request when vLLM gives it to the engine."""
         if self._state is state:
             return
         self._state, self._engine = state, state.engine_client
@@ -136,14 +136,14 @@ class MergedServer:
                 self._changed.notify_all()
 
     def _request_id(self, headers: Headers) -> str:
-        """The client's own, unless a request with the same one runs."""
+        """The client's own request id, unless a request with the same id runs."""
         given = headers.get("x-request-id", "")
         if given and all(other.id != given for other in self._in_flight):
             return given
         return f"{given}-{uuid4().hex}" if given else uuid4().hex
 
     async def _until(self, check: Callable[[], bool], deadline: float) -> bool:
-        """Wait until something holds. False where the engine dies or the deadline passes before."""
+        """Wait until a condition holds. False if the engine dies or the deadline passes first."""
         async with self._changed:
             while (
                 not check()
@@ -199,9 +199,9 @@ class MergedServer:
         return {}
 
     async def _revert(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The publisher refuses the weights of `path`: those that were announced last are served
-        again. `to_base`: their run was deleted, so the base model's weights come back, and nothing
-        is served."""
+        """Restores the weights that were announced last, because the publisher refuses the weights
+        of `path`. `to_base`: their run was deleted, so the base model's weights come back, and no
+        run is served."""
         async with self._swap:
             if order["path"] != self.current.path or (
                 self.phase == "served" and not order.get("to_base")
@@ -216,8 +216,8 @@ class MergedServer:
         return seconds
 
     async def _swap_to(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Stage the weights, then swap. The old ones stay in use until all of the new ones are
-        here."""
+        """Stage the weights, then swap. The old weights stay in use until all of the new ones have
+        arrived."""
         version = Version(order["name"], order["path"], order["scale"], again=order["again"])
         begin = time.monotonic()
         deadline = begin + order["seconds"]
@@ -231,7 +231,7 @@ class MergedServer:
         return {"stage_seconds": staged - begin, **seconds}
 
     async def _stage(self, version: Version, source: dict[str, Any] | None, deadline: float) -> str:
-        """Bring the weights to the workers. Returns how they came."""
+        """Bring the weights to the workers. Returns the way they came."""
         await self._call("stage", deadline, version.path, version.scale, source)
         pause = _POLL_SECONDS
         while not all(
@@ -243,7 +243,7 @@ class MergedServer:
         return str(ways[0])
 
     async def _write(self, version: Version, requests: str, deadline: float) -> dict[str, Any]:
-        """Swap between two steps. If that fails the old weights are in use, or the phase is
+        """Swap between two engine steps. If that fails the old weights are in use, or the phase is
         `torn`."""
         before: MergedPhase = self.phase
         await self._set("swapping")
@@ -271,7 +271,7 @@ class MergedServer:
         in_engine = {request: request.in_engine for request in self._in_flight}
         arguments = (version.path, version.name, deadline)
 
-        # Before the tokens that come after the answer are passed on.
+        # Before the tokens after the answer are passed on.
         def tell(answers: list[dict[str, Any]]) -> None:
             if "tokens" in answers[0] and version.path != self.current.path:
                 for request in self._in_flight:
@@ -298,9 +298,9 @@ class MergedServer:
         *args: Any,
         tell: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """What each worker answers, of `swap` the engine (`worker/extension.py`). SwapFailed: 503
-        where no answer came in time, 422 where one is an error. `tell` gets the answers as soon as
-        they are here."""
+        """Each worker's answer, or for `swap` the engine's (`worker/extension.py`). SwapFailed: 503
+        if no answer came in time, 422 if an answer is an error. `tell` is called with the answers
+        as soon as they arrive."""
 
         async def ask() -> list[dict[str, Any]]:
             answers: list[dict[str, Any]] = await self._engine.collective_rpc(
@@ -335,7 +335,7 @@ class MergedServer:
             self._changed.notify_all()
 
     def _rename(self, version: Version) -> None:
-        """vLLM knows the weights as `<run>@<step>` and as `<run>`."""
+        """Makes vLLM know the weights as `<run>@<step>` and as `<run>`."""
         paths = self._state.openai_serving_models.registry.base_model_paths
         kind = type(paths[0])
         names = (version.name, version.name.rpartition("@")[0])

@@ -1,4 +1,4 @@
-"""The orders that the admin routes of merged weights take (`merged_server.py`)."""
+"""Parses the orders that the admin routes of merged weights take (`merged_server.py`)."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 

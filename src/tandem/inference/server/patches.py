@@ -1,6 +1,6 @@
 """Every name of vLLM, and of its server uvicorn, that Tandem replaces. `plugin.py` says when.
 
-`tests/test_patches.py` lists these names, with the version of vLLM from which each patch can go.
+`tests/test_patches.py` lists these names, with the version of vLLM at which each patch can go.
 """
 
 import functools
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., Any]) -> None:
-    """Workers call `attach` when they have loaded the model, within vLLM's memory pool for weights:
-    a sleeping engine offloads only what is in it. The engine calls `swap` between two steps. After
-    a swap the engine updates the requests that it has, and those that reached it during the swap.
+    """Makes workers call `attach` when they have loaded the model, within vLLM's memory pool for
+    weights: a sleeping engine offloads only this pool. The engine calls `swap` between two steps.
+    After a swap the engine updates its requests, and requests that reached it during the swap.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
@@ -59,7 +59,7 @@ def install_merged_weights(attach: Callable[[Any], None], swap: Callable[..., An
 
 
 def bound_http_requests() -> None:
-    """Each uvicorn server that this process configures from now on bounds headers and waits."""
+    """Every uvicorn server that this process configures from now on bounds headers and waits."""
     from uvicorn.config import HTTP_PROTOCOLS
 
     from tandem.system.http_limits import BoundedHttp
@@ -75,17 +75,17 @@ def hash_root() -> bytes | None:
 
 
 def replace_hash_root() -> None:
-    """All block hashes begin with this value, so no request finds a block that other weights have
-    computed."""
+    """Replaces the value that all block hashes begin with, so that no request finds a block that
+    other weights have computed."""
     from vllm.v1.core import kv_cache_utils
 
     kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(os.urandom(32))
 
 
 def renew_hashes(request: Any) -> None:
-    """For a request that the engine takes now. A thread hashed its blocks from the root
-    `tandem_root`. If a swap ran since, hash them again: the request would find blocks that other
-    weights have computed."""
+    """Checks the hashes of a request that the engine takes now. A thread hashed its blocks from the
+    root `tandem_root`. If a swap ran since, they are hashed again: the request would find blocks
+    that other weights have computed."""
     if getattr(request, "tandem_root", None) != hash_root():
         hash_again(request)
 
@@ -96,8 +96,8 @@ def hash_again(request: Any) -> None:
 
 
 def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
-    """Has the API server call `note`, in the request's context, when it has given a request to the
-    engine. vLLM's `generate` does that when its first result is asked for."""
+    """Makes the API server call `note`, in the request's context, when it has given a request to
+    the engine. vLLM's `generate` gives it when its first result is asked for."""
     add_request = engine.add_request
 
     async def add_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -111,8 +111,8 @@ def note_added_requests(engine: Any, note: Callable[[], None]) -> None:
 def continue_sampled_tokens(
     engine: Any, render: Callable[..., Any], record: Callable[..., Any]
 ) -> None:
-    """Has the API server render chats by `render`, which gets the renderer's own method first, and
-    sample by `record`."""
+    """Makes the API server render chats by `render`, which gets the renderer's own method first,
+    and sample by `record`."""
     renderer = engine.renderer
     original = renderer.render_messages_async
 
@@ -127,8 +127,8 @@ def continue_sampled_tokens(
 
 
 def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
-    """Log-probs of a request come without each token's text where `unneeded` says so when the
-    engine gets it, in its context. To decode tokens one by one takes a third of the API server's
+    """Log-probs of a request come without each token's text if `unneeded` says so when the engine
+    gets the request, in its context. Decoding tokens one by one takes a third of the API server's
     time for an answer."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
@@ -143,8 +143,8 @@ def leave_texts_of_tokens_out(unneeded: Callable[[], bool]) -> None:
 def install_plain_cpu_kernels(
     keep_plain: Callable[..., None], experts: Callable[..., None]
 ) -> None:
-    """vLLM 0.32's CPU backend packs weights into layouts of its own. Merged weights need the plain
-    layout, so torch's own products replace the packed ones."""
+    """Replaces packed matrix products by torch's own: vLLM 0.32's CPU backend packs weights into
+    layouts of its own. Merged weights need the plain layout."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -154,8 +154,8 @@ def install_plain_cpu_kernels(
 
 
 def fork_the_engine(begin: Callable[[], None]) -> None:
-    """The API server forks its engine, which calls `begin` first. A fork is safe on the CPU (vLLM's
-    default as a library): one thread runs Python, and none has computed."""
+    """Makes the API server fork its engine, which calls `begin` first. A fork is safe on the CPU
+    (and vLLM's default as a library): one thread runs Python, and none has computed."""
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -171,8 +171,8 @@ def fork_the_engine(begin: Callable[[], None]) -> None:
 
 
 def tell_failed_adapters() -> None:
-    """A worker that can't load an adapter, or does not hold what the adapter's file has, answers
-    with its error, and the engine raises it."""
+    """Makes a worker that can't load an adapter, or holds other tensors than the adapter's file,
+    answer with its error, which the engine raises."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -201,7 +201,7 @@ def tell_failed_adapters() -> None:
 
 
 def hide_flashinfer_without_nvcc() -> None:
-    """An import of FlashInfer raises ImportError, as if it were not installed, where it can't
+    """Makes an import of FlashInfer raise ImportError, as if it were not installed, if it can't
     compile its kernels."""
     from vllm.platforms import current_platform
 
@@ -211,11 +211,11 @@ def hide_flashinfer_without_nvcc() -> None:
 
     if not has_flashinfer():
         sys.modules["flashinfer"] = None  # type: ignore[assignment]
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it without a try
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it unguarded
 
 
 def switch_expert_lora_off() -> None:
-    """Mixtures of experts take kernels without adapters, on the CPU and on Blackwell, unless
+    """Makes mixtures of experts take kernels without adapters, on the CPU and on Blackwell, unless
     adapters are on experts."""
     from vllm.platforms import current_platform
 
@@ -240,8 +240,8 @@ def switch_expert_lora_off() -> None:
 
 
 def multiply_adapters_on_the_cpu() -> None:
-    """On the CPU, each adapter is multiplied once, by all of its own tokens; tokens without an
-    adapter (their slot is -1) get nothing."""
+    """Makes the CPU multiply each adapter once, by all of its own tokens; tokens without an adapter
+    (their slot is -1) get nothing."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -249,7 +249,7 @@ def multiply_adapters_on_the_cpu() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    # vLLM calls them by name, too: the parameters are its own.
+    # vLLM also calls them by name, so the parameters are vLLM's own.
     def shrink(
         inputs: Any,
         lora_b_weights: Any,

@@ -41,18 +41,18 @@ from tandem.system.processes import die_with_parent
 from tandem.vllm_client.names import MERGED_VARIABLE
 
 API_SERVER = "ApiServer"
-"""How vLLM's names of several API servers' processes begin."""
+"""The prefix of vLLM's names of its API servers' processes."""
 COLLECTIONS = (50_000, 20, 10)
 """Thresholds of the API server's garbage collector, in place of Python's 700, 10, 10. With hundreds
-of requests in flight those take a quarter of its time, and find next to nothing."""
+of requests in flight, Python's defaults take a quarter of its time, and find next to nothing."""
 
 
 def register() -> None:
-    """Change vLLM in its engine and worker processes, and on the CPU how the API server starts its
-    engine."""
+    """Change vLLM in its engine and worker processes, and on the CPU the way in which the API
+    server starts its engine."""
     parent = multiprocessing.parent_process()
     if parent is None or multiprocessing.current_process().name.startswith(API_SERVER):
-        patches.bound_http_requests()  # not in engines: it imports uvicorn
+        patches.bound_http_requests()  # not in engines, because it imports uvicorn
         gc.set_threshold(*COLLECTIONS)
     if parent is None:
         _fork_the_engine_on_the_cpu()
@@ -79,7 +79,7 @@ def _install_merged_weights() -> None:
 
 
 def _fork_the_engine_on_the_cpu() -> None:
-    # vLLM also calls its plugins where it only looks at a model's class.
+    # vLLM also calls its plugins when it only inspects a model's class.
     if "vllm.engine.arg_utils" not in sys.modules:
         return
     from vllm.platforms import current_platform
@@ -90,7 +90,7 @@ def _fork_the_engine_on_the_cpu() -> None:
 
 def _begin_engine() -> None:
     _give_up_the_port()
-    register()  # vLLM thinks that it has called its plugins here: the server has
+    register()  # vLLM believes that the plugins were called here, because they were in the server
 
 
 def _give_up_the_port() -> None:
@@ -98,11 +98,12 @@ def _give_up_the_port() -> None:
     shuts down would wait for the engine's end."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # the listing had opened one, and has closed it
+        with suppress(OSError):  # the listing itself had opened one, and has closed it
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6):
-                    # The server's object, which is here too, still closes that number.
+                    # The server's object, which exists here too, would later close this number
+                    # again.
                     os.dup2(null, descriptor)
     os.close(null)

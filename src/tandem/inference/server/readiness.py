@@ -1,10 +1,10 @@
-"""Whether this vLLM, one of several behind one address, answers requests: ASGI middleware inside
-the guard.
+"""ASGI middleware inside the guard that decides whether this vLLM, one of several behind one
+address, answers requests.
 
-Its publisher gives it permission for a few seconds at a time (`inference.publisher.replica`).
-Without permission requests get 503. Permission ends by itself where the publisher is silent, and a
-vLLM that starts has none. `GET /tandem/ready` tells the proxy, which sends no more requests, a
-little before.
+The server's publisher permits it to answer for a few seconds at a time
+(`inference.publisher.replica`). Without permission requests get 503. The permission ends by itself
+if the publisher is silent, and a vLLM that starts has none. `GET /tandem/ready` tells the proxy a
+little earlier, and the proxy sends no more requests.
 """
 
 import json
@@ -19,15 +19,15 @@ from tandem.inference.server.guard import ADMIN
 from tandem.vllm_client.names import PROBE_PATHS, READY_MARGIN_SECONDS, READY_ROUTE
 
 OPEN = PROBE_PATHS | {"/v1/models"}
-"""Paths that answer all the same: probes and metrics, and the list of models."""
+"""Paths that answer without permission: probes and metrics, and the list of models."""
 
 
 class Readiness:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        # Another process has another, so no permission for the one before is taken for its own.
+        # Each process has another id, so a permission for an earlier process does not apply.
         self.instance = secrets.token_hex(8)
-        self.until = 0.0  # by the monotonic clock, which the publisher on this machine has too
+        self.until = 0.0  # by the monotonic clock, which the publisher on this machine shares
 
     def answers(self, margin: float = 0.0) -> bool:
         return time.monotonic() < self.until - margin

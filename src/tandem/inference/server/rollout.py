@@ -1,15 +1,15 @@
 """The rollout door: `/rollout/v1/...` is vLLM's `/v1/...` for clients that know nothing of
-training, and `/rollout/inference/v1/generate` its route from tokens to tokens.
+training, and `/rollout/inference/v1/generate` is its route from tokens to tokens.
 
-ASGI middleware inside the guard, which asks for the API key. It asks vLLM for token ids and
-log-probs, and puts the prompt's token ids and the model's name into each choice (of a stream, its
-first chunk), so that a choice alone holds what `turn_from_openai` needs.
+It is ASGI middleware inside the guard, which asks for the API key. The door asks vLLM for token ids
+and log-probs, and puts the prompt's token ids and the model's name into each choice (in a stream,
+into its first chunk). So a choice alone holds everything that `turn_from_openai` needs.
 
-With the header X-Session-ID each turn continues the sampled tokens of the one before
+With the header X-Session-ID each turn continues the sampled tokens of the turn before
 (`continuation.py`), and the server keeps the turns: `POST /rollout/sessions/{id}/finish` makes a
-trajectory of them. The dialects whose clients can't hand tokens back are served so only. A whole
-answer of a chat gets its tokens and log-probs from what the session has recorded: vLLM makes
-several objects for each token, which is most of what a longer answer costs its API server.
+trajectory of them. Dialects whose clients can't hand tokens back are served only in this way. A
+complete chat answer gets its tokens and log-probs from the session's record, because vLLM makes
+several objects for each token, which is most of the cost of a longer answer in its API server.
 """
 
 import json
@@ -94,7 +94,7 @@ class RolloutDoor:
         async def receive_changed() -> Message:
             nonlocal message
             first, message = message, None
-            return first or await receive()  # later: whether the client is still there
+            return first or await receive()  # later calls: whether the client is still there
 
         if session is None or inner not in (CHAT, RESPONSES, MESSAGES):
             await self.app(scope, receive_changed, _CompleteAnswer(send, inner).send)
@@ -127,7 +127,8 @@ class RolloutDoor:
             request.session.messages = [*request.messages, answers.messages[0]]
 
     def _finish(self, name: str, options: Options | None) -> JSONResponse:
-        """The session as a trajectory. It stays, so that a repeated request gets it too."""
+        """The session as a trajectory. The session stays, so that a repeated request gets the
+        trajectory too."""
         reward = None if options is None else options.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             return error(400, "invalid_input", 'missing: send {"reward": <number>}', "reward")
@@ -164,9 +165,9 @@ class _CompleteAnswer(ChangedAnswer):
 
 
 class _RecordedAnswer(_CompleteAnswer):
-    """Tells `keep` when it has the answer, before the client has all of it: the client's next
-    request may follow at once. `request`: the recording whose tokens the answer gets, where vLLM
-    was not asked for them."""
+    """Calls `keep` when it has the answer, before the client has all of it: the client's next
+    request may follow at once. `request`: the recording whose tokens the answer gets, if vLLM was
+    not asked for them."""
 
     def __init__(self, send: Send, path: str, keep: Any, request: Recording | None) -> None:
         super().__init__(send, path)
@@ -193,7 +194,7 @@ def _at(scope: Scope, path: str, inner: str) -> Scope:
 
 
 def _asking(path: str, options: Options) -> Options:
-    """The request, also for token ids and log-probs."""
+    """The request with options that also ask for token ids and log-probs."""
     if isinstance(params := options.get("sampling_params"), dict):
         return {**options, "sampling_params": {**params, "logprobs": params.get("logprobs") or 1}}
     options = unforced(options)
@@ -213,14 +214,14 @@ _OF_TOKENS = frozenset({"logprobs", "return_token_ids", "return_tokens_as_token_
 
 
 def _may_add_tokens(path: str, options: Options) -> bool:
-    """Whether the door can write the tokens of an answer: a whole one, without other tokens'
-    log-probs beside those of the sampled ones."""
+    """Whether the door can write the tokens of an answer: it is complete, and has only the sampled
+    tokens' log-probs."""
     more = ("stream", "top_logprobs", "logprob_token_ids")
     return path == CHAT and not any(options.get(name) for name in more)
 
 
 def _with_tokens(answer: Options, request: Recording) -> Options:
-    """The answer with what vLLM would have put there, had it been asked for tokens."""
+    """The answer with the fields that vLLM would have added, had it been asked for tokens."""
     for choice in answer["choices"]:
         sample = request.samples[choice["index"]]
         content: list[Options] = [
@@ -238,11 +239,12 @@ def _with_tokens(answer: Options, request: Recording) -> Options:
 
 
 _LEAST_LOGPROB = -9999.0
-"""The least that vLLM writes: JSON has no infinity."""
+"""The least log-prob that vLLM writes, because JSON has no infinity."""
 
 
 def _in_vllms_names(message: Any) -> Any:
-    """vLLM reads an answer's reasoning in one name only, and drops it in others silently."""
+    """The request with vLLM's names: vLLM reads an answer's reasoning under one name only, and
+    silently drops other names."""
     if isinstance(message, dict) and (reasoning := reasoning_of(message)):
         return {**message, "reasoning": reasoning}
     return message
@@ -254,8 +256,8 @@ def _complete(answer: Options) -> Options:
             "prompt_token_ids"
         )
         choice["model"] = answer.get("model")
-        # vLLM's /inference/v1/generate names them by numbers by 0.32; `renderers` knows the older
-        # names.
+        # Up to 0.32, vLLM's /inference/v1/generate names tokens by numbers; `renderers` knows the
+        # older names.
         content = (choice.get("logprobs") or {}).get("content") or ()
         for entry, token in zip(content, choice.get("token_ids") or (), strict=False):
             entry.setdefault("token", f"token_id:{token}")
@@ -265,7 +267,7 @@ def _complete(answer: Options) -> Options:
 def _problem(path: str, options: Options, session: str | None) -> tuple[str, str] | None:
     """The field and the reason for which the door refuses a request."""
     if session is not None and not NAME.fullmatch(session):
-        return HEADER, f"{session!r} is no name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
+        return HEADER, f"{session!r} is not a name of a session: 1 to 128 of A-Z a-z 0-9 . _ : -"
     if session is None and path in (RESPONSES, MESSAGES):
         problem = (
             "missing: name the rollout in the header X-Session-ID (default_headers of the client);"
@@ -278,7 +280,7 @@ def _problem(path: str, options: Options, session: str | None) -> tuple[str, str
 
 
 def _forks(options: Options) -> tuple[str, str] | None:
-    """The field by which vLLM would render other tokens than were sampled, and why."""
+    """The field by which vLLM would render other tokens than were sampled, and the reason."""
     messages = options.get("messages")
     answers = [
         (i, message)
@@ -299,7 +301,7 @@ def _forks(options: Options) -> tuple[str, str] | None:
 
 
 def _object(body: bytes) -> Options | None:
-    """None for what is no JSON object: vLLM says what is wrong with a request."""
+    """The body as a JSON object; None if it is not one: vLLM reports the mistake."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

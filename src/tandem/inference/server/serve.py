@@ -1,8 +1,9 @@
-"""`python -m tandem.inference.server.serve`: becomes the vLLM server that the settings describe.
+"""Starts vLLM (`python -m tandem.inference.server.serve`): this process becomes the vLLM server
+that the settings describe.
 
-Before, it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free: vLLM
-allocates a share of a GPU's whole memory, and where something else uses that, it fails after a
-minute of loading.
+First it kills processes that an earlier vLLM left, and waits until vLLM's GPUs are free. vLLM
+allocates a share of a GPU's whole memory, and if something else uses that, it fails after a minute
+of loading.
 """
 
 import fcntl
@@ -24,8 +25,8 @@ from tandem.system.logs import Log, configure
 log = Log("inference")
 
 FREE_SECONDS = 60.0
-"""How long the GPUs may take to become free. After that this program exits, and supervisord starts
-it again."""
+"""Seconds within which the GPUs must become free. After that this program exits, and supervisord
+starts it again."""
 _KILL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _MARKER = "TANDEM_VLLM_OF"
@@ -39,7 +40,7 @@ class CannotStartNow(TandemError):
 
 def main() -> None:
     """Replace this process by vLLM, so that signals and exit status are vLLM's own. Exits 2 on
-    wrong settings, and 1 where vLLM can't start now but may later."""
+    wrong settings, and 1 if vLLM can't start now but may later."""
     configure()
     try:
         settings = load_settings()
@@ -58,15 +59,16 @@ def main() -> None:
         )
     _withdraw_records(settings)
     log.info("starting vLLM", command=" ".join(command.shown[1:]))
-    # A killed vLLM leaves sockets and files there. What it compiles outlives it elsewhere.
+    # A killed vLLM leaves sockets and files there. Its compiled code is kept elsewhere.
     key = hashlib.sha256(marker[_MARKER].encode()).hexdigest()[:12]
     scratch = {"TMPDIR": str(scratch_directory(f"vllm-{key}"))}
     os.execve(command.argv[0], command.argv, command.env | marker | scratch | caches)
 
 
 def check_plugin() -> None:
-    """InvalidInput where vLLM would not find Tandem's plugin, whose entry point is in the installed
-    package's metadata. Without the plugin no adapter is compared and no weights are merged."""
+    """Raises InvalidInput if vLLM would not find Tandem's plugin, whose entry point is in the
+    installed package's metadata. Without the plugin no adapter is compared and no weights are
+    merged."""
     if not entry_points(group="vllm.general_plugins", name="tandem"):
         raise InvalidInput(
             "tandem-rl is not installed for this Python, so vLLM would not load its plugin; install"
@@ -75,10 +77,10 @@ def check_plugin() -> None:
 
 
 def _withdraw_records(settings: Settings) -> None:
-    """Remove what says that vLLM serves a step: the vLLM that starts now has none. The publisher
-    does this too, but it may have died with the vLLM before."""
+    """Remove the records that vLLM serves a step, because the vLLM that starts now serves none. The
+    publisher does this too, but it may have died with the earlier vLLM."""
     try:
-        spool = Spool(settings.root)  # a full volume can still lose files
+        spool = Spool(settings.root)  # a full volume can still delete files
         if settings.replica is not None:
             spool.replicas.withdraw(settings.replica)
             return
@@ -89,12 +91,12 @@ def _withdraw_records(settings: Settings) -> None:
 
 
 def wait_for_gpu(settings: Settings, *, free_seconds: float = FREE_SECONDS) -> dict[str, str]:
-    """Kill what an earlier vLLM of this spool and port left, then wait until a trainer and its
-    memory are gone.
+    """Kill the processes that an earlier vLLM of this spool and port left, then wait until a
+    trainer and its memory are gone.
 
     Returns the marker variable for the environment of the vLLM that starts now. Holds a lock until
-    this process ends, also across `exec`. Raises CannotStartNow where this vLLM already runs, where
-    a process survives SIGKILL, or where a GPU is not free after `free_seconds`.
+    this process ends, also across `exec`. Raises CannotStartNow if this vLLM already runs, if a
+    process survives SIGKILL, or if a GPU is not free after `free_seconds`.
     """
     marker = (_MARKER, f"{settings.root.absolute()}:{settings.inference_port}")
     lock = runtime_dir(settings.root, current_role()) / f"vllm-{settings.inference_port}.lock"
@@ -133,13 +135,13 @@ def _wait_for_trainer(settings: Settings) -> None:
         while spool.hold.live():
             time.sleep(_POLL_SECONDS)
     except SpoolUnusable as error:
-        # Without the volume no runner works either. What is in use is measured next.
+        # Without the volume no runner works either. The memory in use is measured next.
         log.warning("can't see whether a trainer holds the GPUs", error=error)
 
 
 def _wait_for_memory(settings: Settings, free_seconds: float) -> None:
     # Of several visible GPUs vLLM uses the first ones. On shared GPUs resident ranks keep some
-    # memory. If that is too much for vLLM, it refuses to start by itself.
+    # memory. If that leaves too little for vLLM, vLLM itself refuses to start.
     devices = Devices(settings, "inference", most=settings.inference_tensor_parallel)
     allowed = STAYING_BYTES if settings.gpu_mode == "shared" else 0
     floor = dict.fromkeys(devices.uuids, allowed)

@@ -1,7 +1,9 @@
-"""Sessions of the rollout door: the turns that each rollout has sampled, in this server's memory.
+"""The sessions of the rollout door: the turns that each rollout has sampled, in this server's
+memory.
 
-A turn is found again by a digest of the conversation up to and with its answer. So each turn has
-its tokens once, and a session may branch: several samples of a prompt, sub-agents, edits.
+A turn is found by a digest of the conversation up to its answer, the answer included. So each
+turn's tokens are stored once, and a session may branch: several samples of a prompt, sub-agents,
+edits.
 """
 
 import json
@@ -18,20 +20,21 @@ from tandem.vllm_client.names import SESSION_HEADER
 
 HEADER = SESSION_HEADER
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""The names that a session may have."""
+"""Pattern of the names that a session may have."""
 MOST_SESSIONS, MOST_TOKENS = 2**14, 2**25
-"""Bounds of all sessions together, half a gigabyte. The longest unused leaves first."""
+"""Bounds of all sessions together: half a gigabyte. The session that was unused for the longest
+time is removed first."""
 BREAKS = ("booleans", "whitespace", "stop_string", "truncated", "edited", "template")
-"""Reasons for which a turn does not continue the sampled tokens."""
+"""The reasons why a turn does not continue the sampled tokens."""
 
 Message = Mapping[str, Any]
 
 
 @dataclass(eq=False)
 class SampledTurn:
-    """`head`: the turn that the prompt continues, `new`: what the prompt has behind it. `asked`:
-    the digest of the conversation before the answer. `stop`: the stop string that ended it;
-    `with_stop`: the answer as clients send it back that put the stop string behind it."""
+    """A sampled turn. `head`: the turn that the prompt continues, `new`: the rest of the prompt.
+    `asked`: the digest of the conversation before the answer. `stop`: the stop string that ended
+    it; `with_stop`: the answer with the stop string behind it, as some clients send it back."""
 
     head: "SampledTurn | None"
     new: array[int]
@@ -61,7 +64,7 @@ class SampledTurn:
         return [*self.prompt(), *self.tokens]
 
     def trained(self) -> dict[str, Any]:
-        """The turn as a trajectory has it."""
+        """The turn in the form of a trajectory's turn."""
         _, at, step = self.model.rpartition("@")
         return {
             "prompt_token_ids": self.prompt(),
@@ -77,9 +80,9 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class SentMessages:
-    """A request's messages, those of the assistant that follow one another as one. `digests[i]` is
-    of the first i of them, with what else shapes the prompt; `ends[i]` is how many messages of the
-    request those are."""
+    """A request's messages, with consecutive messages of the assistant joined. `digests[i]`: the
+    digest of the first i of them and of everything else that shapes the prompt; `ends[i]`: how many
+    of the request's messages they are."""
 
     messages: list[dict[str, Any]]
     digests: list[bytes]
@@ -107,8 +110,8 @@ class SentMessages:
 
 
 def plain(run: Sequence[Message]) -> dict[str, Any]:
-    """A message, or the assistant's messages that follow one another, in one form, however clients
-    write it: without outer white space, ids and reasoning apart, calls' arguments parsed."""
+    """A message, or consecutive messages of the assistant, in a normal form: without outer white
+    space and ids, with reasoning apart, and calls' arguments parsed."""
     text = "".join(_text(one.get("content")) for one in run).strip()
     role = run[0].get("role")
     if role != "assistant":
@@ -124,20 +127,21 @@ def plain(run: Sequence[Message]) -> dict[str, Any]:
 
 
 def digest_with(before: bytes, message: Mapping[str, Any]) -> bytes:
-    """The digest of a conversation with one message more. Clients may leave reasoning out."""
+    """The digest of a conversation with one message more. Reasoning is left out, because clients
+    may leave it out."""
     return _digest(before, {**message, "reasoning": None})
 
 
 def reasoning_of(message: Message) -> str | None:
-    """An assistant's reasoning, in vLLM's name or in those of other servers and clients."""
+    """An assistant's reasoning, under vLLM's name or the names of other servers and clients."""
     names = ("reasoning", "reasoning_content", "thinking")
     texts = (message.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), None)
 
 
 def malformed(message: Message) -> str | None:
-    """The first of the message's calls whose arguments are no JSON object, by its name: vLLM
-    renders a call without arguments in its place."""
+    """The name of the message's first call whose arguments are not a JSON object: vLLM renders a
+    call without arguments in its place."""
     for call in message.get("tool_calls") or ():
         name, arguments = _call(call.get("function") or {})
         if not isinstance(arguments, dict):
@@ -177,14 +181,14 @@ def _digest(before: bytes, value: object) -> bytes:
 class RolloutSession:
     turns: list[SampledTurn] = field(default_factory=list)
     after: dict[bytes, SampledTurn] = field(default_factory=dict)
-    """Turns by the digest of the conversation with their answer."""
+    """Turns by the digest of the conversation up to and with their answer."""
     messages: list[Any] = field(default_factory=list)
     """The conversation of the last turn, for people."""
     size: int = 0
 
     def find(self, conversation: SentMessages) -> tuple[SampledTurn, int] | None:
-        """The turn whose answer is the conversation's last one, and how many of the request's
-        messages it ends."""
+        """The turn whose answer is the conversation's last one, and the number of the request's
+        messages up to its end."""
         if (at := conversation.last_answer) is None:
             return None
         turn = self.after.get(conversation.digests[at + 1])
@@ -194,8 +198,8 @@ class RolloutSession:
         return turn, conversation.ends[at + 1]
 
     def expected(self, conversation: SentMessages) -> SampledTurn | None:
-        """The turn that a client has edited, where `find` finds none: it was asked the same, or its
-        answer is here behind other messages."""
+        """The turn that a client has edited, if `find` finds none: it was asked the same, or its
+        answer follows other messages here."""
         if (at := conversation.last_answer) is None:
             return None
         asked, given = conversation.digests[at], conversation.messages[at]
@@ -214,7 +218,7 @@ class RolloutSession:
         self.size += turn.size
 
     def deepest(self, ids: Sequence[int]) -> SampledTurn | None:
-        """The turn of most tokens with which these begin."""
+        """The turn with the most tokens that these tokens begin with."""
         found, longest = None, 0
         for turn in self.turns:
             known = turn.all_tokens()
@@ -228,7 +232,7 @@ def _same(one: Message, other: Message) -> bool:
 
 
 def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
-    """Why the rendering of what a client sent back has other tokens than were sampled."""
+    """The reason why the client's text renders to other tokens than were sampled."""
 
     def compact(message: Mapping[str, Any], *, loose: bool) -> str:
         text = json.dumps([message["content"], message["calls"]], sort_keys=True, default=str)
@@ -236,7 +240,7 @@ def reason_of_break(turn: SampledTurn, given: Mapping[str, Any]) -> str:
         return re.sub(r'["\\]', "", text).lower() if loose else text
 
     if _same(turn.answer, given):
-        return "edited"  # the reasoning, or what is before
+        return "edited"  # the reasoning, or the text before it
     if compact(turn.answer, loose=False) == compact(given, loose=False):
         return "whitespace"
     if compact(turn.answer, loose=True) == compact(given, loose=True):
@@ -254,7 +258,7 @@ class Sessions:
         self._sessions: OrderedDict[str, RolloutSession] = OrderedDict()
 
     def use(self, name: str) -> RolloutSession:
-        """The session of this name, made where there is none."""
+        """The session of this name, made if it does not exist."""
         session = self._sessions.setdefault(name, RolloutSession())
         self._sessions.move_to_end(name)
         while len(self._sessions) > self._most:
@@ -262,7 +266,7 @@ class Sessions:
         return session
 
     def known(self, name: str) -> RolloutSession | None:
-        """The session of this name where it has turns."""
+        """The session of this name, if it has turns."""
         session = self._sessions.get(name)
         return session if session is not None and session.turns else None
 

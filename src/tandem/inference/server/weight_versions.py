@@ -1,6 +1,6 @@
-"""Tells in each answer which weights its tokens came from: their names in the header
-`x-tandem-weights`, and after a swap, in the field `weight_versions`, for each sequence the first
-token of each name."""
+"""Names in each answer the weights that its tokens came from: in the header `x-tandem-weights`, and
+after a swap in the field `weight_versions`, which has for each sequence the first token of each
+name."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ Sequence = tuple[int, int]  # the numbers of a prompt and of a sample
 
 @dataclass(eq=False)
 class InFlight:
-    """A sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the weights
-    that it began with.
+    """A running sampling request. `id`: the header X-Request-Id, as vLLM reads it; `first`: the
+    weights that it began with.
 
-    `swaps`: the name after each swap that its running sequences saw, and how many tokens they had
-    then.
+    `swaps`: the name after each swap that its running sequences saw, and their numbers of tokens at
+    that time.
     """
 
     id: str
@@ -34,8 +34,12 @@ class InFlight:
     swaps: list[tuple[str, dict[Sequence, int]]] = field(default_factory=list)
 
     def swapped(self, name: str, tokens: dict[str, int], *, in_engine: bool) -> None:
-        """The weights became `name`. `tokens`: of each sequence in the engine; `in_engine`: whether
-        this request had reached it when the swap began."""
+        """Notes that the weights became `name`.
+
+        Args:
+            tokens: the number of tokens of each sequence in the engine.
+            in_engine: whether this request had reached it when the swap began.
+        """
         if mine := self._of_this_request(tokens):
             self.swaps.append((name, mine))
         elif not in_engine:
@@ -43,9 +47,9 @@ class InFlight:
         # Otherwise all its sequences had ended before the swap.
 
     def _of_this_request(self, tokens: dict[str, int]) -> dict[Sequence, int]:
-        """vLLM calls a sequence `chatcmpl-<id>`, `generate-tokens-<id>` or `cmpl-<id>-<prompt>`,
-        with `<sample>_` before it where there are several, and 8 random hexadecimal digits after
-        it."""
+        """Whether a sequence belongs to this request. vLLM names it `chatcmpl-<id>`,
+        `generate-tokens-<id>` or `cmpl-<id>-<prompt>`, with `<sample>_` before it if there are
+        several, and 8 random hexadecimal digits after it."""
         of = re.escape(self.id)
         name = re.compile(
             rf"(?:(\d+)_)?(?:(?:chatcmpl|generate-tokens)-{of}|cmpl-{of}-(\d+))(?:-[0-9a-f]{{8}})?"

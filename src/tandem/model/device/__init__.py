@@ -1,8 +1,8 @@
 """The device of this process, chosen by `activate`: one GPU, or the CPU.
 
 CUDA starts in a thread, while the rank does work that needs no GPU. Creating a CUDA context takes a
-good part of a rank's start, more so if several ranks start at once. torch creates it at the first
-use of the GPU, and holds the interpreter's lock all the while. Instead:
+good part of a rank's start, and more if several ranks start at once. torch creates it at the first
+use of the GPU, and holds the interpreter's lock during that time. Instead:
 
 1. `activate` starts a thread that creates the context through CUDA's runtime library. A call
    through ctypes releases the interpreter's lock.
@@ -40,7 +40,7 @@ _current = threading.local()  # `.set`: the GPU is the current device of this th
 def choose(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
     """The kind of device that a setting means: "auto" means CUDA if there is a usable GPU.
 
-    Once a GPU was found, neither this process nor one forked from it looks again, which takes time
+    Once a GPU was found, neither this process nor its forks look again, because looking takes time
     in each rank.
     """
     global _gpu_seen
@@ -85,7 +85,7 @@ def runtime() -> ctypes.CDLL:
 
 
 def is_cuda() -> bool:
-    """Whether `activate` chose a GPU. Doesn't wait for it."""
+    """Whether `activate` chose a GPU. It doesn't wait for the GPU."""
     if _kind is None:
         raise RuntimeError(
             "this process has no device yet: call tandem.model.device.activate first"
@@ -99,7 +99,7 @@ def started() -> bool:
 
 
 def wait_until_started() -> Kind:
-    """Wait for the device, make it the calling thread's current device, and return its kind.
+    """Wait for the device, make it the calling thread's current device, and return its kind. Raises
     RuntimeError if the GPU can't be used."""
     global _started
     if not is_cuda():
@@ -120,7 +120,7 @@ def wait_until_started() -> Kind:
 
 
 def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
-    """`work`, to be called in another thread: it first waits for the device and makes it current in
+    """`work`, wrapped for another thread: it first waits for the device and makes it current in
     that thread."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,7 +131,7 @@ def on_device[**P, T](work: Callable[P, T]) -> Callable[P, T]:
 
 
 def device() -> torch.device:
-    """The device that `activate` chose, when it has started."""
+    """The device that `activate` chose; waits until it has started."""
     return torch.device("cuda", _gpu) if wait_until_started() == "cuda" else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Copies from the GPU memory of other processes of this machine (CUDA IPC)."""
+"""Copies from the GPU memory of other processes on this machine (CUDA IPC)."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,10 @@ class _Handle(ctypes.Structure):
 
 
 def exported(tensor: torch.Tensor) -> Export | None:
-    """What another process passes to `imported` to copy from `tensor`, whose memory must exist
-    until then.
+    """The handle by which another process copies from `tensor` (`imported`); `tensor`'s memory must
+    exist until then.
 
-    None where the memory can't be shared: on the CPU, or with the allocator's
-    `expandable_segments`.
+    None if the memory can't be shared: on the CPU, or with the allocator's `expandable_segments`.
     """
     if not tensor.is_cuda:
         return None
@@ -41,9 +40,9 @@ def exported(tensor: torch.Tensor) -> Export | None:
 
 @contextlib.contextmanager
 def imported(export: Export | None) -> Iterator[Callable[[torch.Tensor, int], None]]:
-    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of what
-    another process exported. Wait for the copies before leaving the block, which closes the other
-    process's memory.
+    """`copy(tensor, offset)`: queues a copy into a contiguous tensor, from byte `offset` of another
+    process's export. Wait for the copies before leaving the block, which closes the other process's
+    memory.
 
     The calling thread's current device and stream are used. Raises NotShared if the memory can't be
     shared, or a call of CUDA fails.

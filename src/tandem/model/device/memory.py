@@ -1,5 +1,5 @@
-"""Memory of this process's device: allocations, how much is in use, and freeing what allocators
-keep unused. All sizes in bytes."""
+"""Measures memory on this process's device, allocates, and frees memory that allocators keep
+unused. All sizes are in bytes."""
 
 import contextlib
 import math
@@ -42,7 +42,8 @@ def allocate(
 
 
 def copy_to(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device `where`. The host does not wait for what a GPU computes."""
+    """A CPU tensor, copied to the device `where`. The host does not wait for the GPU's running
+    work."""
     if where.type != "cuda":
         return tensor.to(where)
     # torch keeps the pinned copy until the GPU has it.
@@ -72,11 +73,11 @@ def stats() -> dict[str, int]:
 
 
 def reset_peaks() -> None:
-    """Let the peaks of `stats` begin at what is in use now."""
+    """Reset the peaks of `stats` to the memory in use now."""
     if wait_until_started() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # Where this is forbidden, the peaks stay those since the process began.
+        # If this is forbidden, the peaks still count from the process's beginning.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -92,7 +93,7 @@ def used() -> int:
 
 
 def obtainable() -> int:
-    """Bytes that this process can have of its GPU, those that it has included."""
+    """Bytes that this process can have of its GPU, its present memory included."""
     total = torch.cuda.get_device_properties(device()).total_memory
     return min(
         torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
@@ -101,12 +102,12 @@ def obtainable() -> int:
 
 
 def release_cached() -> None:
-    """Free what the allocators keep for later: unused device memory and unused pinned host
+    """Free the memory that allocators keep for later: unused device memory and unused pinned host
     memory."""
     if wait_until_started() == "cuda":
         release_workspaces()
         torch.cuda.empty_cache()
-        # Which torch.accelerator.empty_host_cache of newer versions calls.
+        # torch.accelerator.empty_host_cache of newer versions calls it.
         torch._C._host_emptyCache()
 
 

@@ -1,4 +1,4 @@
-"""Gives device memory back for a while: the tensors stay, their storages are emptied and later
+"""Gives device memory back for a while: the tensors stay, but their storages are emptied and later
 refilled."""
 
 from collections.abc import Iterable, Iterator
@@ -33,8 +33,8 @@ class Offload:
         return bool(self._parked)
 
     def park(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Free the tensors' device memory, and with it that of all views of them; returns the
-        number of bytes freed.
+        """Free the tensors' device memory, and the memory of all views of them. Returns the number
+        of bytes freed.
 
         The tensors may not be read until `restore`. Raises RuntimeError if tensors are parked
         already.
@@ -64,7 +64,7 @@ class Offload:
         return sum(size for _, size, _ in self._parked)
 
     def restore(self) -> None:
-        """Allocate the tensors' memory again, in the same sizes: with their contents, or
+        """Allocate the tensors' memory again, in the same sizes, with their contents or
         uninitialised."""
         for storage, size, _ in self._parked:
             storage.resize_(size)
@@ -75,7 +75,7 @@ class Offload:
         self._parked = []
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of what is parked, and their places in host memory."""
+        """The bytes of the parked tensors, and their places in host memory."""
         for storage, size, begin in self._parked:
             device_bytes, end = (
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),

@@ -1,6 +1,6 @@
 """Every name of torch that Tandem replaces in ranks.
 
-`tests/test_patches.py` lists these names, with the version of torch from which each patch can go.
+`tests/test_patches.py` lists these names, with the version of torch at which each patch can go.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def uncompiled(package: str) -> Iterator[None]:
-    """Meanwhile `torch.compile` returns the functions of this package as they are."""
+    """Within the block, `torch.compile` returns the functions of this package uncompiled."""
     compile_ = torch.compile
 
     def compile_others(model: Any = None, **options: Any) -> Any:
@@ -28,5 +28,5 @@ def uncompiled(package: str) -> Iterator[None]:
 
 
 def remember_gpu_count() -> None:
-    """torch 2.11 asks NVML eight times otherwise, while it starts CUDA."""
+    """Stores the number of GPUs: torch 2.11 asks NVML for it eight times while it starts CUDA."""
     torch.cuda._cached_device_count = torch._C._cuda_getDeviceCount()

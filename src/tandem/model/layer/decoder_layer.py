@@ -1,4 +1,5 @@
-"""A decoder layer of Megatron's GPTModel whose parameters, forward and backward are ours."""
+"""A decoder layer for Megatron's GPTModel, with Tandem's parameters, forward and backward
+passes."""
 
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ class DecoderLayer(MegatronModule):
         switch: AdapterSwitch,
         **_: Any,
     ) -> None:
-        """`index`: of the layer, counted over all stages."""
+        """`index`: the layer's number, counted over all stages."""
         super().__init__(config=config)
         arch = arch.of_layer(index)
         self._arch, self._index, self._dtype = arch, index, config.params_dtype
@@ -70,12 +71,12 @@ class DecoderLayer(MegatronModule):
     def forward(
         self, hidden_states: torch.Tensor, *, packed_seq_params: TreeParams, **_: Any
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [S, 1, hidden] -> the same, and for Megatron no context."""
-        # The one argument of Megatron's decoder that reaches the layers as it is.
+        """hidden_states [S, 1, hidden] -> the same, and None as Megatron's context."""
+        # The one argument of Megatron's decoder that reaches the layers unchanged.
         tree = packed_seq_params
         x = hidden_states[:, 0]
         if torch.is_grad_enabled():
-            # A leaf, so that autograd comes back here.
+            # A leaf, so that autograd comes back to this function.
             leaf = torch.empty((), requires_grad=True)
             x = _Sublayers.apply(leaf, x, self, tree)
         else:
@@ -85,8 +86,11 @@ class DecoderLayer(MegatronModule):
     def compute(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, list[Saved]]:
-        """x [S, hidden] -> the same, and what `go_back` needs. `level`: None where there is no
-        backward pass."""
+        """x [S, hidden] -> the same shape, and the tensors that `go_back` needs.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         kept = []
         for sublayer in self.sublayers:
             x, saved = sublayer.forward(x, tree, level)
@@ -94,8 +98,8 @@ class DecoderLayer(MegatronModule):
         return self._scaled(x), kept
 
     def go_back(self, gradient: torch.Tensor, saved: list[Saved], tree: TreeParams) -> torch.Tensor:
-        """From the gradient of what `compute` returned that of its x; adds those of parameters to
-        theirs. Uses up `saved`."""
+        """The gradient of x, from the gradient of what `compute` returned; adds the parameters'
+        gradients to their buffers. Uses up `saved`."""
         gradient = self._scaled(gradient)
         for index in reversed(range(len(saved))):
             if saved[index].x is None:
@@ -167,7 +171,7 @@ class DecoderLayer(MegatronModule):
     def _head_rows(
         self, heads: HeadShape, q_norm: Parameter | None, k_norm: Parameter | None
     ) -> HeadRows | None:
-        """What is done to queries, keys and values before they are heads."""
+        """The family's change to queries, keys and values before they become heads."""
         if self._arch.wide_qk_norm:
             assert q_norm is not None
             assert k_norm is not None

@@ -1,4 +1,4 @@
-"""A mixture of experts beside an MLP, each with norms of its own (Gemma 4)."""
+"""A mixture of experts beside an MLP, each with its own norms (Gemma 4)."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ class ExpertsBesideMlp(MoeSublayer):
         mlp: MlpSublayer,
     ) -> None:
         """`norms`: of the experts' input, of their sum, and of the whole. `router`: has the weight
-        [experts, hidden], `scale` [hidden] and `expert_scale` [experts]. `mlp`: its post norm is
-        its own."""
+        [experts, hidden], `scale` [hidden] and `expert_scale` [experts]. `mlp`: has its own post
+        norm."""
         norm, self._experts_norm, self._whole_norm = norms
         super().__init__(norm, router, gate_up, down, shape, layer)
         self._mlp = mlp
@@ -43,7 +43,7 @@ class ExpertsBesideMlp(MoeSublayer):
         routing = self._route(self._router_rows(x), tree.slot_experts)
         zeros = torch.zeros_like(x)
         experts, tensors = self._add_experts(zeros, self._normalise(x), routing, level)
-        # Its gate and up are not saved: the experts' are far larger.
+        # Gate and up of this MLP are not saved: the experts' are far larger.
         mlp, mlp_saved = self._mlp.add_mlp(zeros, self._mlp._normalise(x), SaveLevel.INPUT)
         both = mlp + normalise(self._experts_norm, experts)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None)
@@ -98,7 +98,7 @@ class ExpertsBesideMlp(MoeSublayer):
     def _router_rows_backward(
         self, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
     ) -> torch.Tensor:
-        """From the gradient of `_router_rows` that of x, plus `plus`."""
+        """The gradient of x, from the gradient of `_router_rows`, plus `plus`."""
         scale = self._module.scale
         if gradients.has_gradient_buffer(scale):
             of_weight = kernels.norm_weight_gradient(gradient, x, self._norm.eps)

@@ -1,4 +1,4 @@
-"""The sublayer of a gated delta net, in place of attention (Qwen3.5)."""
+"""The sublayer of a gated delta net, which replaces attention (Qwen3.5)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class DeltaNetWeights:
 
 @dataclass
 class SavedDeltaNet(Saved):
-    """`leaves`: what the graph of `tensors["output"]` begins with."""
+    """`leaves`: the inputs of the autograd graph of `tensors["output"]`."""
 
     leaves: list[torch.Tensor] = field(default_factory=list)
 
@@ -39,8 +39,8 @@ class SavedDeltaNet(Saved):
 class DeltaNetSublayer(Sublayer):
     """`x + W_out norm_gated(delta_rule(conv(W_in norm(x))))`.
 
-    Autograd computes what lies between the two products: at a level below `SaveLevel.ALL` again,
-    in the backward pass.
+    Autograd computes the part between the two products. Below `SaveLevel.ALL` this part is computed
+    again in the backward pass.
     """
 
     def __init__(
@@ -65,7 +65,11 @@ class DeltaNetSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        """x [S, hidden] -> the same shape.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         saved = SavedDeltaNet(x)
         projected, inner = self._in(self._normalise(x))
         if level is SaveLevel.ALL:
@@ -87,8 +91,8 @@ class DeltaNetSublayer(Sublayer):
         return self._add_output(self._out, saved.tensors["output"].detach(), saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
-        `saved`."""
+        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
+        their buffers. Uses up `saved`."""
         assert isinstance(saved, SavedDeltaNet)
         assert saved.x is not None
         output = saved.tensors.pop("output")
@@ -116,7 +120,7 @@ class DeltaNetSublayer(Sublayer):
     def _record(
         self, projected: torch.Tensor, saved: SavedDeltaNet, tree: TreeParams
     ) -> torch.Tensor:
-        """`_attend` with a graph, which begins with `saved.leaves`."""
+        """`_attend` with a graph, which begins at `saved.leaves`."""
         leaf = projected.detach().requires_grad_()
         weights = [each.detach() for each in self._weights.all()]
         trained = [
@@ -134,8 +138,8 @@ class DeltaNetSublayer(Sublayer):
         weights: Sequence[torch.Tensor],
         tree: TreeParams,
     ) -> torch.Tensor:
-        """[S, features of in_proj] -> [S, features of out_proj]; what is no product is fp32.
-        `weights`: those of `DeltaNetWeights`."""
+        """[S, features of in_proj] -> [S, features of out_proj]; everything but the products is
+        computed in fp32. `weights`: the fields of `DeltaNetWeights`."""
         conv, a_log, dt_bias, norm = weights
         row, gdn, dtype = tree.recurrence, self._gdn, projected.dtype
         assert row is not None
@@ -159,7 +163,7 @@ class DeltaNetSublayer(Sublayer):
 def _norm_and_gate(
     read: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """RMSNorm of what each head reads, fp32 [S, heads, size], then the gate z [S, heads * size]:
-    [S, heads * size]."""
+    """RMSNorm of each head's output, fp32 [S, heads, size], then the gate z [S, heads * size]: [S,
+    heads * size]."""
     inverse = (read.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (read * inverse * norm * silu(z.float()).view(read.shape)).flatten(1)

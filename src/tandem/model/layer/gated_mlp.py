@@ -1,4 +1,4 @@
-"""An MLP whose output each token multiplies by a sigmoid: Qwen3.5's shared expert."""
+"""An MLP whose output is multiplied by a sigmoid of each token: Qwen3.5's shared expert."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ class GatedMlp(MlpSublayer):
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, _level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """As `MlpSublayer`; nothing to save, as the backward pass needs the output too."""
+        """Like `MlpSublayer.add_mlp`. Nothing can be saved, because the backward pass needs the
+        output too."""
         output, _tensors = super().add_mlp(torch.zeros_like(x), normalised, None)
         return torch.addcmul(x, output, self._gates(normalised).to(x.dtype)), {}
 
@@ -45,9 +46,10 @@ class GatedMlp(MlpSublayer):
     def _logits_gradient(
         gradient: torch.Tensor, output: torch.Tensor, gates: torch.Tensor
     ) -> torch.Tensor:
-        """Fp32 [S, 1], from the gradient of what `add_mlp` returned; `output`: before its gate."""
+        """The gradient of the logits, fp32 [S, 1], from the gradient of what `add_mlp` returned;
+        `output`: before the gate."""
         return (gradient.float() * output).sum(-1, keepdim=True) * gates * (1 - gates)
 
     def _gates(self, normalised: torch.Tensor) -> torch.Tensor:
-        """Fp32 [S, 1]; the logits have the activations' dtype, as in transformers."""
+        """The gates, fp32 [S, 1]; their logits have the activations' dtype, as in transformers."""
         return linear(normalised, self._gate_weight).float().sigmoid()

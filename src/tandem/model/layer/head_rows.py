@@ -1,5 +1,5 @@
-"""What some families do to the rows of queries, keys and values before the kernels make heads of
-them. The kernels know the common decoder only."""
+"""Changes that some families make to the rows of queries, keys and values before the kernels make
+heads of them. The kernels know only the common decoder."""
 
 from typing import Protocol
 
@@ -13,7 +13,8 @@ from tandem.model.layer.heads import HeadShape
 
 
 class HeadRows(Protocol):
-    """`rows`: as `HeadShape` says, in the activations' dtype; both methods return such rows."""
+    """A change of `rows`, which have the layout of `HeadShape` and the activations' dtype; both
+    methods return such rows."""
 
     def forward(self, rows: torch.Tensor, tree: TreeParams) -> torch.Tensor:
         """The rows that become heads."""
@@ -21,8 +22,8 @@ class HeadRows(Protocol):
     def backward(
         self, gradient: torch.Tensor, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """The gradient of `rows` from that of what `forward` returned; adds those of weights to
-        theirs."""
+        """The gradient of `rows`, from the gradient of what `forward` returned; adds the weights'
+        gradients to their buffers."""
 
 
 class GrowingQueries:
@@ -44,7 +45,8 @@ class GrowingQueries:
 
 
 class NormalisedValues:
-    """Values are normalised without a weight, and are keys in layers without values (Gemma 4)."""
+    """Values are normalised without a weight; in layers without v_proj they are the keys (Gemma
+    4)."""
 
     def __init__(self, shape: HeadShape, *, keys_are_values: bool) -> None:
         self._shape, self._keys_are_values = shape, keys_are_values
@@ -85,7 +87,7 @@ class WideNorm:
     def __init__(
         self, shape: HeadShape, q_norm: Parameter, k_norm: Parameter, group: dist.ProcessGroup
     ) -> None:
-        """Weights of this rank's features; `group`: the ranks that share them."""
+        """The weights belong to this rank's features; `group`: the ranks that share the heads."""
         self._shape, self._weights, self._group = shape, (q_norm, k_norm), group
 
     def forward(self, rows: torch.Tensor, _tree: TreeParams) -> torch.Tensor:
@@ -116,7 +118,7 @@ class WideNorm:
         return (squares + self._shape.eps).rsqrt()
 
     def _means(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Over the features of all ranks, of queries and of keys: [2, S, 1]."""
+        """Means over the features of all ranks, for queries and for keys: [2, S, 1]."""
         means = torch.stack([part.mean(-1, keepdim=True) for part in parts])
         parallel.all_reduce(means, group=self._group)
         return means / self._group.size()
@@ -127,7 +129,7 @@ class WideNorm:
         return [part.flatten(1) for part in parts]
 
     def _join(self, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Undo `_parts`, in the dtype of `like`."""
+        """The inverse of `_parts`, in the dtype of `like`."""
         shape = self._shape
         heads = [part.view(len(part), shape.groups, -1, shape.size) for part in parts]
         return torch.cat(heads, 2).to(like.dtype).flatten(1)

@@ -10,8 +10,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Of a row of Megatron's fused q, k and v: for each of `groups` key heads its queries, its key,
-    its value."""
+    """The layout of a row of Megatron's fused q, k and v: for each of `groups` key heads its
+    queries, its key, its value."""
 
     groups: int
     queries: int  # per group

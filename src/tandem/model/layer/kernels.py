@@ -1,5 +1,5 @@
-"""What a layer computes between its matrix products, forward and backward: on CUDA one kernel each,
-elsewhere torch's.
+"""The computations between a layer's matrix products, forward and backward: on CUDA one kernel
+each, elsewhere torch's.
 
 Both compute in fp32 and round once. Tensors are contiguous unless noted; S is the number of slots.
 """
@@ -16,11 +16,11 @@ ALPHA, LIMIT = 1.702, 7.0  # of `clamped_swiglu`
 
 
 def _one_kernel_on_cuda[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, or for tensors on a GPU the function of that name in `triton_kernels.py`."""
+    """`function`, or for tensors on a GPU the function of the same name in `triton_kernels.py`."""
 
     @functools.cache
     def on_cuda() -> Callable[P, T]:
-        from tandem.model.layer import triton_kernels  # the CPU's torch comes without Triton
+        from tandem.model.layer import triton_kernels  # torch for the CPU comes without Triton
 
         kernel: Callable[P, T] = getattr(triton_kernels, function.__name__)
         return kernel
@@ -47,13 +47,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of x, plus `plus`, that of the residual connection: [S, features]."""
+    """The gradient of x, plus `plus`, the gradient of the residual connection: [S, features]."""
     grad_x = _norm_gradient(gradient.float() * weight, *_normalise(x.float(), eps))
     return (plus + grad_x).to(x.dtype)
 
 
 def norm_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: of its output."""
+    """The gradient of `rms_norm`'s weight, fp32 [features]; `gradient`: the output's."""
     return (gradient.float() * _normalise(x.float(), eps)[0]).sum(0)
 
 
@@ -65,8 +65,8 @@ def split_heads(
     size].
 
     cos, sin: [S, size / 2], of RoPE (Su et al., 2021, arXiv:2104.09864); dimension i is paired with
-    i + size / 2, or with `partial_rope`, where cos has fewer columns, with i + that number. Slots
-    from S to `length` become zero.
+    i + size / 2. With `partial_rope`, cos has fewer columns, and dimension i is paired with i +
+    that number. Slots from S to `length` become zero.
     """
     parts = list(_group_heads(qkv.float(), shape).split([shape.queries, 1, 1], 2))
     for index, weight in enumerate((shape.q_norm, shape.k_norm)):
@@ -100,7 +100,7 @@ def split_heads_backward(
 def head_norm_gradients(
     gradients: Heads, qkv: torch.Tensor, shape: HeadShape, cos: torch.Tensor, sin: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The gradients of the weights that normalise queries and keys, fp32 [size]; as
+    """The gradients of the weights that normalise queries and keys, fp32 [size]; arguments as in
     `split_heads_backward`."""
     inputs, weight_gradients = _group_heads(qkv, shape).split([shape.queries, 1, 1], 2), []
     for gradient, heads in zip(gradients[:2], inputs[:2], strict=True):
@@ -161,8 +161,8 @@ def expert_swiglu(gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 def expert_swiglu_backward(
     gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; that of
-    `probs`)."""
+    """(The gradient of `gate_up`, on CUDA written over it; `expert_swiglu(gate_up, probs)`; the
+    gradient of `probs`)."""
     grad_gate_up, activated = swiglu_backward(gradient * probs[:, None], gate_up.float())
     return (
         grad_gate_up.to(gate_up.dtype),
@@ -223,8 +223,9 @@ def sum_assignments(
 ) -> torch.Tensor:
     """Each token's sum of its assignments' values, plus `plus` [S, features].
 
-    `values`: [N, features], one line per assignment of a token to an expert. `assignments`: int64
-    [S, k], each token's.
+    Args:
+        values: [N, features], a row for each assignment of a token to an expert.
+        assignments: int64 [S, k], each token's assignments.
     """
     return (plus.float() + values[assignments].float().sum(1)).to(plus.dtype)
 
@@ -247,7 +248,7 @@ def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]
 def _norm_gradient(
     gradient: torch.Tensor, normalised: torch.Tensor, inverse: torch.Tensor
 ) -> torch.Tensor:
-    """From the gradient of `normalised`, that of the input."""
+    """The gradient of the input, from the gradient of `normalised`."""
     return inverse * (gradient - normalised * (gradient * normalised).mean(-1, keepdim=True))
 
 

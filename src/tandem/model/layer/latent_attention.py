@@ -1,9 +1,9 @@
 """The sublayer of multi-head latent attention (`Arch.mla`).
 
-Latents are expanded to a key and a value for each head, so that the attention over trees is that
-of the other families; values have a width of their own. Tensor-parallel ranks have a part of the
-heads, and the latents of their part of the tokens: the families are mixtures, which need sequence
-parallelism then.
+Latents are expanded to a key and a value for each head, so attention over trees is the same as in
+the other families; values have their own width. Tensor-parallel ranks each have a part of the
+heads, and the latents of their part of the tokens. These families are mixtures, which need sequence
+parallelism with tensor parallelism.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class LatentAttentionSublayer(AttentionSublayer):
         *,
         scale: float | None,
     ) -> None:
-        """`shape`: of this rank's queries and keys."""
+        """`shape`: the layout of this rank's queries and keys."""
         super().__init__(norm, linears.down, proj, shape, scale=scale)
         self._linears, self._mla = linears, mla
 
@@ -77,8 +77,8 @@ class LatentAttentionSublayer(AttentionSublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """As `AttentionSublayer`; `qkv`: the latents. A x of the layers after them is computed
-        again."""
+        """Like `AttentionSublayer._heads_backward`; `qkv`: the latents. A x of the layers after the
+        latents is computed again."""
         linears, mla = self._linears, self._mla
         slots = len(tree.rotation[0])
         grad_queries, grad_keys_values, grad_shared = make_heads_backward(
@@ -89,7 +89,7 @@ class LatentAttentionSublayer(AttentionSublayer):
         q_in, kv_in, _shared = self._inputs(qkv, normalised)
         grad_q_in = _linear_backward(linears.q_up, grad_queries.flatten(1), q_in)
         grad_kv_in = _linear_backward(linears.kv_up, grad_keys_values.flatten(1), kv_in)
-        # Each rank has the part of its heads.
+        # Each rank has the part that its heads use.
         grad_shared = parallel.scatter_sum(grad_shared, linears.kv_up.group)
         *q_latent, kv_latent, _shared = self._split_latents(qkv)
         grads = [
@@ -147,7 +147,7 @@ def make_heads(
 def make_heads_backward(
     gradients: Heads, mla: LatentAttention, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `parts`, that of the shared features in fp32."""
+    """The gradients of `parts`; the shared features' gradient is fp32."""
     grad_queries, grad_keys, grad_values = gradients
     fixed, turned = grad_queries.split([mla.nope_size, mla.rope_size], 2)
     own, shared = grad_keys.split([mla.nope_size, mla.rope_size], 2)
@@ -159,8 +159,8 @@ def make_heads_backward(
 
 
 def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of [S, heads, size] on pairs of neighbours; the pairs' first features come before their
-    second ones, in queries and keys alike."""
+    """RoPE of [S, heads, size] on pairs of neighbours. The pairs' first features come before their
+    second ones afterwards, in queries and keys alike."""
     first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.float()[:, None], sin.float()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
@@ -179,7 +179,7 @@ def rotate_pairs_backward(
 def _linear_backward(
     linear: LoraLinear, gradient: torch.Tensor, inputs: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `inputs`; adds those of the layer's parameters to theirs."""
+    """The gradient of `inputs`; adds the parameters' gradients to their buffers."""
     grad_inputs, grad_inner = linear.input_gradient(gradient)
     linear.add_gradients(gradient, grad_inner, inputs, linear.inner(inputs))
     return grad_inputs

@@ -3,13 +3,13 @@
 An assignment is one token at one of its experts. Assignments are ordered by expert.
 
 Megatron's token dispatcher sums each token's experts with atomics, so on CUDA the last bits would
-differ from run to run. Here every sum has a fixed order.
+differ between two runs. Here every sum has a fixed order.
 
-The ranks that the experts are cut over (EP, ETP) gather their tokens and what their routers chose;
-each computes its own experts' assignments of all tokens, and sends each token's sum to the token's
-rank. With k experts per token that is less traffic than sending each token to each expert's rank,
-as long as there are at most k such ranks. Without expert parallelism nothing waits for the device;
-with it the host waits for one number, how many assignments this rank has.
+The ranks that the experts are cut over (EP, ETP) gather their tokens and their routers' choices.
+Each rank computes its own experts' assignments of all tokens, and sends each token's sum to the
+token's rank. With k experts per token that is less traffic than sending each token to each expert's
+rank, as long as there are at most k such ranks. Without expert parallelism the host never waits for
+the device. With it, the host waits for one number: how many assignments this rank has.
 """
 
 from dataclasses import dataclass
@@ -58,9 +58,14 @@ class MoeSublayer(Sublayer):
         layer: int,
         shared: MlpSublayer | None = None,
     ) -> None:
-        """`router`: has the weight [experts, hidden]. The logits of a softmax have the activations'
-        dtype and the softmax is fp32; a sigmoid's logits are fp32 too, with `correction_bias`
-        [experts]; as in transformers and vLLM. `layer`: 0, 1, ..."""
+        """The logits of a softmax router have the activations' dtype, and the softmax is fp32. A
+        sigmoid router's logits are fp32 too, with `correction_bias` [experts]; as in transformers
+        and vLLM.
+
+        Args:
+            router: has the weight [experts, hidden].
+            layer: its number, from 0.
+        """
         super().__init__(norm)
         self._module, self._gate_up, self._down, self._shape, self._layer = (
             router,
@@ -92,12 +97,17 @@ class MoeSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        """x [S, hidden] -> the same shape.
+
+        Args:
+            level: None if there is no backward pass.
+        """
         normalised = self._normalise(x)
         routing = self._route(normalised, tree.slot_experts)
         y, tensors = self._add_experts(x, normalised, routing, level)
         saved = Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
-        if self._shared is not None:  # its gate and up are not saved: the experts' are far larger
+        # gate and up of the shared MLP are not saved: the experts' are far larger
+        if self._shared is not None:
             y, shared_saved = self._shared.add_mlp(y, normalised, SaveLevel.INPUT)
             saved.tensors |= entry("shared_inner", shared_saved.get("down_inner"))
         return y, saved
@@ -105,10 +115,11 @@ class MoeSublayer(Sublayer):
     def _add_experts(
         self, x: torch.Tensor, normalised: torch.Tensor, routing: Routing, level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """x plus the sums of the experts' outputs; and what to save."""
+        """x plus the sums of the experts' outputs; and the tensors to save."""
         tokens = parallel.gather(normalised, self._group)
         gate_up, inner = self._gate_up_products(tokens[routing.token], routing.ends)
-        # Down is linear, so probabilities may come before it, where there are fewer features.
+        # Down is linear, so probabilities may be multiplied before it, where there are fewer
+        # features.
         scaled = self._activate(gate_up, routing.assignment_probs)
         output, down_inner = self._down(scaled, routing.ends)
         if (bias := self._down.assignment_biases(routing.ends, len(output))) is not None:
@@ -119,8 +130,8 @@ class MoeSublayer(Sublayer):
         return self._sum_per_token(output, routing, x), tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
-        `saved`."""
+        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
+        their buffers. Uses up `saved`."""
         x = saved.x
         assert x is not None
         normalised = self._normalise(x)
@@ -147,8 +158,9 @@ class MoeSublayer(Sublayer):
         routing: Routing,
         saved: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From the gradient of what `_add_experts` returned those of each assignment's input, and,
-        fp32 [S, k], of `routing.probs`; adds those of parameters to theirs. Uses up `saved`."""
+        """The gradients of each assignment's input and, fp32 [S, k], of `routing.probs`, from the
+        gradient of what `_add_experts` returned; adds the parameters' gradients to their buffers.
+        Uses up `saved`."""
         ends, inputs = routing.ends, parallel.gather(normalised, self._group)[routing.token]
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
@@ -179,8 +191,8 @@ class MoeSublayer(Sublayer):
         return output if bias is None else output.add_(bias), inner
 
     def _route(self, normalised: torch.Tensor, slot_experts: torch.Tensor | None) -> Routing:
-        """`slot_experts`: `RowTensors.slot_experts`. Their probabilities are the router's, so they
-        have gradients."""
+        """The routing by given experts, `RowTensors.slot_experts`. Their probabilities are the
+        router's, so they have gradients."""
         k, experts = self._shape.experts_per_token, self._shape.num_experts
         all_probs = None
         if self._shape.router == "sigmoid":
@@ -213,7 +225,7 @@ class MoeSublayer(Sublayer):
             count = experts // parts
             first = self._topology.place.expert * count
             ends = pad(ends, (1, 0))[first : first + count + 1]
-            begin, end = ends[[0, -1]].tolist()  # waits for the device
+            begin, end = ends[[0, -1]].tolist()  # the host waits for the device
             pairs, ends = pairs[begin:end], ends[1:] - begin
             assignment += end - begin
         assignment.scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
@@ -229,23 +241,23 @@ class MoeSublayer(Sublayer):
         )
 
     def _weights(self, probs: torch.Tensor, _chosen: torch.Tensor) -> torch.Tensor:
-        """Factors of the experts' outputs, from their probabilities [S, k]."""
+        """The factors of the experts' outputs, from their probabilities [S, k]."""
         return probs
 
     def _sum_per_token(
         self, values: torch.Tensor, routing: Routing, plus: torch.Tensor
     ) -> torch.Tensor:
-        """For each of this rank's tokens the sum of its assignments' values, whichever rank has
-        them, plus `plus` [S, features]."""
+        """For each of this rank's tokens, the sum of its assignments' values on all ranks, plus
+        `plus` [S, features]."""
         if self._group.size() == 1:
             return kernels.sum_assignments(values, routing.assignment, plus)
-        values = pad(values, (0, 0, 0, 1))  # for the assignments that other ranks have
+        values = pad(values, (0, 0, 0, 1))  # padding for the assignments that other ranks have
         shape = len(routing.assignment), values.shape[1]
         partial = kernels.sum_assignments(values, routing.assignment, values.new_zeros(shape))
         return plus + parallel.scatter_sum(partial, self._group)
 
     def _best_of_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token [S, k]. A group is as good as its two best experts, all with
+        """The experts of each token [S, k]. A group is rated by its two best experts, all with
         their biases."""
         choice = scores + self._module.correction_bias
         groups = choice.unflatten(-1, (self._shape.groups, -1))
@@ -259,7 +271,8 @@ class MoeSublayer(Sublayer):
         return probs.sum(-1, keepdim=True) + 1e-20
 
     def _logits_gradient(self, routing: Routing, grad_probs: torch.Tensor) -> torch.Tensor:
-        """[S, experts] from the gradient of the chosen experts' probabilities [S, k], both fp32."""
+        """The gradient of the logits, [S, experts], from the gradient of the chosen experts'
+        probabilities [S, k], both fp32."""
         whole = grad_probs.new_zeros(len(grad_probs), self._shape.num_experts)
         if routing.all_probs is None:
             mean = (grad_probs * routing.probs).sum(-1, keepdim=True)

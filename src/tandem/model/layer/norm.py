@@ -11,7 +11,7 @@ from tandem.model.layer import kernels
 
 
 class OffsetNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in fp32, as Gemma's."""
+    """RMSNorm that multiplies by 1 + weight, in fp32, as in Gemma."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(
@@ -20,14 +20,14 @@ class OffsetNorm(nn.RMSNorm):
 
 
 def make_norm(arch: Arch, dtype: torch.dtype, size: int | None = None, **_: Any) -> nn.RMSNorm:
-    """The model's kind, of `size` features (None: of hidden states). Other options are
+    """A norm of the model's kind, of `size` features (None: the hidden size). Other options are
     Megatron's."""
     kind = OffsetNorm if arch.offset_norms else nn.RMSNorm
     return kind(size or arch.hidden_size, arch.rms_norm_eps, dtype=dtype)
 
 
 def multiplier(norm: Any) -> torch.Tensor:
-    """What `norm` multiplies the normalised features by."""
+    """The factor by which `norm` multiplies the normalised features."""
     weight: torch.Tensor = norm.weight
     return weight.float() + 1 if isinstance(norm, OffsetNorm) else weight
 
@@ -39,13 +39,22 @@ def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def norm_backward(
     norm: Any, gradient: torch.Tensor, x: torch.Tensor, plus: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the norm's input `x`, added to `plus`; the weight's is added to its own.
-    `gradient`: of the norm's output."""
+    """The gradient of the norm's input `x`, added to `plus`; the weight's gradient is added to its
+    buffer.
+
+    Args:
+        gradient: the output's.
+    """
     add_norm_gradient(norm, gradient, x)
     return kernels.rms_norm_backward(gradient, x, multiplier(norm), norm.eps, plus)
 
 
 def add_norm_gradient(norm: Any, gradient: torch.Tensor, x: torch.Tensor) -> None:
-    """Where its weight is trained. `gradient`: of the norm's output; `x`: its input."""
+    """Adds the gradient of the norm's weight, if it is trained.
+
+    Args:
+        gradient: the norm's output's.
+        x: its input.
+    """
     if gradients.has_gradient_buffer(norm.weight):
         gradients.add(norm.weight, kernels.norm_weight_gradient(gradient, x, norm.eps))

@@ -1,6 +1,7 @@
-"""The gate of an attention's output (Qwen3.5): q_proj has for each head its query, then its gate.
+"""The gate of an attention's output (Qwen3.5): q_proj has, for each head, its query and then its
+gate.
 
-The other kernels know queries, keys and values only, so gates are taken out of Megatron's fused
+The other kernels know only queries, keys and values, so gates are taken out of Megatron's fused
 rows and put back.
 """
 
@@ -10,7 +11,8 @@ from tandem.model.layer.heads import HeadShape
 
 
 def take_gates(fused: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, k and v as `HeadShape` says; the gates [S, heads * size]) of a `fused` row."""
+    """The parts of a `fused` row: q, k and v in the layout of `HeadShape`, and the gates [S, heads
+    * size]."""
     pairs, keys_values = _grouped(fused, shape).split([2 * shape.queries, 2], 2)
     queries, gates = pairs.unflatten(2, (-1, 2)).unbind(3)
     return torch.cat([queries, keys_values], 2).flatten(1), gates.flatten(1)

@@ -1,8 +1,9 @@
 """The sublayers of a decoder layer, each with its residual connection: attention, and a dense MLP
 (or `moe_sublayer.py`).
 
-Each computes its own backward pass, from what its forward saved. So what is saved is a choice
-(`SaveLevel`), not autograd's, and what was not saved is computed again, to the same bits.
+Each computes its own backward pass, from the tensors that its forward pass saved. So `SaveLevel`
+and not autograd decides what is saved. Tensors that were not saved are computed again, to the same
+bits.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ from tandem.model.lora import LoraLinear
 
 
 class SaveLevel(IntEnum):
-    """What a layer saves for its backward pass, from little to much. Each level saves what those
-    before it save."""
+    """How much a layer saves for its backward pass, from little to much. Each level saves the
+    tensors of the lower levels too."""
 
     INPUT = 0  # the layer's input and the attention's output
     ATTENTION = 1  # the MLP's input, and what the attention sublayer computes
@@ -37,7 +38,8 @@ class SaveLevel(IntEnum):
 
 @dataclass
 class Saved:
-    """A sublayer's input, and by name the tensors that its forward saves for its backward."""
+    """A sublayer's input, and by name the tensors that its forward pass saves for its backward
+    pass."""
 
     x: torch.Tensor | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class Saved:
 
 
 class Sublayer:
-    """What all sublayers do: they normalise their input, and add it to their output."""
+    """The common part of all sublayers: they normalise their input, and add it to their output."""
 
     def __init__(self, norm: Any, post_norm: Any = None) -> None:
         """`norm`: of the input, or None; `post_norm`: of the output before it is added, or None."""
@@ -57,7 +59,8 @@ class Sublayer:
     def _add_output(
         self, linear: LoraLinear, features: torch.Tensor, x: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """x plus the sublayer's last linear layer of `features`; and the layer's A x."""
+        """x plus the output of the sublayer's last linear layer on `features`; and that layer's A
+        x."""
         if self._post_norm is None:
             return linear(features, x)
         output, inner = linear(features)
@@ -66,8 +69,8 @@ class Sublayer:
     def _post_norm_backward(
         self, gradient: torch.Tensor, linear: LoraLinear, features: torch.Tensor
     ) -> torch.Tensor:
-        """From the gradient of `_add_output`, that of the linear layer's output, which is computed
-        again if needed."""
+        """The gradient of the last linear layer's output, from the gradient of `_add_output`; the
+        output is computed again if needed."""
         if self._post_norm is None:
             return gradient
         output, _inner = linear(features)
@@ -76,7 +79,8 @@ class Sublayer:
     def _input_gradient(
         self, grad_normalised: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor
     ) -> torch.Tensor:
-        """`gradient`: of the sublayer's output, and so of the input that was added to it."""
+        """`gradient`: the sublayer's output's. It is also the gradient of the input that was added
+        to the output."""
         if self._norm is None:
             return grad_normalised + gradient
         return norm_backward(self._norm, grad_normalised, x, gradient)
@@ -99,9 +103,9 @@ class AttentionSublayer(Sublayer):
         rows: HeadRows | None = None,
         rope: bool = True,
     ) -> None:
-        """`windowed`: attention reaches only the row's sliding window back. `scale`: see
-        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`. `rows`: what is done to
-        queries, keys and values before they are heads."""
+        """`windowed`: attention is limited to the row's sliding window. `scale`: see
+        `Arch.attention_scale`. `sinks`: frozen [heads], see `Arch.sinks`. `rows`: a change of
+        queries, keys and values before they become heads."""
         super().__init__(norm, post_norm)
         self._windowed, self._sinks, self._rows, self._rope = windowed, sinks, rows, rope
         self._qkv, self._proj, self._shape = qkv, proj, shape
@@ -110,7 +114,7 @@ class AttentionSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
         saved, tree = Saved(x), self._layer_tree(tree)
         qkv, inner, heads = self._heads(self._normalise(x), tree)
         if level is None:
@@ -132,14 +136,14 @@ class AttentionSublayer(Sublayer):
         return y, saved
 
     def recompute_output(self, saved: Saved) -> torch.Tensor:
-        """What `forward` returned."""
+        """The output that `forward` returned."""
         assert saved.x is not None
         features = self._features(saved.tensors["output"], saved.x, saved)
         return self._add_output(self._proj, features, saved.x)[0]
 
     def backward(self, gradient: torch.Tensor, saved: Saved, tree: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
-        `saved`."""
+        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
+        their buffers. Uses up `saved`."""
         x, graph, output, tree = (
             saved.x,
             saved.graph,
@@ -185,7 +189,8 @@ class AttentionSublayer(Sublayer):
         inner: torch.Tensor | None,
         tree: TreeParams,
     ) -> torch.Tensor:
-        """Undo `_heads`, to the gradient of `normalised`. `qkv`: without gates."""
+        """The backward pass of `_heads`, down to the gradient of `normalised`. `qkv`: without
+        gates."""
         shape = self._head_shape()
         grad_qkv = self._split_backward(grad_heads, qkv, tree)
         if grad_gates is not None:
@@ -195,13 +200,13 @@ class AttentionSublayer(Sublayer):
         return grad_normalised
 
     def _layer_tree(self, tree: TreeParams) -> TreeParams:
-        """The parameters for this layer's window, or for none, and for its RoPE, or for none."""
+        """The row's parameters for this layer: with or without the window, with or without RoPE."""
         chosen = tree.windowed if self._windowed else tree if self._rope else tree.unrotated
         assert chosen is not None
         return chosen
 
     def _slots(self, x: torch.Tensor) -> int:
-        """Of the row, of which `x` has this rank's part."""
+        """Number of slots in the row. `x` holds only this rank's share."""
         return len(x) * (self._proj.group.size() if self._proj.sequence else 1)
 
     def _head_shape(self) -> HeadShape:
@@ -213,15 +218,16 @@ class AttentionSublayer(Sublayer):
     def _heads(
         self, normalised: torch.Tensor, tree: TreeParams
     ) -> tuple[torch.Tensor, torch.Tensor | None, Heads]:
-        """q, k and v as one tensor, A x of their adapters, and the three as the attention takes
-        them."""
+        """q, k and v as one tensor, A x of their adapters, and q, k and v in the form that the
+        attention takes."""
         qkv, inner = self._qkv(normalised)
         return qkv, inner, self._split(qkv, tree)
 
     def _features(
         self, output: torch.Tensor, x: torch.Tensor, saved: Saved, qkv: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`_proj`'s input: the attention's output times its gates, which are in `qkv`, or saved."""
+        """The input of `_proj`: the attention's output times its gates, which are in `qkv`, or
+        saved."""
         features = _flatten(output.detach(), self._slots(x))
         if not self._shape.output_gate:
             return features
@@ -242,8 +248,8 @@ class AttentionSublayer(Sublayer):
     def _split_backward(
         self, grad_heads: Heads, rows: torch.Tensor, tree: TreeParams
     ) -> torch.Tensor:
-        """From the gradients of `_split`'s heads that of `rows`, which have no gates; adds those of
-        norms to theirs."""
+        """The gradient of `rows`, which have no gates, from the gradients of `_split`'s heads; adds
+        the norms' gradients to their buffers."""
         shape, qkv = self._head_shape(), rows
         if self._rows is not None:
             qkv = self._rows.forward(rows, tree)
@@ -279,14 +285,14 @@ class MlpSublayer(Sublayer):
     def forward(
         self, x: torch.Tensor, _tree: TreeParams, level: SaveLevel | None
     ) -> tuple[torch.Tensor, Saved]:
-        """x [S, hidden] -> the same shape. `level`: None where there is no backward pass."""
+        """x [S, hidden] -> the same shape. `level`: None if there is no backward pass."""
         y, tensors = self.add_mlp(x, self._normalise(x), level)
         return y, Saved(x if level is not None and level >= SaveLevel.ATTENTION else None, tensors)
 
     def add_mlp(
         self, x: torch.Tensor, normalised: torch.Tensor, level: SaveLevel | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """x plus the MLP of `normalised`, both [S, hidden]; and what to save."""
+        """x plus the MLP of `normalised`, both [S, hidden]; and the tensors to save."""
         gate_up, inner = self._gate_up(normalised)
         y, down_inner = self._add_output(self._down, self._activate(gate_up), x)
         tensors = entry("down_inner", down_inner)
@@ -295,8 +301,8 @@ class MlpSublayer(Sublayer):
         return y, tensors
 
     def backward(self, gradient: torch.Tensor, saved: Saved, _tree: TreeParams) -> torch.Tensor:
-        """From the gradient of the output that of x; adds those of parameters to theirs. Uses up
-        `saved`."""
+        """The gradient of x, from the gradient of the output; adds the parameters' gradients to
+        their buffers. Uses up `saved`."""
         assert saved.x is not None
         grad_normalised = self.input_gradient(gradient, self._normalise(saved.x), saved.tensors)
         return self._input_gradient(grad_normalised, saved.x, gradient)
@@ -304,8 +310,9 @@ class MlpSublayer(Sublayer):
     def input_gradient(
         self, gradient: torch.Tensor, normalised: torch.Tensor, saved: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """From the gradient of what `add_mlp` returned that of `normalised`; adds those of
-        parameters to theirs. Uses up `saved`, what that forward saved."""
+        """The gradient of `normalised`, from the gradient of what `add_mlp` returned; adds the
+        parameters' gradients to their buffers. Uses up `saved`, the tensors that this forward pass
+        saved."""
         if "gate_up" in saved:
             gate_up, inner = saved.pop("gate_up"), saved.pop("inner", None)
         else:
@@ -329,14 +336,14 @@ class _HeadsGraph:
 
     @contextmanager
     def record(self, heads: Heads, *, forget: bool) -> Iterator[Heads]:
-        """Within it the graph is recorded, of tensors equal to `heads`. `forget`: it does not keep
-        them, so `restore` must be called before `gradients`."""
+        """Records the graph within the block, for tensors equal to `heads`. `forget`: the graph
+        does not keep these tensors, so `restore` must be called before `gradients`."""
         place = {tensor.data_ptr(): index for index, tensor in enumerate(heads)}
         self._heads: Heads | None = None
 
         def pack(tensor: torch.Tensor) -> Any:
             index = place.get(tensor.data_ptr()) if forget else None
-            # Detached: an output that its own graph saves would keep that graph alive until
+            # Detached: if its own graph saved this output, the graph would stay alive until
             # `gradients` uses it up.
             return tensor.detach() if index is None else (index, tensor.size(), tensor.stride())
 
@@ -357,14 +364,15 @@ class _HeadsGraph:
         self._heads = heads
 
     def gradients(self, output: torch.Tensor, gradient: torch.Tensor) -> Heads:
-        """Of queries, keys and values, from that of the attention's output. Uses up the graph."""
+        """The gradients of queries, keys and values, from the gradient of the attention's output.
+        Uses up the graph."""
         q, k, v = torch.autograd.grad(output, self._edges, gradient)
         self._heads = None
         return q, k, v
 
 
 class _Enter(torch.autograd.Function):
-    """Gives tensors a place in a graph, without being leaves, which would be kept."""
+    """Puts tensors into a graph without making them leaves, which the graph would keep."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: torch.Tensor, *heads: torch.Tensor) -> Any:
@@ -381,5 +389,5 @@ def _flatten(output: torch.Tensor, slots: int) -> torch.Tensor:
 
 
 def entry(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensor under its name for `Saved.tensors`; nothing for None."""
+    """The tensor under its name, for `Saved.tensors`; empty for None."""
     return {} if tensor is None else {name: tensor}

@@ -366,7 +366,7 @@ def _row(columns: int) -> dict[str, Any]:
 
 
 def _norms(qkv: torch.Tensor, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
-    # Any pointer does where there is no norm.
+    # Without a norm any pointer does.
     return (
         (qkv, qkv) if shape.q_norm is None or shape.k_norm is None else (shape.q_norm, shape.k_norm)
     )

@@ -1,5 +1,5 @@
-"""`logprobs.py` on a GPU: one pass over the logits forward, one backward. Each program computes
-whole rows."""
+"""The softmax kernels of `logprobs.py` on a GPU: one pass over the logits forward, one backward.
+Each program computes whole rows."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _statistics(
         c = begin + tl.arange(0, BLOCK)
         value = tl.load(at + c, mask=c < columns, other=-float("inf")).to(tl.float32) * scale
         new = tl.maximum(largest, tl.max(value, 0))
-        # Rescale the sums so far: they are of exp(l - m) and exp(l - m) (l - m).
+        # Rescale the sums so far, which are of exp(l - m) and exp(l - m) (l - m).
         shift = tl.where(largest == -float("inf"), 0.0, largest - new)
         weighted = (weighted + shift * total) * tl.exp(shift)
         total *= tl.exp(shift)

@@ -1,10 +1,10 @@
-"""Bytes from ranks of the trainer to vLLM's workers, over a process group of their own beside each
-process's default one: NCCL between GPUs, Gloo between CPUs.
+"""Carries bytes from ranks of the trainer to vLLM's workers. It uses a process group of its own
+beside each process's default group: NCCL between GPUs, Gloo between CPUs.
 
-The senders are the first ranks of the group, and they take turns. It is one group, because NCCL
-takes 0.8 s to connect one. A file on the volume brings the group together. Nothing here waits
-longer than STALL_SECONDS for another process, but NCCL while it connects: whoever makes a `Channel`
-watches over it from another thread.
+The senders are the first ranks of the group, and they take turns. There is only one group, because
+NCCL takes 0.8 s to connect one. A file on the volume brings the group together. Nothing here waits
+longer than STALL_SECONDS for another process, except NCCL while it connects: the maker of a
+`Channel` watches it from another thread.
 """
 
 import os
@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo,
 from tandem.system.plain_files import descriptor
 
 STALL_SECONDS = 10.0
-"""How long a process waits for another one's next sign of life."""
+"""Seconds that a process waits for another one's next sign of life."""
 BUFFER_BYTES = 256 * 2**20
-BUFFERS = 2  # at once: while one is on its way the next is filled, or emptied
+BUFFERS = 2  # The number of buffers: while one is on its way, the next is filled or emptied.
 
 
 class Pending(Protocol):
@@ -35,24 +35,25 @@ class Pending(Protocol):
 
 
 def make_meeting(path: Path) -> FileStore:
-    """The store of a new meeting: a file on the volume, so that nothing listens for it. Only the
-    owner and the group of the file can join, and NCCL's sockets admit who has its id from the file.
-    OSError where the file exists or can't be made."""
+    """The store of a new meeting: a file on the volume, so no port is opened for it. Only the owner
+    and the group of the file can join, and NCCL's sockets admit only processes with its id from the
+    file. Raises OSError if the file exists or can't be made."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR, 0o660))
     return join_meeting(path)
 
 
 def join_meeting(path: Path) -> FileStore:
-    """The store of a meeting. OSError where there is none."""
+    """The store of a meeting. Raises OSError if there is none."""
     os.close(descriptor(path, os.O_RDWR))
-    store = FileStore(str(path), -1)  # a number of processes would have the last one remove it
+    # with a number of processes, the last one would remove the file
+    store = FileStore(str(path), -1)
     store.set_timeout(timedelta(seconds=STALL_SECONDS))
     return store
 
 
 def finish(pending: Pending) -> None:
-    """Wait until a buffer has arrived. Raises where that takes longer than STALL_SECONDS, or the
-    group has failed."""
+    """Wait until a buffer has arrived. Raises if that takes longer than STALL_SECONDS, or the group
+    has failed."""
     deadline = time.monotonic() + STALL_SECONDS
     while not pending.is_completed():
         if time.monotonic() > deadline:
@@ -65,18 +66,22 @@ class Channel:
     def __init__(
         self, store: Store, rank: int, size: int, where: torch.device, address: str
     ) -> None:
-        """Meet the others of the group, which has `size` ranks. `address`: this process's own."""
+        """Meet the others of the group, which has `size` ranks.
+
+        Args:
+            address: this process's own.
+        """
         store = PrefixStore("group", store)
         self._group: Any
         if where.type == "cuda":
             options: Any = dist.ProcessGroupNCCL.Options()
-            # `finish` has a limit of its own, and NCCL's would end the process.
+            # `finish` has its own limit, and NCCL's would end the process.
             options._timeout = timedelta(days=1)
             with _environment(
                 TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"
             ):
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-            # Connects; the group alone does not.
+            # This connects; making the group does not.
             finish(self.broadcast(torch.zeros(1, device=where), 0))
         else:
             gloo: Any = ProcessGroupGloo
@@ -86,8 +91,8 @@ class Channel:
             self._group = gloo(store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor, sender: int) -> Pending:
-        """Send a flat buffer, or receive the one of the rank `sender`. All ranks of the group call
-        it, in the same order and with the same size. The buffer of another sender may be
+        """Send a flat buffer, or receive the buffer of the rank `sender`. All ranks of the group
+        call it, in the same order and with the same size. A buffer that another rank sends may be
         overwritten."""
         options = dist.BroadcastOptions()
         options.rootRank = sender
@@ -100,8 +105,8 @@ class Channel:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """NCCL's process groups read these when they are made. vLLM's and the trainer's own keep
-    theirs."""
+    """Sets variables that NCCL's process groups read when they are made. vLLM's and the trainer's
+    own groups keep theirs."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,8 +1,8 @@
-"""Who is in the group of one publication: the trainer's senders, and the workers of the inference
-servers that came in time.
+"""Fixes the members of the group of one publication: the trainer's senders, and the workers of the
+inference servers that came in time.
 
-There are two phases, because a group can't change once it is connected. Workers say in the meeting
-that they are there; the first sender then fixes the list. A server that is not on the list gets its
+There are two phases, because a group can't change once it is connected. Workers announce themselves
+in the meeting; then the first sender fixes the list. A server that is not on the list gets its
 weights another way.
 """
 
@@ -15,13 +15,13 @@ from torch._C._distributed_c10d import Store
 from tandem.model.transfer.channel import STALL_SECONDS
 
 JOIN_SECONDS = 5.0
-"""How long the first server that is complete waits for the others."""
+"""Seconds that the first complete server waits for the others."""
 _POLL_SECONDS = 0.01
 
 
 def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) -> dict[str, int]:
-    """Wait until all workers of `servers` are there, and fix who is in the group: the number of
-    workers of each server, in the order of their ranks. TimeoutError where nobody came.
+    """Wait for all workers of `servers`, and fix the group: the number of workers of each server,
+    in the order of their ranks. Raises TimeoutError if no server came.
 
     `beat` is called at each server that is complete.
     """
@@ -41,7 +41,7 @@ def fix_members(store: Store, servers: Sequence[str], beat: Callable[[], None]) 
 
 
 def read_members(store: Store) -> dict[str, int]:
-    """The list that `fix_members` has fixed. TimeoutError where nobody came."""
+    """The list that `fix_members` has fixed. Raises TimeoutError if it does not appear."""
     return _checked(json.loads(store.get("members")))
 
 
@@ -52,9 +52,9 @@ def _checked(members: dict[str, int]) -> dict[str, int]:
 
 
 def join_members(store: Store, server: str, worker: int, workers: int) -> tuple[int, int]:
-    """Say that this worker is there, one of `workers` of its server, and wait for the list. Returns
-    its place among all workers of the group, and their number. Raises RuntimeError where the list
-    does not have it."""
+    """Announce this worker, one of `workers` of its server, and wait for the list. Returns its
+    place among all workers of the group, and their number. Raises RuntimeError if the list does not
+    include it."""
     store.set(f"workers/{server}", str(workers))
     if store.add(f"worker/{server}/{worker}", 1) != 1:
         raise RuntimeError("an earlier vLLM of this server has come for these weights")

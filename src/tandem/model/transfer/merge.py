@@ -1,5 +1,5 @@
-"""`W = base + s B A`, rounded once: computed in float64, so that no order of the sums shows in the
-result.
+"""Merges an adapter into weights: `W = base + s B A`, computed in float64 and rounded once, so that
+the order of the sums does not show in the result.
 
 float64 is rounded to float32 and then to the weights' dtype, as `tensor.to` does.
 """
@@ -12,8 +12,11 @@ def merge(
 ) -> None:
     """Write `base + scale * b @ a` into `out`, which may be a view of a parameter.
 
-    `out`, `base`: [n, rows, columns] of the same dtype; `a`: float32 [n, rank, columns]; `b`:
-    float32 [n, rows, rank]; `scale`: float64 [1].
+    Args:
+        out, base: [n, rows, columns] of the same dtype.
+        a: float32 [n, rank, columns].
+        b: float32 [n, rows, rank].
+        scale: float64 [1].
     """
     if out.is_cuda:
         # The CPU's vLLM comes without Triton.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS, RANKS = 64, 16  # of one block; with 64 rows the fastest of those tried on an H200
+COLUMNS, RANKS = 64, 16  # columns of one block; with 64 rows the fastest of those tried on an H200
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,9 +57,9 @@ def _merge(
 
 
 def block_rows(capability: int) -> int:
-    """The rows of one block on GPUs of this compute capability (its first number)."""
-    # On these Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and fails
-    # to compile.
+    """The rows of one block, on GPUs with this compute capability (its first number)."""
+    # On these GPUs Triton (3.7) chooses tensor cores without float64 for products of 64 rows, and
+    # fails to compile.
     return 32 if capability in (10, 11) else 64
 
 

@@ -1,5 +1,5 @@
-"""Parts of weights: what a trainer's rank has, and what it sends to vLLM, in which order. Both
-sides compute the same list, so only bytes travel."""
+"""Computes parts of weights: which parts a trainer's rank has, which it sends to vLLM, and in which
+order. Both sides compute the same list, so only bytes travel."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -15,8 +15,8 @@ from tandem.topology.sizes import Place, Sizes
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a Hugging Face tensor; of experts: of the tensors of all experts, stacked along a
-    first dimension."""
+    """A box of a Hugging Face tensor; for experts, of all experts' tensors stacked along a first
+    dimension."""
 
     name: str  # with `*` for an expert's number
     in_tensor: tuple[slice, ...]  # in the Hugging Face tensor; begin and end are numbers
@@ -44,8 +44,12 @@ def senders(sizes: Sizes) -> list[int]:
 def buffers(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[list[Part]]:
-    """What `rank` of a trainer of these sizes sends, in lists of at most `most` elements; over all
-    ranks each element once. `targets`: linear layers, as in `LoraShape`; None: every tensor."""
+    """The parts that `rank` of a trainer of these sizes sends, in lists of at most `most` elements.
+    Over all ranks, each element is sent once.
+
+    Args:
+        targets: linear layers, as in `LoraShape`; None: every tensor.
+    """
     full: list[Part] = []
     for part in rank_parts(arch, targets, sizes=sizes, rank=rank, most=most):
         if full and sum(other.size for other in full) + part.size > most:
@@ -57,10 +61,11 @@ def buffers(
 
 
 def shares(arch: Arch, *, sizes: Sizes, rank: int, most: int) -> Iterator[list[Part]]:
-    """The `buffers` of whole weights that `rank` writes into files: ranks that hold the same parts
+    """The `buffers` of whole weights that `rank` writes into files; ranks that hold the same parts
     take turns."""
     in_stage, different = rank % sizes.stage, math.lcm(sizes.tensor, sizes.expert_ranks)
-    first = rank - in_stage + in_stage % different  # of the ranks that hold the same parts
+    # number among the ranks that hold the same parts
+    first = rank - in_stage + in_stage % different
     for number, share in enumerate(buffers(arch, None, sizes=sizes, rank=first, most=most)):
         if number % (sizes.stage // different) == in_stage // different:
             yield share
@@ -82,7 +87,7 @@ class SendBuffer:
 def send_order(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, most: int
 ) -> list[SendBuffer]:
-    """The `buffers` of all senders, in the order in which they travel: while one sender's buffer is
+    """The `buffers` of all senders, in the order in which they travel. While one sender's buffer is
     on its way, the next sender fills its own."""
     lists = [buffers(arch, targets, sizes=sizes, rank=rank, most=most) for rank in senders(sizes)]
     rounds = zip_longest(*lists)
@@ -95,21 +100,21 @@ def send_order(
 
 
 def agreement(order: list[SendBuffer], dtype: str) -> list[object]:
-    """What both sides must agree on: the dtype, and the sender and the elements of each buffer."""
+    """A text that both sides compare: the dtype, and the sender and the elements of each buffer."""
     return [dtype, [[buffer.sender, buffer.size] for buffer in order]]
 
 
 def rank_parts(
     arch: Arch, targets: Collection[str] | None, *, sizes: Sizes, rank: int, most: int
 ) -> Iterator[Part]:
-    """See `buffers`. A part has more than `most` elements only if it is one row, or the rows of one
-    head group or one expert."""
+    """The parts that a rank has (see `buffers`). A part has more than `most` elements only if it is
+    one row, or the rows of one head group or one expert."""
     place, rank = sizes.place(rank), rank % sizes.stage
     for index, rule in enumerate(weight_rules(arch)):
         ranks = sizes.tensor if rule.num_experts is None else sizes.expert_ranks
         if rank >= ranks or (rule.cut == "whole" and index % ranks != rank):
             continue
-        # The first stage that has it: the last one has a tied table too.
+        # The first stage that has it: the last stage has a tied table too.
         if place.pipeline != next(
             s for s in range(sizes.pipeline) if on_stage(rule.parameter, arch, sizes, s)
         ):
@@ -120,7 +125,7 @@ def rank_parts(
 
 
 def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
-    """What a rank has of each source of a rule whose tensors are not interleaved."""
+    """The parts that a rank has of each source of a rule whose tensors are not interleaved."""
     cut, number = rule.num_parts(sizes), rule.part_number(place)
     cut_rows = cut if rule.cut == "rows" else 1
     blocks = (
@@ -129,7 +134,7 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
         else rule.num_experts // sizes.expert
     )
     begin = 0
-    # Of experts the first one's sources, which stand for all.
+    # The sources of the first expert stand for all experts'.
     for name, shape in list(rule.sources.items())[: len(rule.sources) // (rule.num_experts or 1)]:
         tensor_begin, section_begin = begin, 0
         for size in rule.sections.get(name, shape[:1]):
@@ -153,8 +158,8 @@ def rule_parts(rule: WeightRule, sizes: Sizes, place: Place) -> Iterator[Part]:
 
 
 def _cut(part: Part, most: int) -> Iterator[Part]:
-    """`part` in parts of at most `most` elements: along the rows of a single block, else along the
-    blocks."""
+    """`part`, cut into parts of at most `most` elements: along the rows of a single block, else
+    along the blocks."""
     (blocks, rows), stacked, whole = part.in_parameter, "*" in part.name, part.in_tensor[0]
     by_rows = part.blocks == 1 and not stacked
     cut = rows if by_rows else blocks

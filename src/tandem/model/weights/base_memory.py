@@ -1,5 +1,5 @@
-"""Memory for a rank's base weights, and the exchange of what ranks with the same weights have read,
-from GPU to GPU."""
+"""Allocates memory for a rank's base weights, and exchanges from GPU to GPU the parts that ranks
+with the same weights have read."""
 
 import contextlib
 import math
@@ -20,29 +20,29 @@ from tandem.planning.checks import check_sizes
 from tandem.topology.sizes import Sizes
 
 _GAP = "gap"
-# Bytes; the allocation is a multiple of it, so that the allocator puts nothing else beside it.
+# Bytes; the allocation is a multiple of this, so that the allocator puts nothing else beside it.
 SEGMENT = 2 * 2**20
 
 
 @dataclass(frozen=True)
 class Section:
-    """A range of the memory that the same ranks hold; its length divides by the number of all
+    """A range of the memory that the same ranks hold; its length is a multiple of the number of all
     ranks."""
 
     begin: int  # elements
     end: int
-    # Held by the ranks of `Topology.expert_data`, otherwise by those of `Topology.data`.
+    # Held by the ranks of `Topology.expert_data` if True, by those of `Topology.data` if False.
     experts: bool
 
 
 class BaseWeights:
     """Uninitialised memory on this process's device for a rank's base weights, in one allocation:
-    `memory`, flat, and its `sections`. The few small parameters in fp32 (`WeightRule.fp32`) are
-    apart.
+    `memory`, flat, and its `sections`. The few small fp32 parameters (`WeightRule.fp32`) are
+    outside of it.
 
-    Ranks that need the same weights may share the reading: each reads a share of them from the
-    files, calls `connect` meanwhile, and then `exchange`, which copies the other shares from the
-    other ranks' memory (CUDA IPC).
+    Ranks that need the same weights may share the reading. Each reads a share of them from the
+    files, calls `connect` during the reading, and then `exchange`, which copies the other shares
+    from the other ranks' memory (CUDA IPC).
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class BaseWeights:
         *,
         groups: parallel.ReadingGroups | None = None,
     ) -> None:
-        """`groups`: the ranks that share the reading; None: this rank reads all weights.
+        """Allocates the memory. Raises InvalidInput if the model can't be cut that way.
 
-        Raises InvalidInput if the model can't be cut so.
+        Args:
+            groups: the ranks that share the reading; None: this rank reads all weights.
         """
         check_sizes(arch, sizes)
         stage = parallel.current().place.pipeline if sizes.pipeline > 1 else 0
@@ -71,7 +72,7 @@ class BaseWeights:
             rule.parameter: shapes[rule.parameter] for rule in rules if rule.num_experts is not None
         }
         apart = bool(experts) and sizes.experts_apart
-        if apart:  # what comes before the experts divides by the number of ranks too
+        if apart:  # the part before the experts is also a multiple of the number of ranks
             step = ALIGNMENT // dtype.itemsize
             before = {name: shape for name, shape in shapes.items() if name not in experts}
             used = sum(-(-math.prod(shape) // step) for shape in before.values())
@@ -84,7 +85,7 @@ class BaseWeights:
             shapes, dtype, device.device(), multiple=SEGMENT * sizes.world
         )
         self.parameters.pop(_GAP, None)
-        # Without the few small ones in fp32, which each rank reads itself.
+        # Without the few small fp32 parameters, which each rank reads itself.
         self._shared = dict(self.parameters)
         self.parameters |= allocate(own, torch.float32, device.device())[1]
         first = (
@@ -97,8 +98,8 @@ class BaseWeights:
             self.sections.append(Section(first, len(self.memory), experts=True))
 
     def own_share(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank reads: consecutive ones of each section, of about as many
-        bytes as each other rank's."""
+        """The parameters that this rank reads: consecutive parameters of each section, with about
+        the same bytes on every rank."""
         if self._groups is None:
             return self.parameters
         share = {name: part for name, part in self.parameters.items() if name not in self._shared}
@@ -108,15 +109,15 @@ class BaseWeights:
 
     def connect(self) -> None:
         """Open the other ranks' memory, if the driver allows it. A collective of each of the
-        groups; shares may still be read meanwhile."""
+        groups; shares may still be read during it."""
         if self._groups is None:
             return
         mine = ipc.exported(self.memory)
         handles: dict[int, ipc.Export | None] = {}
         for section in self.sections:
             group = self._readers(section)
-            # Not of all ranks at once: Megatron makes the optimizer meanwhile, which gathers from
-            # all.
+            # Not a collective of all ranks, because Megatron makes the optimizer at the same time
+            # and gathers from all ranks.
             ranks = dist.get_process_group_ranks(group)
             handles |= dict(zip(ranks, parallel.gather_objects(mine, group), strict=True))
         self._imports, self._copies = None, []
@@ -132,9 +133,9 @@ class BaseWeights:
             self._imports = imports.pop_all()
 
     def exchange(self) -> dict[str, torch.Tensor]:
-        """Get the other ranks' shares, after this rank has read its own; returns the parameters
-        still to be read: none, or, if GPUs can't share memory, all other shares. A collective of
-        all ranks; once for each `connect`.
+        """Get the other ranks' shares, after this rank has read its own. Returns the parameters
+        still to be read: none or, if GPUs can't share memory, all other shares. A collective of all
+        ranks; once for each `connect`.
 
         Each rank copies by itself, because connecting NCCL takes longer than reading half of 16 GB.
         """
@@ -146,15 +147,15 @@ class BaseWeights:
                 for copy in self._copies:
                     copy()
                 device.synchronize()
-                parallel.gather_objects(None)  # no rank frees memory that others still copy
+                parallel.gather_objects(None)  # no rank frees memory that another rank still copies
                 return {}
         missing = list(self._other_shares())
         self._groups = None  # from now on each rank reads all weights
         return {name: parameter for _, share in missing for name, parameter in share.items()}
 
     def _other_shares(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """The other ranks' shares of each section, with the number of the rank among all. No share
-        is empty."""
+        """The other ranks' shares of each section, each with the rank's number among all ranks. No
+        share is empty."""
         for section in self.sections:
             ranks = dist.get_process_group_ranks(self._readers(section))
             for rank, share in zip(ranks, self._shares(section), strict=True):

@@ -1,5 +1,4 @@
-"""Fills Megatron's parameters from a Hugging Face model's files, as the family's `WeightRule`s
-say."""
+"""Fills Megatron's parameters from a Hugging Face model's files, by the family's `WeightRule`s."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -37,8 +36,8 @@ def load_weights(
     """Fill `parameters()`, all of the model's or some, from the directory's safetensors files.
 
     `parameters()`: Megatron name -> this rank's tensor, of any dtype and on any device. It is
-    called after the files' headers have been checked, so its memory may be allocated meanwhile.
-    Only the rows that hold this rank's part are read, and only its part goes to the device.
+    called after the files' headers have been checked, so its memory may be allocated during the
+    check. Only the rows that hold this rank's part are read, and only its part goes to the device.
 
     Raises:
         InvalidInput: a tensor is missing, quantised, or of another shape than config.json says, or
@@ -114,7 +113,7 @@ def part_view(part: Part, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -> Piece:
-    """A box of a stored tensor, whose rows fill `target`, block by block or row by row."""
+    """A box of a stored tensor whose rows fill `target`, block by block or row by row."""
     rows, *columns = box
     width = math.prod(source.shape[1:])
     unit = (rows.stop - rows.start) * width // len(target)
@@ -125,8 +124,8 @@ def _piece(source: StoredTensor, box: tuple[slice, ...], target: torch.Tensor) -
 def _expert_pieces(
     rule: WeightRule, source: StoredTensor, expert: int, target: torch.Tensor, cut: tuple[int, int]
 ) -> Iterator[Piece]:
-    """One expert's part of a tensor that stacks all (`WeightRule.interleaved`), section by section;
-    `target`: [rows] or [rows, columns]."""
+    """One expert's part of a tensor that stacks all experts (`WeightRule.interleaved`), section by
+    section; `target`: [rows] or [rows, columns]."""
     assert rule.interleaved is not None
     (_, *columns, width), (parts, part) = source.shape, cut
     [sections] = rule.sections.values() or [(width,)]

@@ -49,8 +49,8 @@ def check_adapter(directory: Path, arch: Arch, lora: LoraShape) -> dict[str, Sto
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece]) -> None:
-    """Read `pieces` of the file `path`, which fill `tensors`, floating ones of one device, by the
-    names of messages.
+    """Read `pieces` of the file `path` into `tensors`, which are keyed by their names in messages.
+    They are of floating dtypes on one device.
 
     Raises:
         CheckpointDamaged: the file has become shorter, or one of `tensors` then holds NaN or
@@ -62,7 +62,8 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor], pieces: Iterab
         raise CheckpointDamaged(error.message) from error
     if not tensors:
         return
-    # The largest magnitudes, in a few kernels for all tensors. A tensor with NaN has the norm NaN.
+    # The largest magnitudes, computed by a few kernels for all tensors. A tensor with NaN has the
+    # norm NaN.
     largest = torch.stack(
         [norm.float() for norm in torch._foreach_norm(list(tensors.values()), math.inf)]
     )

@@ -29,7 +29,7 @@ THREADS = {"cuda": 8, "cpu": 4}
 _DTYPES = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 DTYPE_CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in _DTYPES.items()}
-"""As a file's header names them."""
+"""Dtype -> its name in a file's header."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredTensor:
     """A tensor in a file."""
 
     path: Path
-    offset: int  # of its first byte in the file
+    offset: int  # position of its first byte in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -51,7 +51,7 @@ class Piece:
     """A range of a stored tensor, and the tensor that it fills.
 
     The range begins at element `first` of the flat stored tensor and has `target.shape[0]` units of
-    `unit` elements. Of each unit only the elements `columns` are copied (None: all).
+    `unit` elements. Only the elements `columns` of each unit are copied (None: all).
     """
 
     stored: StoredTensor
@@ -62,7 +62,7 @@ class Piece:
 
     @property
     def offset(self) -> int:
-        """Of the range's first byte in the file."""
+        """The position of the range's first byte in the file."""
         return self.stored.offset + self.first * self.stored.dtype.itemsize
 
     @property
@@ -71,7 +71,7 @@ class Piece:
 
     @property
     def verbatim(self) -> bool:
-        """Whether the file's bytes are the target's bytes."""
+        """Whether the target's bytes equal the file's bytes."""
         return (
             self.columns is None
             and self.target.is_contiguous()
@@ -80,7 +80,7 @@ class Piece:
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by name. Raises InvalidInput as `read_header`."""
+    """Every tensor of the files, by name. Raises InvalidInput, as `read_header` does."""
     return {
         name: StoredTensor(path, entry.begin, _DTYPES[entry.dtype], entry.shape)
         for path in paths
@@ -89,10 +89,10 @@ def read_headers(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def expert_by_expert(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored`, and each expert's own tensors where one tensor stacks those of all: gate above up
-    [experts, 2 * features, hidden], or down [experts, hidden, features].
+    """`stored`, with each expert's own tensors in place of a tensor that stacks all experts: gate
+    above up [experts, 2 * features, hidden], or down [experts, hidden, features].
 
-    Qwen3.5's checkpoints are so; transformers writes them expert by expert. vLLM reads both.
+    Qwen3.5's checkpoints are stacked; transformers writes them expert by expert. vLLM reads both.
     """
     found = dict(stored)
     for name, whole in stored.items():
@@ -136,7 +136,7 @@ def fill_targets(pieces: Iterable[Piece], *, threads: int | None = None) -> None
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
-    """`piece` in pieces of at most CHUNK_BYTES (or one unit)."""
+    """`piece`, split into pieces of at most CHUNK_BYTES (or one unit)."""
     if 0 < piece.nbytes <= CHUNK_BYTES:
         yield piece
         return
@@ -147,9 +147,8 @@ def _split(piece: Piece) -> Iterator[Piece]:
 
 
 def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
-    """Sorted chunks in lists that are one read each: consecutive bytes of one dtype, at most
-    CHUNK_BYTES or one chunk. A mixture of experts has thousands of small tensors, one after the
-    other."""
+    """Sorted chunks, grouped into reads: consecutive bytes of one dtype, at most CHUNK_BYTES or one
+    chunk. A mixture of experts has thousands of small tensors in a row."""
     read: list[Piece] = []
     for chunk in chunks:
         last = read[-1] if read else chunk
@@ -169,10 +168,10 @@ def _merge(chunks: list[Piece]) -> Iterator[list[Piece]]:
 def _work(
     reads: deque[list[Piece]], files: dict[Path, int], buffer_bytes: int, where: torch.device
 ) -> None:
-    """One thread: take reads until none is left; if one fails, all threads stop.
+    """The work of one thread: take reads until none is left. If one fails, all threads stop.
 
-    Each call that releases the interpreter's lock must wait to get it back, so there are as few as
-    possible: two for a read that is one verbatim chunk.
+    Each call that releases the interpreter's lock must wait to get it back. So there are as few
+    calls as possible: two for a read that is one verbatim chunk.
     """
     if where.type == "cuda":
         # A new thread's device is GPU 0, where its first call would make a context.
@@ -236,7 +235,7 @@ def _read(file: int, memory: memoryview, offset: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def _host_buffer(size: int, *, pinned: bool) -> Iterator[torch.Tensor]:
-    """uint8 [size] of host memory to read files into, freed at the end of the block. `pinned`: for
+    """Host memory, uint8 [size], to read files into; freed at the end of the block. `pinned`: for
     copies to a GPU."""
     if not pinned:
         yield torch.empty(size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What all records share: the base class, the types of the names, and the states of a job."""
+"""The base of all records: the base class, the types of the names, and the states of a job."""
 
 from typing import Annotated, Literal
 
@@ -7,9 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from tandem.errors import PATTERN_WORDS
 
 SCHEMA_VERSION = 2
-"""The volume's version. In version 1 a job's files lay in directories by kind and state."""
+"""The version of the format on the volume. In version 1 a job's files lay in directories by kind
+and state."""
 STEPS = 10**8
-"""A run has fewer steps than this: eight digits name a checkpoint."""
+"""A run has fewer steps than this, because eight digits name a checkpoint."""
 
 # A run's name becomes a directory name, a vLLM adapter name and a Prometheus label.
 RUN_NAME_PATTERN = r"^[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?$"
@@ -34,7 +35,8 @@ TERMINAL: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 class Record(BaseModel):
     """Base of the records: unknown keys, NaN and infinity are errors, and a record is immutable."""
 
-    # Pydantic would keep the last 16,384 texts that it read, and no two jobs have the same.
+    # Pydantic would keep the last 16,384 texts that it read in memory, and no two jobs have the
+    # same texts.
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, cache_strings="keys"
     )

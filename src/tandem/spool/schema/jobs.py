@@ -1,5 +1,5 @@
-"""Records of a job: its specification, state, result and events, and what its runner and ranks
-write as they run it."""
+"""Records of a job: its specification, state, result and events, and the files that its runner and
+ranks write while it runs."""
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -33,7 +33,7 @@ class _JobSpec(Record):
     submitted_by: str | None = None  # the name of the API key; None: it has none
     # The runner stops an attempt that takes longer.
     deadline_seconds: float = Field(default=3600.0, gt=0)
-    # Ranks without a heartbeat for so long are taken for hung.
+    # A rank without a heartbeat for this many seconds counts as hung.
     stall_seconds: float = Field(default=600.0, gt=0)
     max_attempts: int = Field(default=3, ge=1, le=100)
     labels: dict[str, str] = Field(default_factory=dict)
@@ -60,8 +60,8 @@ class DPOJob(_BatchJob):
 
 
 class SessionJob(_JobSpec):
-    """Computes the requests of a session's run while they come. It makes any number of
-    checkpoints, and ends when none has come for a while."""
+    """Computes the requests of a session's run as they arrive. It makes any number of checkpoints,
+    and ends when no request has come for a while."""
 
     kind: Literal["session"] = "session"
     deadline_seconds: float = Field(default=86400.0, gt=0)  # its ranks leave before that
@@ -69,7 +69,7 @@ class SessionJob(_JobSpec):
 
 
 BatchJob = RLJob | SFTJob | DPOJob
-"""A job whose data are known when it is submitted. It makes one checkpoint."""
+"""A job whose data is known when it is submitted. It makes one checkpoint."""
 JobSpec = Annotated[BatchJob | SessionJob, Field(discriminator="kind")]
 JobKind = Literal["rl", "sft", "dpo", "session"]
 
@@ -98,8 +98,8 @@ _KEY_PATTERN = re.compile(
 
 
 class JobKey(NamedTuple):
-    """What the name of a job's directory says, so that listings need not read files. Keys sort by
-    submission."""
+    """The parts of the name of a job's directory, so that listings need not read files. Keys sort
+    by submission."""
 
     created: int  # Unix microseconds
     base_step: int
@@ -112,7 +112,7 @@ class JobKey(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The key with this name, or None for another name."""
+        """The key that this name stands for; None if the name is not a key's."""
         if (match := _KEY_PATTERN.fullmatch(name)) is None:
             return None
         created, base_step, run, job_id = match.groups()
@@ -172,7 +172,7 @@ class Event(BaseModel):
 
 
 class RunnerInfo(BaseModel):
-    """The content of `jobs/runner.lock`: the runner that holds, or last held, it."""
+    """The content of `jobs/runner.lock`: the runner that holds it, or held it last."""
 
     runner: str
     host: str
@@ -195,7 +195,7 @@ class Lease(BaseModel):
 
 
 class RankMemory(BaseModel):
-    """What one rank held at the end of each phase of an attempt, in the order of the phases' first
+    """One rank's memory at the end of each phase of an attempt, in the order of the phases' first
     ends.
 
     Each phase has a dict of bytes: `allocated` and `reserved` by torch's allocator, `device_used`
@@ -215,8 +215,8 @@ class RankMemory(BaseModel):
 class Beat(RankMemory):
     """`beat.<rank>` in an attempt's work directory: a rank's heartbeat, with its memory in bytes.
     `memory` holds the counters of torch's allocator by the metrics catalogue's names; on the CPU
-    only `allocated` and `reserved`, both the resident set. `*_peak` and counts are since the
-    attempt began."""
+    only `allocated` and `reserved`, both the resident set. Peaks (`*_peak`) and counts run from the
+    beginning of the attempt."""
 
     time: float  # Unix seconds
     phase: str
@@ -232,8 +232,8 @@ HoldPhase = Literal["sleeping", "training", "releasing"]
 
 
 class Hold(Record):
-    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM, or with the phase
-    `sleeping` asks the publisher for them. It gives them back by removing the record."""
+    """`jobs/hold.json`: a runner has the GPUs that it shares with vLLM. In the phase `sleeping` the
+    runner asks the publisher for them. It gives them back by removing the record."""
 
     schema_version: Literal[1] = 1
     runner: str

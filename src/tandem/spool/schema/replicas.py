@@ -16,7 +16,8 @@ PATTERN_WORDS |= {
     )
 }
 ONLY = "only"
-"""The name of an inference server without one, to which ranks send whole weights."""
+"""The name of the only inference server, which has no name of its own, for ranks that send whole
+weights."""
 
 ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 
@@ -24,7 +25,8 @@ ReplicaId = Annotated[str, Field(pattern=REPLICA_PATTERN)]
 class Replica(Record):
     """`replicas/<id>.json`: one vLLM with its publisher, which rewrites the record while it lives.
 
-    `ready`: a step is announced only when this replica serves it. `why`: it is not ready.
+    `ready`: a step is announced only when this replica serves it. `why`: the reason why it is not
+    ready.
     """
 
     replica: ReplicaId

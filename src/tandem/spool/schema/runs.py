@@ -64,8 +64,8 @@ class LoraShape(Record):
     layer."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    # Twice the rank where it is left out, so that the scale does not depend on the rank. Records
-    # have it written out.
+    # Twice the rank if it is left out, so that the scale does not depend on the rank. Records
+    # always have it written out.
     alpha: float = Field(default_factory=lambda before: 2.0 * before["rank"], gt=0)
     targets: tuple[LoraTarget, ...] = Field(
         default=LORA_TARGETS, min_length=1, max_length=len(get_args(LoraTarget))
@@ -118,8 +118,8 @@ class LongProbe(Record):
     """The trainer's log-probs of a few tokens of one long sequence, in nats at temperature 1.
 
     `logprobs[i]` is log p(tokens[positions[i]] | tokens[: positions[i]]) under this checkpoint;
-    `positions` ascends. What differs between trainer and vLLM only after many tokens (a sliding
-    window, a scaled RoPE) shows here.
+    `positions` ascends. A long sequence shows differences between trainer and vLLM that appear only
+    after many tokens (a sliding window, a scaled RoPE).
     """
 
     tokens: list[int]
@@ -139,17 +139,22 @@ class LongProbe(Record):
 class Probe(Record):
     """The trainer's log-probs of fixed token sequences, with which the publisher compares vLLM's.
 
-    `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under this checkpoint,
-    at temperature 1; `previous` is the same under the checkpoint before it, `base` with the adapter
-    switched off; where all weights are trained, as `previous`. The trainer computes all three, so
-    that the rounding that vLLM doesn't share cancels out of their differences.
+    The trainer computes all three kinds of log-probs. Their differences cancel the rounding that
+    vLLM doesn't share.
+
+    Attributes:
+        tokens: the sequences.
+        logprobs: `logprobs[i][j]` is log p(tokens[i][j + 1] | tokens[i][: j + 1]) in nats under
+            this checkpoint, at temperature 1.
+        previous: the same under the checkpoint before it.
+        base: the same with the adapter switched off; for a run of all weights equal to `previous`.
+        long: None if the job's rows are no longer than the other sequences.
     """
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     previous: list[list[float]]
     base: list[list[float]]
-    # None where the job's rows are no longer than the other sequences.
     long: LongProbe | None = None
 
 
@@ -171,8 +176,8 @@ class Manifest(Record):
 
     @property
     def weights_files(self) -> dict[str, FileEntry]:
-        """Those of the weights: the adapter's file, or the files of a whole model; none: the base
-        model's weights."""
+        """The files of the weights: the adapter's file, or the files of a whole model. Empty for
+        the base model's weights."""
         return {
             name: entry
             for name, entry in self.files.items()
@@ -181,8 +186,8 @@ class Manifest(Record):
 
     @property
     def weights_sha256(self) -> str:
-        """Names the weights' content: the hash of their file; of several or none, the hash of their
-        hashes."""
+        """The name of the weights' content: the hash of their file; with several files or none, the
+        hash of the files' hashes."""
         hashes = [entry.sha256 for _, entry in sorted(self.weights_files.items())]
         return hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
 
@@ -191,7 +196,7 @@ class Manifest(Record):
     def _files_are_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
             if "\0" in name or len(name) > 255 or {"", ".."} & set(name.split("/")):
-                raise ValueError(f"{name!r:.100} is no path below the checkpoint")
+                raise ValueError(f"{name!r:.100} is not a path below the checkpoint")
         return files
 
 

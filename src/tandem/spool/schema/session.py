@@ -1,5 +1,5 @@
-"""Records of sessions, whose clients train by single calls: the sessions, their requests, and the
-results of these."""
+"""Records of sessions, whose clients train by single calls: the sessions, their requests and the
+results."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,8 @@ Seq = Annotated[int, Field(ge=1, lt=MOST_SEQUENCE_NUMBER)]
 
 
 class SessionRecord(Record):
-    """`sessions/<id>/session.json`, written once. Its runs name it in `RunSpec.session`."""
+    """A session: `sessions/<id>/session.json`, written once. Its runs name it in
+    `RunSpec.session`."""
 
     schema_version: Literal[1] = 1
     id: SessionId
@@ -24,13 +25,13 @@ class SessionRecord(Record):
 
 
 class SessionBeat(Record):
-    """`sessions/<id>/beat.json`: when the client was last heard of."""
+    """`sessions/<id>/beat.json`: the time at which the client was last heard of."""
 
     time: float  # Unix seconds by the controller's clock
 
 
 class SessionEnd(Record):
-    """`sessions/<id>/end.json`: no request is taken any more. The runs stay."""
+    """`sessions/<id>/end.json`: the session takes no request any more. The runs stay."""
 
     finished: float  # Unix seconds
     reason: str
@@ -43,8 +44,9 @@ class ClientModel(Record):
 
 
 class ClientSampler(Record):
-    """`sessions/<id>/sampler-<n>.json`, written once: what its client samples from. Without a run
-    it is the base model; without a step, the checkpoint with this name, which comes later."""
+    """`sessions/<id>/sampler-<n>.json`, written once: the checkpoint that one of the client's
+    samplers samples from. Without a run it samples the base model. Without a step, it samples the
+    checkpoint with this name, which may be made later."""
 
     base_model: str  # as the client calls it
     path: str | None = None  # the client's
@@ -54,11 +56,11 @@ class ClientSampler(Record):
 
 
 class PassRequest(Record):
-    """A forward pass over packed rows, or also the backward pass, whose gradients are added to
-    those of the passes since the last optimizer step. The loss is a sum over all items."""
+    """A forward pass over packed rows, with or without the backward pass, whose gradients are added
+    to the gradients since the last optimizer step. The loss is a sum over all items."""
 
     kind: Literal["forward", "forward_backward"]
-    # In this order: what is written of an SFT loss would also be read as one of RL.
+    # The order matters: the JSON of an SFT loss would also be valid as an RL loss.
     loss: Annotated[SFTLoss | RLLoss, Field(union_mode="left_to_right")]
     lengths: tuple[int, ...]  # items of each sequence, in the client's order
     num_rows: int = Field(ge=1)
@@ -80,7 +82,8 @@ class StepRequest(Record):
 
 
 class SaveRequest(Record):
-    """A checkpoint of the run with a name. One that equals the newest is no new one."""
+    """A checkpoint of the run with a name. If nothing has changed since the newest checkpoint, that
+    checkpoint gets the name."""
 
     kind: Literal["save"] = "save"
     name: str = Field(min_length=1, max_length=256)
@@ -88,8 +91,8 @@ class SaveRequest(Record):
 
 
 class LoadRequest(Record):
-    """The weights of a checkpoint of any run with the same LoRA shape, and with `optimizer` Adam's
-    state too; else as if no step had been taken."""
+    """Loads the weights of a checkpoint of any run with the same LoRA shape. `optimizer` loads
+    Adam's state too; without it Adam starts anew."""
 
     kind: Literal["load"] = "load"
     run: RunName
@@ -98,8 +101,8 @@ class LoadRequest(Record):
 
 
 class VoidRequest(Record):
-    """Takes the place of a request that never came, so that later ones go on. Its result is an
-    error with this reason."""
+    """Takes the place of a request that never came, so that later requests are computed. Its result
+    is an error with this reason."""
 
     kind: Literal["void"] = "void"
     reason: str
@@ -122,16 +125,16 @@ class LoggedRequest(Record):
 
 
 class RequestError(Record):
-    """`category`: who can do something about it."""
+    """`category`: who can do something about the error."""
 
     category: Literal["user", "server"]
     message: str
 
 
 class RequestResult(Record):
-    """`runs/<run>/requests/<seq>/result.json`. A pass has its log-probs beside it. A request with
-    an error changed nothing, but that a failed optimizer step leaves no gradients. Names of metrics
-    that are sums over a pass end in `:sum`."""
+    """The result of a request: `runs/<run>/requests/<seq>/result.json`. The log-probs of a pass are
+    in a file beside it. A request with an error changed nothing, except that a failed optimizer
+    step discards the gradients. Names of metrics that are sums over a pass end in `:sum`."""
 
     error: RequestError | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -149,7 +152,7 @@ class SavedName(Record):
 
 
 class SavedNames(Record):
-    """`runs/<run>/names.json`, which stays when the session has ended."""
+    """`runs/<run>/names.json`, which stays after the session has ended."""
 
     schema_version: Literal[1] = 1
     names: tuple[SavedName, ...] = ()

@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 from tandem.spool.schema.base import Record
 
 Step = Annotated[int, Field(strict=True)]
-"""Not `true`, `false` or a text, which would be steps 1 and 0 and the like."""
+"""A number of a step. Strict, because `true`, `false` and texts would become numbers."""
 
 
 _BY_SEQUENCE = ("gspo", "gspo_token")
 
 
 class RLLoss(Record):
-    """The policy loss. Formulas and sources: `tandem.training.losses`."""
+    """The settings of the policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
     policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro"] = "cispo"
@@ -23,17 +23,17 @@ class RLLoss(Record):
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
     clip_high: float | None = Field(default=None, ge=0)
-    # Whose ratio: the token's, or its sequence's (exp of the mean log-ratio). None: the policy's
-    # own (see `level`).
+    # The ratio of the token, or of its sequence (exp of the mean log-ratio). None: the policy's own
+    # default (see `level`).
     ratio_level: Literal["token", "sequence"] | None = None
-    # What the bounds do to an item beyond them: clip its ratio as the policy does, or leave it out.
+    # For an item beyond the bounds: clip its ratio as the policy does, or leave the item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
-    # PPO and GSPO: where the advantage is negative, the ratio counts as this at most.
+    # PPO and GSPO: an upper bound on the ratio where the advantage is negative.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
-    # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more
-    # nats than this.
+    # Leaves out sequences with a negative advantage whose log-probs fell, on average per token, by
+    # more nats than this.
     off_policy_threshold: float | None = Field(default=None, gt=0)
     # Weighted mean over items: weight 1 (token), 1/items of the trajectory, or 1/items of the
     # group. `constant` divides the plain sum by `normalisation_constant` times the number of
@@ -44,7 +44,7 @@ class RLLoss(Record):
     # before the first optimizer step. Importance weights of trainer to sampler (`tis_*`) need the
     # trainer's.
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    # The weight is the token's, or the product over its sequence. It is truncated at the cap, and 0
+    # The weight of the token, or the product over its sequence. It is truncated at the cap, and 0
     # outside the mask.
     tis_level: Literal["token", "sequence"] = "token"
     tis_cap: float | None = Field(default=None, gt=0)
@@ -54,15 +54,15 @@ class RLLoss(Record):
     advantage_scale: Literal["none", "mean_abs"] = "none"
     kl_coef: float = Field(default=0.0, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # A penalty in the loss, or part of each token's advantage (there it is the log-ratio, whatever
-    # the estimator).
+    # The KL is a penalty in the loss, or part of each token's advantage (there it is the log-ratio,
+    # whatever the estimator).
     kl_in: Literal["loss", "advantage"] = "loss"
     # Multiply the penalty by the token's ratio, which makes its gradient unbiased for tokens of an
     # older policy.
     kl_correction: bool = False
     # The reference: the base model with the adapter off, or a checkpoint (step) of the same run.
     kl_reference: Literal["base"] | Step = "base"
-    # Measure the KL even where kl_coef is 0: costs one more forward pass without gradients.
+    # Measures the KL even if kl_coef is 0: costs one more forward pass without gradients.
     kl_metric: bool = False
     entropy_coef: float = Field(default=0.0, ge=0)
     # The trajectories' sampling temperature; logits are divided by it.
@@ -123,7 +123,7 @@ class RLLoss(Record):
 
     @property
     def reference_step(self) -> int | None:
-        """The checkpoint that the job needs beside its base step."""
+        """The checkpoint that the job needs besides its base step."""
         return self.kl_reference if isinstance(self.kl_reference, int) else None
 
     @property
@@ -162,7 +162,7 @@ class RLLoss(Record):
 
 class SFTLoss(Record):
     """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer
-    step. Weights of either sign need the sum, since their mean may divide by 0."""
+    step. Weights of both signs need the sum, since their mean may divide by 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"
@@ -185,10 +185,10 @@ class PreferenceLoss(Record):
     beta: float | None = Field(default=None, gt=0)  # None: 0.1 for DPO and IPO, 2 for SimPO
     # DPO and SimPO: the share of pairs that are taken to be the wrong way round.
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    # SimPO: by how much the chosen answer's reward is to exceed the rejected one's. None: 0.5.
+    # SimPO: the margin by which the chosen answer's reward should exceed the rejected one's. None:
+    # 0.5.
     margin: float | None = Field(default=None, ge=0)
-    # DPO and IPO: what the policy is compared with. "start" is the checkpoint that the job starts
-    # from.
+    # DPO and IPO: the policy to compare with. "start" is the checkpoint that the job starts from.
     reference: Literal["start", "base"] | Step = "start"
 
     @model_validator(mode="after")
@@ -210,7 +210,7 @@ class PreferenceLoss(Record):
 
     @property
     def mean_over(self) -> Literal["group"]:
-        return "group"  # of which every pair is one
+        return "group"  # a group of the packer is one pair
 
     @property
     def reference_step(self) -> int | None:
@@ -271,8 +271,8 @@ class OptimizerSettings(Record):
     max_grad_norm: float = Field(default=1.0, gt=0)
     # Packed rows per optimizer step over all data-parallel ranks. None: the data-parallel size.
     grad_accumulation_sequences: int | None = Field(default=None, ge=1)
-    # Or: examples, pairs or groups per optimizer step. The packer then fills rows only with those
-    # of one step.
+    # Alternatively: examples, pairs or groups per optimizer step. The packer then fills each row
+    # with samples of one optimizer step only.
     batch_size: int | None = Field(default=None, ge=1)
     epochs: int = Field(default=1, ge=1)  # passes over the job's rows, each in an order of its own
 

@@ -1,4 +1,5 @@
-"""Records of OpenAI's fine-tuning API: uploaded files, and fine-tunings, each a chain of jobs."""
+"""Records of OpenAI's fine-tuning API: uploaded files, and fine-tunings. Each fine-tuning is a
+chain of jobs."""
 
 from typing import Annotated, Literal
 
@@ -28,7 +29,8 @@ class Upload(Record):
 
 
 class Hyperparameters(Record):
-    """As the client gave them; in a `TuningPlan` as they are used. `beta` is of DPO only."""
+    """Hyperparameters as the client gave them; in a `TuningPlan` as they are used. `beta` belongs
+    to DPO only."""
 
     n_epochs: int | Auto = "auto"
     batch_size: int | Auto = "auto"
@@ -49,7 +51,7 @@ class TuningPlan(Record):
 
 
 class TuningEnd(Record):
-    """How it ended. `code`, `message` and `param`: OpenAI's error of a failed one."""
+    """The end of a fine-tuning. `code`, `message` and `param` are OpenAI's error if it failed."""
 
     status: Literal["succeeded", "failed", "cancelled"]
     finished: float  # Unix seconds
@@ -60,7 +62,7 @@ class TuningEnd(Record):
 
 
 class Notice(Record):
-    """A message among the events, of what no job's events say."""
+    """A message among the events about something that no job's events tell."""
 
     time: float  # Unix seconds
     level: Literal["info", "warn", "error"] = "info"
@@ -68,7 +70,7 @@ class Notice(Record):
 
 
 class Tuning(Record):
-    """`tunings/<id>.json`: what the client asked for, and how far it is."""
+    """`tunings/<id>.json`: the client's order, and its progress."""
 
     schema_version: Literal[1] = 1
     id: TuningId

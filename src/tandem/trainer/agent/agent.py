@@ -350,8 +350,8 @@ def _listener(address: str) -> socket.socket:
 
 
 def _check_reach(first: HostRecord) -> None:
-    """LeavingError where this host can't reach the ranks' store, for which torch would wait long
-    and without its address."""
+    """Raises LeavingError if this host can't reach the ranks' store, for which torch would wait
+    long and without its address."""
     try:
         socket.create_connection((first.address, first.port), CONNECT_SECONDS).close()
     except OSError as error:

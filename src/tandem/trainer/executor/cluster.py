@@ -64,7 +64,7 @@ class Cluster:
         self._kueue = _KUEUE_VERSIONS[0]
 
     def create(self, job: Object) -> None:
-        """ClusterRefused with 409 where an object has the name."""
+        """Raises ClusterRefused with 409 if an object has the name."""
         self._call(lambda: self._client.create(_JOBS(job)))
 
     def job(self, name: str) -> Object | None:
@@ -101,7 +101,7 @@ class Cluster:
         return next(iter(self._workloads(of)), None)
 
     def check_kueue(self, queue: str) -> None:
-        """InvalidInput where the cluster has no Kueue: the Jobs would start without a quota."""
+        """Raises InvalidInput if the cluster has no Kueue: the Jobs would start without a quota."""
         try:
             self._workloads({"kueue.x-k8s.io/job-uid": "none"})
         except ClusterRefused as refusal:
@@ -133,7 +133,7 @@ class Cluster:
         return str(found["metadata"]["uid"])
 
     def check_right(self, verb: str, group: str, resource: str, name: str | None = None) -> None:
-        """InvalidInput where the account may not do that."""
+        """Raises InvalidInput if the account may not do that."""
         asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
         if name is not None:
             asked["name"] = name

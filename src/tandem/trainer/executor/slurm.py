@@ -123,7 +123,8 @@ class SlurmExecutor(EngineExecutor):
     engine, jobs, away = "Slurm", "Slurm jobs", SlurmAway
 
     def __init__(self, settings: Settings, entry: str, stop: Stop, spool: Spool) -> None:
-        """InvalidInput where TANDEM_SLURM_ARGS can't be used, or Slurm's programs are missing."""
+        """Raises InvalidInput if TANDEM_SLURM_ARGS can't be used, or Slurm's programs are
+        missing."""
         super().__init__(settings, entry, stop, spool)
         self.slurm, self.batch = Slurm(), Batch(settings, os.environ)
         self._finishing: dict[str, float] = {}  # name -> until when it may

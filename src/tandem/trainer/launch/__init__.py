@@ -2,8 +2,8 @@
 
 `fork`, the default: a fork server that has imported torch and Megatron and never touched CUDA forks
 a leader per job, and the leader forks the ranks (`forkserver.py`). Between jobs the fork server
-stays, with 0 bytes on the GPU. It does not use torch's elastic agent: the agent has threads when it
-forks, and does not notice a rank that leaves by `exit(0)`.
+stays, with 0 bytes on the GPU. It does not use torch's elastic agent, because the agent has threads
+when it forks, and does not notice a rank that leaves by `exit(0)`.
 
 `torchrun`: torch's own launcher, a new process tree per job, with a port that the kernel chooses
 (`torchrun.py`). Nothing stays.
@@ -13,18 +13,19 @@ and the model without its memory stay. Between jobs a rank gives back parameters
 optimizer state (`model/device/offload.py`). It drops the frozen base weights and reads them again
 from the page cache, which is as fast as a copy from pinned memory. It keeps the adapter and Adam's
 state in pinned buffers, and uses them if the next job starts from that checkpoint. It verifies the
-checkpoint's hashes even then. What a living process can't give back is measured and reported in the
-job's `released` event. Any end except success ends resident ranks too.
+checkpoint's hashes even then. Memory that a living process can't give back is measured and reported
+in the job's `released` event. Resident ranks end after any job that does not succeed.
 
-`launcher.py` chooses the way. On one host the ranks' stores listen on loopback, and every process
-of the chain dies with its parent: `bootstrap.py`, the first thing that runs in a rank, and
-the fork server see to it. What ranks need comes in a `Launch`: the attempt, and those settings of
-the deployment that ranks use (`RankSettings`), with the sizes that the runner has chosen. Ranks
+`launcher.py` chooses the way by TANDEM_LAUNCH. On one host the ranks' stores listen on loopback,
+and every process of the chain dies with its parent. `bootstrap.py`, the first code of a rank, and
+the fork server ensure this. Ranks get their settings in a `Launch`: the attempt, and the
+deployment's settings for ranks (`RankSettings`), with the sizes that the runner has chosen. Ranks
 read no settings from the environment. A `Launch` has no secret, because it is on the ranks' command
 lines.
 
-Beside the files that `spool.attempt.Attempt` names, the attempt's work directory holds two files of
-the ranks' parent, whichever launcher it is, or two of each host's in `hosts/`:
+Besides the files that `spool.attempt.Attempt` names, the attempt's work directory holds two files
+of the ranks' parent, for every launcher. With several hosts there are two for each host, in
+`hosts/`:
 
     launcher.log    its output
     exits.json      exit statuses of failed ranks, see `read_exits`
@@ -47,25 +48,25 @@ from tandem.system.processes import die_with_parent
 from tandem.topology.sizes import Sizes
 
 DEFAULT_ENTRY = "tandem.trainer.rank.entry"
-"""Module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its
-`preload(device: str)` imports what a rank needs; `device` is the setting."""
+"""The module whose `main(attempt: Attempt, settings: RankSettings)` is a rank. Its `preload(device:
+str)` imports everything that a rank needs; `device` is the setting."""
 
 LAUNCHER_LOG, EXITS = "launcher.log", "exits.json"
 HOSTS = "hosts"
 """The directory of the hosts' agents in an attempt's work directory."""
 
 SHARED_IDLE_SECONDS = 1.0
-"""On shared GPUs vLLM sleeps as long as a session's ranks stay."""
+"""Seconds after which an idle session's ranks leave shared GPUs, because vLLM sleeps until then."""
 
 SHUTDOWN_SECONDS = {"torchrun": 30, "fork": 10}
-"""How long the other ranks may take to stop after one failed, before SIGKILL. torchrun's value is
-built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
+"""Seconds that the other ranks may take to stop after one failed, before SIGKILL. torchrun's value
+is built into torch: TORCH_ELASTIC_SHUTDOWN_TIMEOUT has no effect here."""
 
 
 class RankSettings(Record):
-    """The deployment's settings that ranks use. Ranks read no other.
+    """The deployment's settings that ranks use. Ranks read no other settings.
 
-    They are on ranks' command lines, which everybody on the host can read: none is a secret.
+    They are on ranks' command lines, which everybody on the host can read, so none is a secret.
     """
 
     sizes: Sizes = Sizes()
@@ -98,12 +99,12 @@ class HostPart(Record):
 
     number: int = 0
     hosts: int = 1
-    # Address and port of the ranks' store, which host 0 has; None: on this host's loopback.
+    # Address and port of the ranks' store, which is on host 0; None: this host's loopback.
     store: tuple[str, int] | None = None
 
 
 class Launch(Record):
-    """An order to start the ranks of one attempt, those of one host."""
+    """An order to start the ranks of one attempt on one host."""
 
     root: Path
     job: str
@@ -125,36 +126,40 @@ class Launch(Record):
 
     @property
     def work(self) -> Path:
-        """The attempt's work directory, also where the spool can't be opened."""
+        """The attempt's work directory, even if the spool can't be opened."""
         return Paths(self.root).work_dir(self.job, self.attempt)
 
     def of_parent(self, name: str) -> Path:
-        """LAUNCHER_LOG or EXITS of the parent of this host's ranks."""
+        """The path of LAUNCHER_LOG or EXITS of the parent of this host's ranks."""
         return of_parent(self.work, name, None if self.host.store is None else self.host.number)
 
     def open(self) -> Attempt:
-        """The attempt. Raises SpoolUnusable."""
+        """The attempt whose ranks to start. Raises SpoolUnusable."""
         return Attempt(Spool(self.root), self.job, self.attempt)
 
 
 def start_child(
     command: list[str], environment: dict[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own that the kernel kills when this process dies."""
+    """Start a process in a session of its own. The kernel kills it when this process dies."""
     parent = os.getpid()
     return subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        # `die_with_parent` takes no lock of another thread.
+        # `die_with_parent` takes no lock that another thread may hold.
         preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
         **options,
     )
 
 
 def of_parent(work: Path, name: str, host: int | None) -> Path:
-    """A file of the parent of the ranks. `host`: of several, whose agents started them."""
+    """The path of a file of the ranks' parent.
+
+    Args:
+        host: the number of one of several hosts, whose agents started the ranks.
+    """
     return work / name if host is None else work / HOSTS / f"{host}.{name}"
 
 
@@ -166,8 +171,8 @@ def read_exits(work: Path) -> dict[int, int]:
     """Exit status by rank of the ranks that failed by themselves, first failure first (negative: a
     signal).
 
-    Ranks that their parent ended after the first failure are left out. Empty when no rank failed or
-    the parent was killed.
+    Ranks that their parent ended after the first failure are left out. Empty if no rank failed, or
+    if the parent was killed.
     """
     exits: dict[int, int] = {}
     for path in (work / EXITS, *sorted((work / HOSTS).glob(f"*.{EXITS}"))):

@@ -31,7 +31,7 @@ def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | No
     """Run this process's rank, with its output in the rank's log; returns its exit status. Raises
     what the rank raises, and SpoolUnusable.
 
-    `main`: by default that of the launch's entry module.
+    `main`: by default the launch's entry module's.
     """
     attempt = launch.open()
     redirect(attempt.log(int(os.environ["RANK"])))
@@ -40,10 +40,10 @@ def run(launch: Launch, main: Callable[[Attempt, RankSettings], int | None] | No
 
 
 def stay(entry: str, device: str, control: str) -> int:
-    """Run job after job until one fails or the runner closes the socket; returns the exit status.
+    """Run job after job until one fails or the runner closes the socket. Returns the exit status.
 
-    The runner sends a `Launch` as JSON, one packet. The rank answers with one byte when the job is
-    done; a rank that fails answers nothing and ends.
+    The runner sends a `Launch` as JSON, in one packet. The rank answers with one byte when the job
+    is done; a rank that fails answers nothing and ends.
     """
     runner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner.connect(control)
@@ -57,7 +57,7 @@ def stay(entry: str, device: str, control: str) -> int:
         sys.stderr.flush()
         if status:
             return status
-        # From here the runner may remove the job's log.
+        # From here on the runner may remove the job's log.
         os.dup2(own_output, 1)
         os.dup2(own_output, 2)
         runner.send(b".")
@@ -65,7 +65,8 @@ def stay(entry: str, device: str, control: str) -> int:
 
 
 def main() -> int:
-    # If the agent died during the imports, this process's parent is whoever adopts orphans.
+    # If the agent died during the imports, this process's parent is now the one that adopts
+    # orphans.
     die_with_parent(int(os.environ.get("TANDEM_AGENT_PID") or os.getppid()))
     if len(sys.argv) > 2:
         return stay(*sys.argv[1:])

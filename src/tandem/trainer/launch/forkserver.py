@@ -1,5 +1,5 @@
-"""The process that ranks are forked from, and the runner's side of it (`ForkServer`). It imports
-everything a rank needs, once, and runs no job itself.
+"""The process from which ranks are forked, and the runner's side of it (`ForkServer`). It imports
+everything that a rank needs, once, and runs no job itself.
 
     python -m tandem.trainer.launch.forkserver <socket's descriptor> <entry module> <setting of
     the device>
@@ -55,8 +55,8 @@ log = Log("runner")
 
 
 class ForkServer:
-    """The fork server, and the handle of its latest launch. For what a handle's methods do see
-    `Torchrun`.
+    """The fork server, and the handle of its latest launch. `Torchrun` documents a handle's
+    methods.
 
     A launch never waits for the server's imports: the request stays in the socket until they are
     done.
@@ -88,7 +88,8 @@ class ForkServer:
         return self._process.poll() is None and self._socket.fileno() >= 0
 
     def launch(self, launch: Launch, listener: socket.socket | None = None) -> Self:
-        """`listener`: the store's, where others than this host's ranks reach it."""
+        """Start a launch. `listener`: the store's socket, if ranks of other hosts reach the
+        store."""
         self._work, self._exit = str(launch.work), None
         with suppress(OSError):  # the server has just died, which `poll` notices
             sockets = [] if listener is None else [listener.fileno()]
@@ -108,7 +109,7 @@ class ForkServer:
                 (log.warning if ready["threads"] else log.info)(
                     "fork server is ready", pid=self.pid, **ready
                 )
-            # Otherwise it is about an earlier launch, which was killed.
+            # Otherwise the packet is about an earlier launch, which was killed.
             elif message["work"] == self._work:
                 self._exit = message["exited"]
         if self._exit is None and not self.alive:
@@ -120,7 +121,8 @@ class ForkServer:
         for leader in leaders:
             processes.send(leader, signal.SIGTERM)
         if not leaders and self.poll() is None:
-            # During its imports: the job has no process yet, and its request goes with the server.
+            # During the server's imports the job has no process yet, and its request ends with the
+            # server.
             self.close()
 
     def processes(self) -> list[Process]:
@@ -163,8 +165,12 @@ def main() -> None:
 
 
 def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) -> int:
-    """Be the parent of this host's ranks: fork them, run their store if this host has it, wait.
-    Returns 0 when all of them exited with 0. `listener`: the store's, if others reach it."""
+    """Be the parent of this host's ranks: fork them, run their store if this host has it, and wait.
+    Returns 0 when all of them exited with 0.
+
+    Args:
+        listener: the store's socket, if other hosts reach the store.
+    """
     runner.close()
     redirect(launch.of_parent(LAUNCHER_LOG))
     stop_requests: list[int] = []
@@ -179,7 +185,7 @@ def lead(launch: Launch, runner: socket.socket, listener: socket.socket | None) 
         for rank in launch.own_ranks
     }
     store = None if listener is None else _store(address, port, listener)
-    # Of the ranks that failed before the others were ended, in that order.
+    # The ranks that failed before the others were ended, in that order.
     failures: dict[int, int] = {}
     kill_time: float | None = None
     while ranks:
@@ -227,7 +233,7 @@ def _store(address: str, port: int, listener: socket.socket) -> object:
 def _run_rank(
     launch: Launch, rank: int, environment: dict[str, str], listener: socket.socket | None
 ) -> int:
-    """Be a rank, which handles signals like a new Python process, as under torchrun."""
+    """Be a rank. It handles signals like a new Python process, as under torchrun."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     local = str(rank - launch.own_ranks.start)
@@ -239,8 +245,8 @@ def _run_rank(
 
 def _fork(child: Callable[[], int]) -> int:
     """Fork; returns the child's pid. The child leads a session, dies with its parent, runs `child`
-    and exits with its result. It never returns into the server's stack, nor runs the server's exit
-    handlers."""
+    and exits with its result. The child never returns into the server's stack, nor runs the
+    server's exit handlers."""
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -259,8 +265,7 @@ def _fork(child: Callable[[], int]) -> int:
 
 
 def _torchrun_environment(launch: Launch, address: str, port: int) -> dict[str, str]:
-    """The variables of torchrun's agent that something reads in a rank, and that all ranks of this
-    host share."""
+    """The variables of torchrun's agent that a rank reads and that all ranks of this host share."""
     return {
         "GROUP_RANK": str(launch.host.number),
         "WORLD_SIZE": str(launch.ranks),

@@ -1,4 +1,4 @@
-"""The runner's side of starting ranks, in the way that TANDEM_LAUNCH names."""
+"""Starts ranks for the runner, in the way that TANDEM_LAUNCH names."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ log = Log("runner")
 SECRETS = {
     f"TANDEM_{name}{suffix}" for name in ("API_KEY", "ADMIN_TOKEN") for suffix in ("", "_FILE")
 }
-"""Variables that ranks don't inherit: a rank talks to nobody who asks for a key."""
+"""Variables that ranks don't inherit, because a rank talks to no server that asks for a key."""
 
 Handle = Torchrun | ForkServer
 """The processes of one attempt."""
@@ -44,9 +44,14 @@ class Launcher:
         marker: tuple[str, str],
         defaults: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`marker`: an environment variable and its value for every process that this launcher
-        starts, by which a later runner finds processes that outlived this one. `defaults`: as for
-        `rank_environment`."""
+        """Starts no process yet.
+
+        Args:
+            entry: the module whose `main` is a rank.
+            marker: an environment variable and its value, for every process that this launcher
+                starts. By it a later runner finds processes that outlived this runner.
+            defaults: `own_defaults` of `rank_environment`.
+        """
         self._settings, self._entry = settings, entry
         self._environment = rank_environment(settings, defaults) | dict([marker])
         # A killed process leaves its temporary files, and a rank is often killed.
@@ -58,7 +63,7 @@ class Launcher:
         self._code_version: set[tuple[Path, int, int]] = set()
 
     def prepare(self) -> None:
-        """Start what can be started ahead of a job. Doesn't block."""
+        """Start the processes that can start ahead of a job. Doesn't block."""
         if self._settings.launch == "torchrun":
             return
         current = code_version(self._entry)
@@ -77,8 +82,8 @@ class Launcher:
         self._code_version = current
 
     def launch(self, launch: Launch, listener: socket.socket | None = None) -> Handle:
-        """Start the ranks without waiting for them. Raises OSError when a process can't be
-        started. `listener`: as for `ForkServer.launch`, which alone takes part of a launch."""
+        """Start the ranks without waiting for them. Raises OSError if a process can't be started.
+        `listener`: as in `ForkServer.launch`, the only launcher that can start part of a launch."""
         if not self.holds_devices:
             # Systems clean /tmp while the runner is idle.
             self.scratch.mkdir(mode=0o700, exist_ok=True)
@@ -106,7 +111,7 @@ class Launcher:
 def rank_environment(
     settings: Settings, own_defaults: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
-    """The variables that every launcher starts ranks with. `own_defaults`: in place of those of
+    """The variables that every launcher starts ranks with. `own_defaults` replace the defaults for
     ranks that are all on this host."""
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(settings)),
@@ -121,12 +126,12 @@ def rank_environment(
     if settings.way != "nccl":  # else ranks choose it, by where vLLM is
         defaults["NCCL_SOCKET_IFNAME"] = "lo"  # its sockets don't listen beyond this host
     if settings.launch == "resident":
-        # One heap for all threads. Otherwise every job's threads leave fragments in heaps of their
-        # own, which grow.
+        # One heap for all threads. Otherwise every job's threads leave fragments in their own
+        # heaps, which grow.
         defaults["MALLOC_ARENA_MAX"] = "1"
     # With "nccl" vLLM's workers would need the same.
     if settings.trainer_ranks == 2 and settings.way != "nccl":
-        # Only NVLS needs NCCL's memory to be of this kind, and two GPUs gain nothing by NVLS. They
+        # Only NVLS needs this kind of memory for NCCL, and two GPUs gain nothing by NVLS. They
         # connect 0.3 s sooner without it (H100, NCCL 2.28).
         defaults["NCCL_CUMEM_ENABLE"] = "0"
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -137,7 +142,7 @@ def rank_environment(
         | omp_waiting(os.environ)
         | {"PYTHONUNBUFFERED": "1"}
     )
-    # torch's default is below TMPDIR, and that of ranks does not last.
+    # torch's default is below TMPDIR, and a rank's TMPDIR is removed.
     environment |= compiler_caches(os.environ)
     # NVML's order, by which the runner finds and measures the devices.
     environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -149,8 +154,8 @@ def rank_environment(
 def threads_per_rank(settings: Settings) -> int:
     """OMP_NUM_THREADS if it is set, else this machine's cores divided by the number of its ranks.
 
-    The number of threads decides the order of floating-point sums, so it is fixed here instead of
-    by each library.
+    The number of threads decides the order of floating-point sums, so it is fixed here and not by
+    each library.
     """
     with suppress(ValueError):
         return max(1, int(os.environ.get("OMP_NUM_THREADS", "")))
@@ -158,8 +163,8 @@ def threads_per_rank(settings: Settings) -> int:
 
 
 def code_version(entry: str) -> set[tuple[Path, int, int]]:
-    """(path, modification time, size) of the files that a process has in memory: Tandem's and the
-    entry module's."""
+    """(path, modification time, size) of the source files that a process has loaded: Tandem's and
+    the entry module's."""
     spec = find_spec(entry)
     assert spec is not None
     files = [*Path(tandem.__file__).parent.rglob("*.py"), Path(str(spec.origin))]

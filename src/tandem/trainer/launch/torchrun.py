@@ -1,4 +1,4 @@
-"""Ranks under torchrun: new processes for each job, or ranks that stay between jobs.
+"""Starts ranks under torchrun: new processes for each job, or ranks that stay between jobs.
 
 With `--standalone` the agent's store listens on a port that the kernel chooses, and the ranks
 connect to that same store. No port is closed and opened again.
@@ -57,16 +57,17 @@ class Torchrun:
         self._agent.terminate()
 
     def processes(self) -> list[Process]:
-        """All living descendants of the runner: it adopts orphans and keeps no other process while
-        it uses torchrun."""
+        """All living descendants of the runner, which adopts orphans and keeps no other process
+        while it uses torchrun."""
         return [process for process in processes.descendants(os.getpid()) if not process.zombie]
 
     def kill_all(self, timeout: float) -> list[Process]:
-        """SIGKILL all of them; returns those still alive after `timeout` seconds."""
+        """SIGKILL all of them. Returns the processes that are still alive after `timeout`
+        seconds."""
         left = processes.kill_all(self.processes, timeout=timeout, known=[self._agent.pid])
         if not left:
             self._agent.wait(timeout)
-            # Ranks that died before the agent, which can't collect their status any more.
+            # Ranks that died before the agent, which can no longer collect their status.
             processes.reap_orphans()
         return left
 
@@ -75,16 +76,16 @@ class ResidentRanks(Torchrun):
     """Ranks that start ahead of the first job and get their jobs over a Unix socket (their side:
     `bootstrap.stay`).
 
-    After each job they free their device memory, all but what a process can't free while it lives
-    (its CUDA context, NCCL's buffers). When a job ends in any other way than success, they end too,
-    and the next job gets new ones.
+    After each job they free their device memory, except what a living process can't free (its CUDA
+    context, NCCL's buffers). If a job ends in any other way than success, they end too, and the
+    next job gets new ranks.
     """
 
     name = "resident ranks"
 
     def __init__(self, count: int, entry: str, device: str, environment: dict[str, str]) -> None:
-        # Local, because the volume's file system may not support sockets; short, because a socket's
-        # path is limited.
+        # On this host, because the volume's file system may not support sockets; short, because a
+        # socket's path is limited.
         self._directory = Path(tempfile.mkdtemp(prefix="resident-", dir=environment["TMPDIR"]))
         path = self._directory / "socket"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,7 +116,8 @@ class ResidentRanks(Torchrun):
             rank.send(self._launch.model_dump_json().encode())
 
     def poll(self) -> int | None:
-        """0 when every rank has answered that the job is done. Any other end is the agent's."""
+        """0 once every rank has answered that the job is done. Any other exit status is the
+        agent's."""
         if self._exit is not None or self._launch is None:
             return self._exit
         while readable := select.select([self._listener, *self._busy], [], [], 0)[0]:
@@ -130,7 +132,7 @@ class ResidentRanks(Torchrun):
         if len(self._idle) == self._count:
             self._exit = 0
         elif (code := self._agent.poll()) is not None:
-            # The agent ends with 0 when all ranks left with 0 in the middle of the job.
+            # The agent ends with 0 if all ranks left with 0 in the middle of the job.
             self._exit = code or 1
             for name in (LAUNCHER_LOG, EXITS):
                 with suppress(OSError):
@@ -140,7 +142,7 @@ class ResidentRanks(Torchrun):
     def kill_all(self, timeout: float) -> list[Process]:
         if self._exit != 0:
             return super().kill_all(timeout)
-        # The ranks stay. Processes that they started for the job don't.
+        # The ranks stay. Processes that ranks started for the job do not stay.
         agent = self._agent.pid
         return processes.kill_all(
             lambda: [

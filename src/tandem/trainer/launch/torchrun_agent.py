@@ -1,12 +1,13 @@
-"""torchrun, with a record of how its ranks failed.
+"""Runs torchrun, and records how its ranks failed.
 
     python -m tandem.trainer.launch.torchrun_agent <directory> <torchrun's arguments>
 
-torchrun's exit status is 1 whichever rank failed and however. This program calls torchrun's own
-`main` and writes the failures that it raises to `exits.json` in `directory`.
+torchrun's exit status is 1 whichever rank failed and however it failed. This program calls
+torchrun's own `main` and writes the failures that it raises to `exits.json` in `directory`.
 
-torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles what one of
-them holds: whoever reaches that port runs code here. In this program the stores listen on loopback.
+torchrun's stores listen on all interfaces and ask for no key, and the agent unpickles values from
+one of them. So whoever reaches that port could run code here. In this program the stores listen on
+loopback.
 """
 
 import os
@@ -56,7 +57,7 @@ def own_failures(failures: dict[int, ProcessFailure]) -> dict[int, int]:
 
 def main(work: str, *arguments: str) -> None:
     os.environ["TANDEM_AGENT_PID"] = str(os.getpid())
-    # The names by which torchrun makes its two stores: of the rendezvous, and of the ranks.
+    # The names under which torchrun makes its two stores: for the rendezvous, and for the ranks.
     for module in (c10d_rendezvous_backend, distributed):
         vars(module)["TCPStore"] = LoopbackStore
     try:

@@ -1,11 +1,12 @@
-"""One training process, on one GPU or the CPU.
+"""One rank: a training process, on one GPU or the CPU.
 
-`entry.py` is its program and `train.py` its script: rendezvous, load, train, leave. `state.py` is
-what stays between jobs. `commit.py` makes the job's checkpoint. `checkpoint.py` reads and writes
-the adapter and Adam's state, `model_checkpoint.py` all weights and theirs. `model_files.py` writes
-a Hugging Face model by all ranks at once. `model_loader.py` loads the model, and makes it the
-reference of its loss. `publication.py` offers whole weights to vLLM and sends them;
-`way_to_vllm.py` chooses their network. `full_volume.py` looks for space before a training.
+`entry.py` is its program and `train.py` its script: rendezvous, load, train, leave. `state.py`
+holds what stays between jobs. `commit.py` makes the job's checkpoint. `checkpoint.py` reads and
+writes the adapter and Adam's state, `model_checkpoint.py` all weights and their state.
+`model_files.py` writes a Hugging Face model by all ranks at once. `model_loader.py` loads the
+model, and can turn it into the reference of its loss. `publication.py` offers whole weights to vLLM
+and sends them; `way_to_vllm.py` chooses their network. `full_volume.py` looks for space before a
+training.
 
 A rank overlaps the parts of its start:
 
@@ -23,11 +24,11 @@ A rank overlaps the parts of its start:
 - Tensors in host memory go between ranks through Gloo. So NCCL makes communicators only for the
   groups that the model and its gradients need.
 
-A session's job (`session_loop.py`; `calls.py` is what a request does to the model) computes
-requests while they come. Ranks load the base model once. Rank 0 looks for the next request each 10
-ms and tells the others. A pass adds its gradients to those of the passes since the last optimizer
+A session's job (`session_loop.py`; `calls.py` applies requests to the model) computes requests as
+they come. Ranks load the base model once. Rank 0 looks for the next request each 10 ms and tells
+the others. A pass adds its gradients to the gradients of earlier passes since the last optimizer
 step. The step sums them over ranks, clips, steps and zeroes, by the code of ordinary jobs. So a
-pass and a step equal a job of the same batch, bit for bit. Without a request for
-`TANDEM_SESSION_IDLE_SECONDS` the ranks make a checkpoint of what is new, and exit. While another
-job waits, they stay 2 s without a request, and in all no longer than that setting.
+pass and a step equal a job of the same batch, bit for bit. After `TANDEM_SESSION_IDLE_SECONDS`
+without a request, the ranks make a checkpoint of what is new, and exit. If another job waits, they
+leave after 2 s without a request, and at the latest after that setting's time.
 """

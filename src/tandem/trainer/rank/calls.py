@@ -1,4 +1,4 @@
-"""The effects of a session's requests on the model and the optimizer. Each is a collective of all
+"""Applies a session's requests to the model and the optimizer. Each is a collective of all
 ranks."""
 
 import sys
@@ -41,9 +41,9 @@ class ModelCalls:
     fit: Fit
     # The requests of the passes whose gradients are in memory.
     passes: list[int] = field(default_factory=list)
-    loss: float = 0.0  # the sum of theirs
+    loss: float = 0.0  # the sum of their denominators
     items: float = 0.0
-    # From the first pass since the last checkpoint, and the log-probs of its weights.
+    # The probe: from the first pass since the last checkpoint, with the log-probs of its weights.
     probe: JobProbe | None = None
     previous: list[list[float]] = field(default_factory=list)
 
@@ -53,10 +53,11 @@ class ModelCalls:
         return self.model.optimizer
 
     def compute(self, seq: int, request: PassRequest) -> tuple[dict[str, float], bytes]:
-        """A pass. Its metrics, and on rank 0 the log-probs as `RequestLog.answer` takes them.
+        """A pass. Returns the request's metrics, and on rank 0 the log-probs in the form that
+        `RequestLog.answer` takes.
 
-        InvalidInput if its arrays are gone; NonFinite for a loss that is not finite. After either
-        the gradients are what they were.
+        Raises InvalidInput if its arrays are gone. Raises NonFinite for a loss that is not finite.
+        After either error the gradients are unchanged.
         """
         with self._opened(seq) as batch:
             if self.probe is None:
@@ -81,8 +82,8 @@ class ModelCalls:
             return metrics, _by_datum(batch, {r: of for part in parts for r, of in part.items()})
 
     def step(self, request: StepRequest) -> dict[str, float]:
-        """An optimizer step. NonFinite where the gradient is not finite: then the weights are what
-        they were. The gradients are zero in any case."""
+        """Takes an optimizer step. Raises NonFinite if the gradient is not finite: then the weights
+        are unchanged. The gradients are zero in any case."""
         optimizer = self.optimizer
         optimizer.settings = OptimizerSettings(
             beta1=request.beta1,
@@ -112,8 +113,9 @@ class ModelCalls:
         }
 
     def load(self, request: LoadRequest) -> None:
-        """Takes the weights of a checkpoint. The gradients are zero. InvalidInput for another base
-        model or LoRA shape, NotFound, CheckpointDamaged: then everything is what it was."""
+        """Takes the weights of a checkpoint. The gradients are zero. Raises InvalidInput for
+        another base model or LoRA shape, NotFound, CheckpointDamaged: then everything is
+        unchanged."""
         assert self.run.lora is not None
         source = self.spool.runs.get(request.run)
         for name in ("base_model", "lora"):
@@ -134,7 +136,7 @@ class ModelCalls:
         self.passes, self.loss, self.items = [], 0.0, 0.0
 
     def saved(self) -> None:
-        """A checkpoint has the weights and Adam's state."""
+        """Notes that a checkpoint has the weights and Adam's state."""
         self.probe, self.previous = None, []
 
     def _opened(self, seq: int) -> PackedBatch:
@@ -142,8 +144,8 @@ class ModelCalls:
         return PackedBatch.open(self.spool.requests.data_dir(self.run.name, seq), logged.sha256)
 
     def _with_gradients(self, seq: int) -> "_Passed":
-        """`_add`, again with layers that keep less if this rank's memory runs out; to the same
-        bits."""
+        """Runs `_add`, and again with layers that keep less if this rank's memory runs out; to the
+        same bits."""
         while True:
             try:
                 return self._add(seq, backward=True)
@@ -166,7 +168,8 @@ class ModelCalls:
                     raise
 
     def _add(self, seq: int, *, backward: bool) -> "_Passed":
-        """This rank's rows of a pass. No collective where a rank may have to repeat it alone."""
+        """Adds this rank's rows of a pass. It contains no collective if a rank may have to repeat
+        it alone."""
         request = self.spool.requests.get(self.run.name, seq).request
         assert isinstance(request, PassRequest)
         kept: dict[int, np.ndarray] = {}
@@ -199,7 +202,7 @@ class _Passed:
 
 
 def _by_datum(batch: PackedBatch, logprobs: dict[int, np.ndarray]) -> bytes:
-    """The items' log-probs in the order of the client's data, and of their positions."""
+    """The items' log-probs in the order of the client's data and of the positions in each datum."""
     order = np.argsort(
         np.concatenate([batch.row(row).item_trajectory for row in range(len(batch))]),
         kind="stable",

@@ -1,7 +1,7 @@
-"""Adapter and optimizer state in and out of checkpoints, always both.
+"""Reads and writes checkpoints of adapters, always with the optimizer's state.
 
 `optimizer/adam.safetensors` holds fp32 `<PEFT key>.exp_avg` and `<PEFT key>.exp_avg_sq` in the full
-shapes of the adapter's tensors, and `step` (int64 scalar), so that any topology can read it. Only a
+shapes of the adapter's tensors, and `step` (int64 scalar), so any topology can read it. Only a
 checkpoint that has never been trained (step 0) has no such file.
 """
 
@@ -44,8 +44,8 @@ def check_checkpoint(
     """Hash the checkpoint's files and read their headers. Needs no device; hashing releases the
     interpreter's lock.
 
-    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't
-    fit, or if a trained checkpoint has no optimizer state; NotFound if there is no such checkpoint.
+    Raises CheckpointDamaged if a file is missing, truncated or altered, if a tensor doesn't fit, or
+    if a trained checkpoint has no optimizer state. Raises NotFound if there is no such checkpoint.
     """
     manifest = spool.checkpoints.verify(run, step)
     directory = spool.checkpoints.path(run, step)
@@ -68,15 +68,15 @@ def check_checkpoint(
 
 
 def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOptimizer) -> None:
-    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes are those of
-    its run.
+    """Read this rank's part of a checkpoint into policy and optimizer, whose shapes fit the
+    checkpoint's run.
 
     Raises CheckpointDamaged if a tensor of it holds NaN or infinity.
     """
     policy.adapter.read(checked.adapter, policy.lora_parameters())
     if (adam := checked.optimizer) is None:
-        # Now and not in the first step, because `recompute.fit` gives away what is free before
-        # that.
+        # Made now and not in the first step, because `recompute.fit` gives away the memory that is
+        # free before that.
         for tensors in optimizer.new_state(0).values():
             for tensor in tensors.values():
                 tensor.zero_()
@@ -91,8 +91,8 @@ def load(checked: Contents[StoredTensor], policy: Policy, optimizer: AdapterOpti
 
 
 def config_file(spool: Spool, run: str, step: int) -> bytes:
-    """A checkpoint's `adapter_config.json`, which the next one gets too. CheckpointDamaged where it
-    is not the file of the manifest."""
+    """A checkpoint's `adapter_config.json`, which the next checkpoint gets too. Raises
+    CheckpointDamaged if it is not the file of the manifest."""
     manifest, path = (
         spool.checkpoints.manifest(run, step),
         spool.checkpoints.path(run, step) / CONFIG_FILE,
@@ -108,8 +108,8 @@ def config_file(spool: Spool, run: str, step: int) -> bytes:
 
 @torch.no_grad()
 def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Tensor]:
-    """Adapter and Adam's state of all ranks that hold one copy of the model, on the CPU. A
-    collective of all ranks."""
+    """Adapter and Adam's state, gathered from all ranks that hold one copy of the model, on the
+    CPU. A collective of all ranks."""
     tensors = {"step": torch.tensor(optimizer.steps, dtype=torch.int64)}
     for moment, shards in optimizer.moments().items():
         tensors |= {f"{key}.{moment}": whole for key, whole in policy.adapter.whole(shards).items()}
@@ -119,28 +119,30 @@ def gather_contents(policy: Policy, optimizer: AdapterOptimizer) -> Contents[Ten
 def write_adapter(saved: Contents[Tensor], config: bytes, directory: Path) -> dict[str, str]:
     """Write a checkpoint's files into the new `directory`; `config` is its `adapter_config.json`.
 
-    Returns the SHA-256 by file, computed from memory, for the manifest. Nothing is read back: that
-    would only read the page cache. Raises SpoolUnusable if the volume refuses the files.
+    Returns the files' SHA-256, computed from memory, for the manifest. Nothing is read back,
+    because that would only read the page cache. Raises SpoolUnusable if the volume refuses the
+    files.
     """
     assert saved.optimizer is not None
     with fs.volume_errors(directory), ThreadPoolExecutor(4) as pool:
         fs.remove_tree(directory)
-        # Not its parents: the directory of an attempt that was ended must not come back.
+        # The parents are not made: the directory of an attempt that was ended must not come back.
         for made in (directory, (directory / OPTIMIZER_FILE).parent):
             made.mkdir()
         fs.write_atomic(directory / CONFIG_FILE, config)
         files = {WEIGHTS_FILE: _parts(saved.adapter), OPTIMIZER_FILE: _parts(saved.optimizer)}
         hashes = {name: pool.submit(_sha256, parts) for name, parts in files.items()}
-        # Synced here, because the ranks still compute; `commit` then finds nothing left to sync.
+        # Synced here, while the ranks still compute; `commit` then finds nothing left to sync.
         list(pool.map(_write_and_sync, (directory / name for name in files), files.values()))
         known = {name: digest.result() for name, digest in hashes.items()}
         return {CONFIG_FILE: hashlib.sha256(config).hexdigest(), **known}
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[memoryview]:
-    """The bytes of `safetensors.torch.save`, without its copy, which would take as long as writing.
+    """The bytes that `safetensors.torch.save` would give, without its copy, which would take as
+    long as writing.
 
-    `tensors`: contiguous and on the CPU.
+    `tensors` are contiguous and on the CPU.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1].dtype), item[0]))
     header, _ = lay_out({name: (DTYPE_CODES[t.dtype], t.shape) for name, t in ordered})

@@ -1,4 +1,4 @@
-"""The checkpoint that a job makes: all ranks write it, rank 0 commits it."""
+"""Makes a job's checkpoint: all ranks write it, rank 0 commits it."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,7 +15,8 @@ from tandem.training.sharded_adam import ShardedAdam
 
 
 class NewCheckpoint:
-    """`write` and then `commit` are collectives. Rank 0 goes on in `thread` after each."""
+    """The checkpoint in the making. `write` and then `commit` are collectives. After each, rank 0
+    continues in `thread`."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class NewCheckpoint:
         """On rank 0: the hashes of files that were hashed as they were written."""
 
     def write(self) -> None:
-        """Write the files. An adapter's are still being written when this returns."""
+        """Starts to write the files. An adapter's are still being written when this returns."""
         session, assignment, model = self._session, self._assignment, self._model
         if isinstance(model.optimizer, ShardedAdam):
             model_checkpoint.write_model(
@@ -57,10 +58,12 @@ class NewCheckpoint:
         self, metrics: dict[str, float], probe: Probe, seq: int | None = None
     ) -> Manifest | None:
         """Make the files the run's next checkpoint. Returns its manifest on rank 0, else None.
-        `seq`: of a session's run.
 
-        The ranks wait in short collectives and show that they live: of all weights, hundreds of
-        gigabytes are hashed.
+        The ranks wait in short collectives and send heartbeats, because hundreds of gigabytes may
+        have to be hashed.
+
+        Args:
+            seq: the last request, for a session's run.
         """
         committed: Future[Manifest] | None = None
         if self._written is not None:

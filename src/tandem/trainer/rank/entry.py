@@ -1,4 +1,4 @@
-"""The entry of a rank's process: what it imports, its exit status, and the error that it leaves
+"""The entry of a rank's process: its imports, its exit status, and the error that it leaves
 behind."""
 
 import contextlib
@@ -24,7 +24,7 @@ from tandem.trainer.rank.way_to_vllm import choose_interface
 if TYPE_CHECKING:
     from tandem.trainer.rank.state import RankState
 
-# A rank that fails because another rank is gone waits this long, so that the other's own error
+# Seconds that a rank waits if it fails because another rank is gone, so that the other's own error
 # comes first.
 PEER_GRACE_SECONDS = 3.0
 _TRACEBACK_CHARACTERS = 4000
@@ -32,14 +32,15 @@ _TRACEBACK_CHARACTERS = 4000
 
 @cache
 def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
-    """Import everything a rank uses: before its job, or in the process that ranks are forked from.
-    Uses no device."""
-    # Megatron warns about each optional package that is not installed; a job's log should not have
+    """Import everything that a rank uses, before its job or in the process from which ranks are
+    forked. Uses no device."""
+    # Megatron warns about each optional package that is not installed; a job's log should not show
     # that.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # The imported objects stay. Without this the garbage collector would search them during the
-    # import and in each job, and each forked rank would copy their memory.
+    # The imported objects stay for the life of the process. If they were not frozen, the garbage
+    # collector would search them during the import and in each job, and each forked rank would copy
+    # their memory.
     gc.disable()
     import_module("tandem.trainer.rank.train")
     # torch.use_deterministic_algorithms imports it at its first call.
@@ -52,10 +53,10 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
         # Importing the compiler must not start its worker processes: a rank forks its own if it
         # compiles anything.
         os.environ.setdefault("TORCH_WARM_POOL", "0")
-        # Importing it saves each forked rank a second. Using it would make calls to CUDA.
+        # Importing it saves each forked rank a second. Calling it would make calls to CUDA.
         import_module("torch._inductor.compile_fx")
-        # The keys of compiled code are hashes of all of torch's and Triton's sources, half a second
-        # in each forked rank. Both functions keep theirs.
+        # The keys of compiled code are hashes of all of torch's and Triton's sources, which takes
+        # half a second in each forked rank. Both functions cache their result.
         for module, key in (
             ("torch._inductor.codecache", "torch_key"),
             ("triton.runtime.cache", "triton_key"),
@@ -67,7 +68,7 @@ def preload(device_setting: Literal["auto", "cpu", "cuda"]) -> None:
 
 
 def resident() -> Callable[[Attempt, RankSettings], int]:
-    """`main` for a process that stays: a call may use what the one before it kept. After a status
+    """`main` for a process that stays: a call may reuse what the call before kept. After a status
     other than 0 the process must end."""
     from tandem.trainer.rank.state import RankState
 
@@ -81,7 +82,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
     try:
         # cuBLAS is deterministic only with a workspace of fixed size, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # One queue to the GPU instead of eight, because creating queues takes half of the time of a
+        # One queue to the GPU instead of eight, because creating queues takes half the time of a
         # CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         choose_interface(attempt.spool, settings)
@@ -103,7 +104,7 @@ def main(attempt: Attempt, settings: RankSettings, state: "RankState | None" = N
 def _record(error: BaseException) -> JobError:
     if isinstance(error, TandemError):
         return JobError(type=error.code, message=str(error), retriable=error.retriable)
-    # By name, because torch may not be imported.
+    # Named by text, because torch may not be imported yet.
     kind = "oom" if type(error).__name__ in ("OutOfMemoryError", "MemoryError") else "rank_error"
     tail = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
     return JobError(

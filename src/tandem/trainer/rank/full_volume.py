@@ -1,4 +1,5 @@
-"""A full volume: noticed before the training, and during it no reason to give up."""
+"""Handles a full volume: a rank waits for space before the training, and does not give up during
+it."""
 
 import os
 import time
@@ -10,7 +11,8 @@ from tandem.errors import VolumeFull
 from tandem.spool import Spool
 
 SPACE_SECONDS = 660.0
-"""Longer than from one removal of old checkpoints by the controller to the next."""
+"""Seconds to wait for space; longer than the interval between two removals of old checkpoints by
+the controller."""
 
 
 def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None]) -> None:
@@ -35,7 +37,7 @@ def wait_for_space(spool: Spool, run: str, step: int, *, beat: Callable[[], None
 
 
 def _free_bytes(spool: Spool) -> int | None:
-    """Bytes that are left on the volume; None if it does not tell."""
+    """Bytes that are free on the volume; None if it does not tell."""
     volume = os.statvfs(spool.root)
     return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
 

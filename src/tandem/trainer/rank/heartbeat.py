@@ -1,4 +1,4 @@
-"""What a rank writes so that the runner knows that it lives."""
+"""A rank's heartbeat, by which the runner knows that it lives."""
 
 import time
 from contextlib import suppress
@@ -26,12 +26,12 @@ class Heartbeat:
         self.steps = 0  # optimizer steps of the job; 0: not known yet
 
     def __call__(self, phase: str) -> None:
-        """`write` if the phase is new or the last beat is old enough."""
+        """Writes the heartbeat if the phase is new or the last one is old enough."""
         if phase != self._phase or time.monotonic() - self._written >= BEAT_SECONDS:
             self.write(phase)
 
     def write(self, phase: str) -> None:
-        """Write the file now. If the volume refuses it, the rank goes on."""
+        """Write the file now. If the volume refuses it, the rank continues."""
         self._phase, self._written = phase, time.monotonic()
         beat = Beat(
             time=time.time(), phase=phase, step=self.step, steps=self.steps, **self._watch.beat()

@@ -1,10 +1,10 @@
-"""Checkpoints of a run that trains all weights: in and out of the model and its optimizer.
+"""Reads and writes checkpoints of a run that trains all weights.
 
 The directory is a Hugging Face model that transformers and vLLM load as it is.
-`optimizer/<tensor>/` has the same names and shapes: Adam's moments in fp32 and, of bfloat16
+`optimizer/<tensor>/` has the same names and shapes: Adam's moments in fp32 and, for bfloat16
 weights, the int16 remainders of their master values (`ShardedAdam.tensors`). `optimizer/adam.json`
-says how many steps were taken. Ranks of any topology read all of it. Step 0 has no files, because
-it is the base model.
+has the number of steps taken. Ranks of any topology read all of it. Step 0 has no files, because it
+is the base model.
 """
 
 import json
@@ -29,22 +29,23 @@ STEPS_FILE = "optimizer/adam.json"
 
 @dataclass(frozen=True)
 class Found:
-    """What a job starts from."""
+    """The checkpoint from which a job starts."""
 
     directory: Path
-    """Of a Hugging Face model: the checkpoint, or the base model."""
+    """The directory of a Hugging Face model: the checkpoint, or the base model."""
     trained: bool
     """Whether the directory has an optimizer state."""
 
 
 def check_model(spool: Spool, run: str, step: int) -> Path | None:
-    """The checkpoint's directory, whose files are hashed; None for the base model, step 0.
+    """The checkpoint's directory, after its files were hashed; None for the base model, step 0.
 
     Raises CheckpointDamaged if a file is missing or altered, or if a trained checkpoint has no
-    optimizer state; NotFound if there is no such checkpoint.
+    optimizer state. Raises NotFound if there is no such checkpoint.
     """
     manifest, directory = spool.checkpoints.verify(run, step), spool.checkpoints.path(run, step)
-    # A fork's step 0 has the files of what it was forked from, which may be a fork's step 0, too.
+    # A fork's step 0 has the files of the checkpoint that it was forked from, which may be a fork's
+    # step 0, too.
     origin, files = manifest.origin, manifest.weights_files
     trained = step > 0 or bool(files) or (origin is not None and origin.step > 0)
     if trained and (STEPS_FILE not in manifest.files or not files):
@@ -56,14 +57,15 @@ def check_model(spool: Spool, run: str, step: int) -> Path | None:
 
 
 def find(spool: Spool, run: str, step: int, base_model: Path) -> Found:
-    """The checkpoint, checked, or for step 0 the base model. Raises what `check_model` raises."""
+    """The checkpoint, after it was checked, or for step 0 the base model. Raises what `check_model`
+    raises."""
     checkpoint = check_model(spool, run, step)
     return Found(checkpoint or base_model, trained=checkpoint is not None)
 
 
 def load_state(found: Found, arch: Arch, optimizer: ShardedAdam, topology: Topology) -> None:
-    """Fill the optimizer's new state. Raises InvalidInput where the weights were trained in another
-    dtype."""
+    """Fill the optimizer's new state from the checkpoint. Raises InvalidInput if the weights were
+    trained in another dtype."""
     if not found.trained:
         return
     directory = found.directory
@@ -99,7 +101,10 @@ def write_model(
     """Write a checkpoint's files into the new `directory`, each rank its share. A collective of all
     ranks. Raises SpoolUnusable if the volume refuses the files.
 
-    `base_model`: has the model's other files. `beat` is called now and then.
+    `beat` is called now and then.
+
+    Args:
+        base_model: the directory of the model's other files.
     """
     topology, arch, weights = policy.topology, policy.arch, Weights(policy.base())
     model = ModelFiles(directory, arch, weights.dtype)

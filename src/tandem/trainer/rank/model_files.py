@@ -1,8 +1,8 @@
-"""Tensors of the model's shapes as a Hugging Face model on the volume: weights, which transformers
-and vLLM can load as they are, or the optimizer's state of them.
+"""Writes tensors of the model's shapes as a Hugging Face model on the volume: the weights, which
+transformers and vLLM load, or their optimizer state.
 
-All ranks write into the same files, each its own parts, so nothing is gathered. Ranks of any
-topology read them (`load_weights`).
+All ranks write into the same files, each its own parts, so no tensor is gathered. Ranks of any
+topology can read the files (`load_weights`).
 """
 
 import json
@@ -28,7 +28,7 @@ from tandem.topology.sizes import Sizes
 
 SHARD_BYTES = 4 * 2**30
 WRITERS = 8
-"""Threads that write at the same time."""
+"""Number of threads that write at the same time."""
 
 
 class Weights:
@@ -47,12 +47,12 @@ class Weights:
             self._fill(part, source, out.view(source.shape))
 
     def _fill(self, _part: Part, source: torch.Tensor, out: torch.Tensor) -> None:
-        """`source`: the part as it is in this rank's tensor."""
+        """Writes one part. `source`: the part as it is in this rank's tensor."""
         out.copy_(source)
 
 
 class ModelFiles:
-    """The files `model-0000i-of-0000n.safetensors` in `directory`, and where each tensor is in
+    """The files `model-0000i-of-0000n.safetensors` in `directory`, and the place of each tensor in
     them."""
 
     def __init__(self, directory: Path, arch: Arch, dtype: torch.dtype) -> None:
@@ -70,7 +70,7 @@ class ModelFiles:
                 size = nbytes
             shards[-1][name] = DTYPE_CODES[dtype], shape
         self._headers: dict[str, bytes] = {}
-        self._places: dict[str, tuple[str, Entry]] = {}  # each tensor's file, and where it is there
+        self._places: dict[str, tuple[str, Entry]] = {}  # each tensor's file, and its place there
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             self._headers[file], entries = lay_out(shard)
@@ -79,14 +79,15 @@ class ModelFiles:
     def create(self, base_model: Path | None = None) -> None:
         """Make the files, with zeros for the tensors, and copy the model's other files:
         configuration and tokenizer."""
-        # Not its parents: the directory of an attempt that was ended must not come back.
+        # The parents are not made: the directory of an attempt that was ended must not come back.
         self._directory.mkdir()
-        # Tensors are in the order of their bytes, so a file's last one says its size.
+        # Tensors are in the order of their bytes, so a file's last tensor gives its size.
         sizes = {file: entry.end for file, entry in self._places.values()}
         for file, header in self._headers.items():
             (self._directory / file).write_bytes(header)
-            # In their final size. An NFS client that writes behind the end that it knows sends the
-            # whole page, and so it overwrites what another host has written there with zeros.
+            # The files get their final size at once. An NFS client that writes beyond the end that
+            # it knows sends the whole page. So it overwrites with zeros what another host has
+            # written there.
             os.truncate(self._directory / file, sizes[file])
         index = {
             "metadata": {"total_size": sum(entry.nbytes for _, entry in self._places.values())},
@@ -144,7 +145,7 @@ class ModelFiles:
         width = torch.Size(entry.shape[1:]).numel() * self._dtype.itemsize  # of a row
         left = box[1].start * self._dtype.itemsize if len(box) > 1 else 0
         rows = values.contiguous().view(len(values), -1).view(torch.uint8)
-        # One write where the rows are whole, so that they follow one another.
+        # One write if the rows are whole, because they are then consecutive.
         for first, end in pairwise(
             [0, len(rows)] if rows.shape[1] == width else range(len(rows) + 1)
         ):
@@ -156,7 +157,7 @@ class ModelFiles:
 
 
 def _in_host_memory(buffer: torch.Tensor) -> torch.Tensor:
-    """Pinned, so that the GPU writes into it without another copy."""
+    """A tensor in pinned host memory, into which the GPU writes without another copy."""
     if not buffer.is_cuda:
         return buffer
     return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)

@@ -1,5 +1,4 @@
-"""Loads a job's model: base weights, adapter and optimizer state, with as much as possible going on
-at once.
+"""Loads a job's model: base weights, adapter and optimizer state, with as much overlap as possible.
 
 For a new model on a GPU:
 
@@ -48,8 +47,8 @@ from tandem.training.phases import Phases
 from tandem.training.sharded_adam import ShardedAdam
 
 type Checked = checkpoint.Contents[StoredTensor] | model_checkpoint.Found
-"""The checkpoint to start from, whose files are whole: of an adapter, or of a run that trains all
-weights."""
+"""The checkpoint to start from, after its files were checked: an adapter's checkpoint, or a
+checkpoint of all weights."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,14 @@ class ModelLoader:
     assignment: Assignment
     topology: Topology
     checked: Future[Checked | None]
-    """None: the kept model has the checkpoint's state, so its files need not be read."""
+    """The future of the check. None: the kept model has the checkpoint's state, so its files need
+    not be read."""
     rehearse: Callable[[Policy], None] | None
     """Runs a short pass, because a process's first pass is slow. None: nothing is warmed up."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(4)
-        # One thread, because ranks that share layers must run the collectives in it in the same
+        # A single thread, because ranks that share layers must run its collectives in the same
         # order. It ends with the loading, because each thread keeps a cuBLAS handle.
         self._warm_up_thread = ThreadPoolExecutor(1)
         self._weights_tasks: list[Future[None]] = []
@@ -82,12 +82,12 @@ class ModelLoader:
 
     def load(self, kept: LoadedModel | None, phases: Phases) -> LoadedModel:
         """The model on the device, in the state of the checkpoint that the job starts from. `kept`:
-        that of an earlier job, to be used again. Raises InvalidInput for the base model,
+        the model of an earlier job, to be used again. Raises InvalidInput for the base model,
         CheckpointDamaged for the checkpoint.
         """
         with self._pool, self._warm_up_thread, _short_switch_interval():
             with phases.phase("build"):
-                # The check says which weights are read.
+                # The check decides which weights are read.
                 if kept is not None and self.assignment.run.lora is None:
                     _wait([self.checked], lambda: phases.announce("build"))
                 model = self._build() if kept is None else self._restore(kept)
@@ -98,7 +98,7 @@ class ModelLoader:
                         task.result()
             with phases.phase("base_weights"):
                 _wait(self._weights_tasks, lambda: phases.announce("base_weights"))
-                # Where nothing was read, the other ranks' memory is closed since the job before.
+                # If nothing was read, the other ranks' memory has been closed since the job before.
                 if self._weights_tasks and (unread := model.base.exchange()):
                     again = self._pool.submit(self._read_weights, lambda: unread)
                     _wait([again], lambda: phases.announce("base_weights"))
@@ -133,8 +133,8 @@ class ModelLoader:
             )
             if sizes.layers_shared:
                 self._warm_ups.append(self._warm_up_thread.submit(on_device(_connect)))
-            # A rank alone loads cuBLAS in the thread that rehearses, so that there is one handle
-            # less.
+            # A rank that shares no layers loads cuBLAS in the rehearsing thread, which saves one
+            # handle.
             thread = self._pool if sizes.layers_shared else self._warm_up_thread
             self._warm_ups.append(thread.submit(on_device(_load_cublas)))
         policy = build_policy(
@@ -153,7 +153,7 @@ class ModelLoader:
         return LoadedModel(policy, AdapterOptimizer(policy, self.assignment.optimizer), base)
 
     def _restore(self, kept: LoadedModel) -> LoadedModel:
-        """Undo what `RankState.offload` did; frozen weights, which it dropped, are read again."""
+        """The inverse of `RankState.offload`; frozen weights, which it dropped, are read again."""
         kept.policy.restore()
         if self.assignment.run.lora is not None or self.checked.result() is not None:
             self._weights_tasks.append(self._pool.submit(self._read_weights, kept.base.own_share))
@@ -163,7 +163,7 @@ class ModelLoader:
         return kept
 
     def _read_weights(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Frozen ones are the base model's, trained ones the checkpoint's."""
+        """Reads weights: frozen ones from the base model, trained ones from the checkpoint."""
         directory = Path(self.assignment.model)
         if self.assignment.run.lora is None and isinstance(
             found := self.checked.result(), model_checkpoint.Found
@@ -185,16 +185,16 @@ class ModelLoader:
 
 
 def _wait(tasks: Iterable[Future[Any]], beat: Callable[[], None]) -> None:
-    """Until the tasks have ended; raises what they raised. From a slow volume they read for longer
-    than a rank may be silent."""
+    """Waits until the tasks have ended; raises their errors. From a slow volume they read for
+    longer than a rank may be silent."""
     for task in tasks:
         liveness.result_of(task, beat, seconds=1.0)
 
 
 @contextlib.contextmanager
 def _short_switch_interval() -> Iterator[None]:
-    """Readers need the interpreter's lock often and briefly. By default each would wait 5 ms for a
-    computing thread."""
+    """Shortens Python's switch interval: readers need the interpreter's lock often and briefly. By
+    default each would wait 5 ms for a computing thread."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
@@ -231,8 +231,8 @@ def _connect() -> None:
 
 @torch.no_grad()
 def _load_softmax_kernels(vocabulary: int) -> None:
-    """Load the kernels that compute log-probs from logits. Without a collective, so that it may run
-    beside any."""
+    """Load the kernels that compute log-probs from logits. It contains no collective, so it may run
+    beside any other work."""
     hidden = torch.zeros(16, 16, dtype=device.default_dtype(), device=device.device())
     item_logprobs(
         hidden,
@@ -254,11 +254,17 @@ def reference_policy(
     beat: Callable[[], None],
     reference: int | Literal["base"],
 ) -> Iterator[None]:
-    """Within the block the policy is the reference. What it has trained waits in host memory, and
-    is back afterwards, bit for bit. `beat` is called while files are hashed and read.
+    """Within the block the policy is the reference. Its trained tensors wait in host memory, and
+    are back afterwards, bit for bit.
 
     Raises InvalidInput (field: `field`) if there is no such checkpoint, and CheckpointDamaged if it
     is not whole.
+
+    Args:
+        base_model: its directory.
+        field: the setting that names the reference, for errors.
+        beat: called while files are hashed and read.
+        reference: "base", or the step of a checkpoint of the run.
     """
     full = policy.lora is None
     if reference == "base" and not full:

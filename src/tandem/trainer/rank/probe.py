@@ -1,5 +1,5 @@
-"""The probe: fixed token sequences and their log-probs, by which the publisher verifies what vLLM
-serves."""
+"""The probe: fixed token sequences and their log-probs, by which the publisher verifies vLLM's
+weights."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,7 +17,7 @@ from tandem.training.optimizer import NonFinite
 
 MAX_SEQUENCES = 4
 MAX_TOKENS = 64
-CONTEXT = 24  # tokens before the first trained one, in a sequence that is longer than MAX_TOKENS
+CONTEXT = 24  # tokens before the first trained token, in a sequence longer than MAX_TOKENS
 LONG_TOKENS = 8192
 LONG_LOGITS = 2**28  # vLLM makes logits of a whole prompt to score it: 1 GiB in fp32
 SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient matmuls
@@ -25,7 +25,7 @@ SLOTS = 64  # rows are padded to a multiple of this many slots, for efficient ma
 
 @dataclass(frozen=True)
 class JobProbe:
-    """The probe of one job, on the job's own device and rows."""
+    """The probe of one job, computed on the job's own device and rows."""
 
     sequences: list[list[int]]
     long: list[int]
@@ -56,12 +56,11 @@ class JobProbe:
 
 
 def choose_sequences(batch: PackedBatch) -> list[list[int]]:
-    """Up to 4 distinct token sequences of 2 to 64 tokens (no more than a row holds) from the job's
-    data.
+    """Up to 4 distinct token sequences of 2 to 64 tokens (at most a row) from the job's data.
 
-    Each is part of a trained sequence: its beginning, or if it is longer than a probe, a stretch
-    that begins CONTEXT tokens before its first trained token, because trained tokens change most.
-    The same batch gives the same probes.
+    Each is part of a trained sequence. It is the beginning or, in a sequence longer than a probe, a
+    stretch that begins CONTEXT tokens before the first trained token, because trained tokens change
+    most. The same batch gives the same probes.
     """
     limit = min(MAX_TOKENS, batch.sequence_length)
     chosen: list[list[int]] = []
@@ -81,7 +80,7 @@ def choose_sequences(batch: PackedBatch) -> list[list[int]]:
 
 
 def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
-    """One sequence as long as a row, of at most LONG_TOKENS tokens and LONG_LOGITS logits: the
+    """One sequence as long as a row, with at most LONG_TOKENS tokens and LONG_LOGITS logits: the
     rows' tokens one after another, repeated if the job has too few. Empty if it would hardly be
     longer than the other sequences.
     """
@@ -101,8 +100,8 @@ def choose_long(batch: PackedBatch, vocab_size: int) -> list[int]:
 def score_long(
     policy: Policy, tokens: list[int], row_length: int, device: torch.device
 ) -> LongProbe | None:
-    """The log-probs of 16 tokens before each quarter of `tokens`, so that a server that takes
-    shorter prompts can be compared too. None without tokens."""
+    """The log-probs of 16 tokens before the end of each quarter of `tokens`, so that a server that
+    takes only shorter prompts can be compared too. None without tokens."""
     if not tokens:
         return None
     quarters = (len(tokens) * quarter // 4 for quarter in range(1, 5))
@@ -121,7 +120,13 @@ def score_long(
 def logprobs(
     policy: Policy, sequences: list[list[int]], row_length: int, device: torch.device
 ) -> list[list[float]]:
-    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1."""
+    """`out[i][j]` = log p(sequences[i][j + 1] | sequences[i][: j + 1]) in nats at temperature 1.
+
+    Args:
+        sequences: token ids.
+        row_length: slots of the job's rows; the sequences are packed into rows of this length.
+        device: the rank's.
+    """
     out: list[list[float]] = []
     for together in _rows(sequences, row_length):
         values = _scores(policy, probe_row(together, row_length, device))
@@ -130,8 +135,8 @@ def logprobs(
 
 
 def _scores(policy: Policy, row: RowTensors) -> torch.Tensor:
-    """The items' log-probs in fp32, on every rank, on the CPU. NonFinite where one is NaN or
-    infinite: no manifest can hold it, and vLLM would serve it."""
+    """The items' log-probs in fp32, on every rank, on the CPU. Raises NonFinite if one is NaN or
+    infinite: a manifest can't hold it, and vLLM would serve it."""
     values = policy.stage.from_last(policy(row, temperature=1.0).logprobs.float().cpu())
     if wrong := int((~values.isfinite()).sum()):
         raise NonFinite(
@@ -168,11 +173,17 @@ def _rows(sequences: list[list[int]], length: int) -> list[list[list[int]]]:
 def probe_row(
     sequences: list[list[int]], row_length: int, device: torch.device, multiple: int = SLOTS
 ) -> RowTensors:
-    """One row of sequences that don't see one another; every token but each sequence's first is an
-    item.
+    """One row of sequences that don't see one another; every token except each sequence's first is
+    an item.
 
-    Only the slots in use are computed, padded to a multiple of `multiple`. The attention's row is
-    as long as the job's own rows, so that the kernels compiled for those are used.
+    The attention's row is as long as the job's own rows, so that the kernels compiled for them are
+    used.
+
+    Args:
+        sequences: token ids.
+        row_length: slots of the job's rows.
+        device: of the row's tensors.
+        multiple: only the slots in use are computed, padded to a multiple of this number.
     """
     sizes = torch.tensor([len(tokens) for tokens in sequences])
     ends = sizes.cumsum(0)

@@ -1,7 +1,7 @@
-"""Whole weights on their way from the ranks to vLLM, after the checkpoint is committed: sent to
-vLLM's workers, or written as a model's files.
+"""Brings whole weights from the ranks to vLLM after the checkpoint is committed: sends them to
+vLLM's workers, or writes them as a model's files.
 
-Nothing here fails the job: where the weights don't arrive, vLLM gets them another way.
+Nothing here fails the job: if the weights don't arrive, vLLM gets them another way.
 """
 
 import json
@@ -65,7 +65,7 @@ class TrainedWeights(Weights):
 
 @dataclass
 class Publication:
-    """One job's. `offer` and `send` are collectives of all ranks."""
+    """One job's publication. `offer` and `send` are collectives of all ranks."""
 
     settings: RankSettings
     model: Path  # the base model's directory
@@ -77,12 +77,12 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
-        # Which linear layers are trained; None: everything.
+        # The linear layers that are trained; None: everything.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
 
     def offer(self) -> None:
-        """Say that the weights will be sent, before the checkpoint exists, so that the publisher
-        waits for them."""
+        """Announce the weights before the checkpoint exists, so that the publisher waits for
+        them."""
         way, offer = self.settings.way, dict[str, Any]()
         try:
             if way != "volume" and self._rank == 0:
@@ -100,12 +100,12 @@ class Publication:
             self.event("offered", transport=way, **self._offer)
 
     def _servers(self) -> list[str]:
-        """The inference servers that are to come for the weights: all that are ready."""
+        """The inference servers that should come for the weights: all that are ready."""
         living = self.attempt.spool.replicas.fresh()
         return sorted(name for name, r in living.items() if r.ready) if living else [ONLY]
 
     def send(self, checkpoint: Manifest | None) -> None:
-        """`checkpoint`: on rank 0, the one that has the weights."""
+        """Sends the weights. `checkpoint`: the checkpoint that has them, on rank 0."""
         begin, way = time.perf_counter(), self.settings.way
         try:
             outcome = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
@@ -140,7 +140,7 @@ class Publication:
         return {"bytes": sum(sizes), "sending_seconds": max(seconds), "servers": max(servers)}
 
     def _together[T](self, action: Callable[[], T]) -> list[T]:
-        """`action` on every rank, and what it returned on each. If it fails on one, all raise."""
+        """The results of `action` on all ranks. If it fails on one rank, all raise."""
         own: Any
         try:
             own = action(), ""
@@ -153,8 +153,9 @@ class Publication:
         return [result for result, _ in outcomes]
 
     def _watched[T](self, action: Callable[[Callable[[], None]], T]) -> T:
-        """`action` in a thread. TimeoutError where it does not call the function that it is given
-        for a while: connecting NCCL has no limit of its own."""
+        """The result of `action`, run in a thread. Raises TimeoutError if `action` does not call
+        the function that it gets for a while, because connecting NCCL has no time limit of its
+        own."""
         last = time.monotonic()
 
         def sign_of_life() -> None:
@@ -170,8 +171,8 @@ class Publication:
 
     def _send_own(self, beat: Callable[[], None]) -> tuple[int, float, list[str]]:
         """Send this rank's parts to vLLM's workers, buffer by buffer. Returns their bytes, the
-        seconds without the time to connect, and the inference servers that have them. Raises what
-        torch raises where a worker is gone or stands still, and TimeoutError where none comes.
+        seconds without the time to connect, and the inference servers that received them. Raises
+        torch's error if a worker is gone or stands still, and TimeoutError if no worker comes.
 
         `beat` is called at each sign of life of the workers.
         """

@@ -1,4 +1,4 @@
-"""How the ranks of an attempt meet and get their job."""
+"""The meeting of an attempt's ranks, in which they get their job."""
 
 import os
 import time
@@ -19,13 +19,13 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import JobSpec, OptimizerSettings, Record, RunSpec, SessionJob
 from tandem.system import liveness
 
-RENDEZVOUS_SECONDS = 300.0  # at most, until all ranks have imported what they need
+RENDEZVOUS_SECONDS = 300.0  # at most, until all ranks have imported their modules
 Beat = Callable[[str], None]
-"""Writes a rank's heartbeat, in the phase that it is given."""
+"""Writes a rank's heartbeat, in the given phase."""
 
 
 class Assignment(Record):
-    """What rank 0 reads on the spool and sends to all ranks."""
+    """The data that rank 0 reads on the spool and sends to all ranks."""
 
     run: RunSpec
     job: JobSpec
@@ -34,17 +34,17 @@ class Assignment(Record):
 
     @property
     def optimizer(self) -> OptimizerSettings:
-        """A session's requests bring their own."""
+        """The job's optimizer settings; a session's requests bring their own."""
         return OptimizerSettings() if isinstance(self.job, SessionJob) else self.job.optimizer
 
     def requirements(self) -> tuple[object, ...]:
-        """All that process groups and a loaded model depend on. They can be used again for a job
-        with the same."""
+        """Everything that process groups and a loaded model depend on. Both can be reused for a job
+        with equal requirements."""
         return self.model, self.model_files, self.run.lora, self.job.stall_seconds
 
 
 _MESSAGE: TypeAdapter[Assignment | str] = TypeAdapter(Assignment | str)
-"""What rank 0 sends: the assignment, or why it could not read it."""
+"""Rank 0's message: the assignment, or the reason why it could not be read."""
 
 
 def meet(
@@ -56,14 +56,16 @@ def meet(
     """Meet the other ranks in their parent's store, and get the job. Without torchrun's environment
     this process is alone.
 
-    Rank 0, and that of each other host, downloads the base model if the hub has it. That may take
-    longer than any limit on a wait, so all ranks send heartbeats meanwhile; the job's
-    `deadline_seconds` bounds it. `prepare`: what rank 0 does before it sends the assignment; it
-    beats itself.
+    Rank 0, and one rank of each other host, downloads the base model if the hub has it. That may
+    take longer than any limit on a wait, so all ranks send heartbeats during it; the job's
+    `deadline_seconds` bounds it.
 
     Returns the assignment, and a function that joins torch's default process group with the job's
     own limit on every wait. Raises Conflict (see `_read`) on rank 0, and RuntimeError with its
     message on the others.
+
+    Args:
+        prepare: work of rank 0 before it sends the assignment; it sends its own heartbeats.
     """
 
     def read() -> Assignment:
@@ -95,7 +97,7 @@ def meet(
         assignment = (
             message
             if os.environ.get("GROUP_RANK", "0") == "0"
-            # Its agent has compared the files.
+            # The host's agent has compared the files.
             else message.model_copy(update=_base_model(message.run, attempt.spool, beat))
         )
 
@@ -117,7 +119,7 @@ def _read(attempt: Attempt, beat: Beat) -> Assignment:
         )
     spec = job.spec
     newest = spool.checkpoints.newest(spec.run)
-    if isinstance(spec, SessionJob):  # it goes on from the checkpoints of its attempts before
+    if isinstance(spec, SessionJob):  # it continues from the checkpoints of its earlier attempts
         spec = spec.model_copy(update={"base_step": newest})
     elif newest > spec.base_step:
         made_by = spool.checkpoints.manifest(spec.run, spec.base_step + 1).job
@@ -131,7 +133,7 @@ def _read(attempt: Attempt, beat: Beat) -> Assignment:
 
 
 def _base_model(run: RunSpec, spool: Spool, beat: Beat) -> dict[str, Any]:
-    """The fields of an `Assignment` that say which base model this host has."""
+    """The fields of an `Assignment` that describe this host's base model."""
     model = resolve_model(spool.root, run.base_model)
     directory = liveness.in_thread(
         lambda: model_directory(model), lambda: beat("download"), seconds=1.0

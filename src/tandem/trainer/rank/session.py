@@ -1,4 +1,5 @@
-"""What a rank has from its first moment on: its attempt, device, heartbeat and clock."""
+"""The objects that a rank has from its first moment on: its attempt, device, heartbeat and
+clock."""
 
 import os
 from collections.abc import Callable
@@ -27,10 +28,10 @@ class Session:
         self.phases = Phases(self.heartbeat, watch)
 
     def beat(self, phase: str) -> Callable[[], None]:
-        """Writes a heartbeat in this phase, when it is called."""
+        """Returns a function that writes a heartbeat in this phase."""
         return partial(self.heartbeat, phase)
 
     def event(self, kind: EventType, **data: Any) -> None:
-        """Append an event to the job's events. Only rank 0 does."""
+        """Append an event to the job's events. Only rank 0 does so."""
         if self.rank == 0:
             self.attempt.event(kind, **data)

@@ -1,8 +1,8 @@
-"""A session's job: computes the requests of its run while they come, and leaves when none does.
+"""Runs a session's job: computes the requests of its run as they come, and leaves when none comes.
 
-Rank 0 looks for the next request and tells the others. What the requests since the newest
-checkpoint did is computed again from their log after a death at any point, to the same bits.
-Results that exist are not written again.
+Rank 0 looks for the next request and tells the others. After a death at any point, the effects of
+requests since the newest checkpoint are computed again from the log, to the same bits. Results that
+exist are not written again.
 """
 
 import time
@@ -43,17 +43,19 @@ BEAT_SECONDS = 1.0
 SOON_SECONDS = 2.0
 """How long a session without requests keeps other jobs waiting."""
 MOST_SECONDS = 43200.0
-"""A job ends after so long. The next one goes on, so that no job has events without end."""
+"""The most seconds of a job. The next job continues, so that no job has an endless list of
+events."""
 AUTOSAVE_SECONDS = 600.0
-"""Bounds what has to be computed again after a death."""
+"""Seconds between automatic checkpoints, which bound the work that is repeated after a death."""
 MOST_STARTS = 5
-"""A request that was begun so often without a result is given up: it may be what ends the ranks."""
+"""A request that was begun this often without a result is given up: it may be what ends the
+ranks."""
 
 
 @dataclass(frozen=True)
 class NextCall:
-    """The next thing that all ranks do. `answered`: a request has a result already. `refused`: it
-    has, or gets, an error without being computed."""
+    """The next action of all ranks. `answered`: the request has a result already. `refused`: the
+    request has, or gets, an error without being computed."""
 
     kind: Literal["request", "save", "wait", "leave"]
     answered: bool = False
@@ -88,8 +90,8 @@ class SessionLoop:
         self._next_look, self._others = 0.0, False
 
     def run(self) -> None:
-        """Until the session has no request for a while. The run's newest checkpoint then has all
-        that was done but gradients that were not applied."""
+        """Runs until the session has no request for a while. The run's newest checkpoint then has
+        every effect except gradients that were not applied."""
         self._calls.forget()
         while (call := self._next()).kind != "leave":
             if call.kind == "save":
@@ -137,7 +139,7 @@ class SessionLoop:
         return NextCall("request", refused=self._log.begin(self._run.name, seq) > MOST_STARTS)
 
     def _has_to_leave(self, now: float) -> bool:
-        """Whether the session has ended, or the job has lasted, or kept others waiting, for long
+        """Whether the session has ended, or the job has run, or kept others waiting, for long
         enough."""
         if now >= self._next_look:
             self._next_look = now + BEAT_SECONDS
@@ -188,7 +190,7 @@ class SessionLoop:
         elif isinstance(request, VoidRequest):
             raise InvalidInput(request.reason)
         self._changed_by = seq
-        if isinstance(request, LoadRequest):  # what was loaded may be removed from now on
+        if isinstance(request, LoadRequest):  # the loaded checkpoint may be removed from now on
             self._checkpoint()
         return metrics, logprobs
 
@@ -225,9 +227,9 @@ class SessionLoop:
         return self._newest
 
     def _checkpoint(self) -> None:
-        """Makes the run's next checkpoint, and lets go of what it makes superfluous."""
+        """Makes the run's next checkpoint, and frees what it makes superfluous."""
         session, calls, policy = self._session, self._calls, self._model.policy
-        if calls.probe is None:  # nothing was computed since the last one
+        if calls.probe is None:  # nothing was computed since the last checkpoint
             calls.probe = JobProbe(_any_tokens(policy.arch.vocab_size), [], 128, session.device)
             calls.previous = calls.probe.logprobs(policy)
         job = self._assignment.job.model_copy(update={"base_step": self._newest})

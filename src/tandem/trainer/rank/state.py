@@ -1,4 +1,4 @@
-"""What a rank keeps from one job to the next, if it stays."""
+"""The state that a resident rank keeps from one job to the next."""
 
 import ctypes
 import gc
@@ -20,15 +20,15 @@ _libc = ctypes.CDLL(None)
 
 
 class RankState:
-    """What a rank keeps from one job to the next, if it stays (`launch=resident`): process groups
-    and the model.
+    """The state that a rank that stays (`launch=resident`) keeps from one job to the next: process
+    groups and the model.
 
     Between jobs it gives the model's device memory back. A job that needs other groups or another
-    model begins anew.
+    model starts without them.
     """
 
     def __init__(self) -> None:
-        # `Assignment.requirements` of what is kept.
+        # `Assignment.requirements` of the kept groups and model.
         self._requirements: tuple[object, ...] | None = None
         self._topology: Topology | None = None
         self.model: LoadedModel | None = None
@@ -70,7 +70,7 @@ class RankState:
                 self.model = None
                 gc.collect()
                 memory.release_cached()
-            parallel.destroy()  # which all ranks do together
+            parallel.destroy()  # a collective of all ranks
             connect()
             timeout = assignment.job.stall_seconds
             self._topology = parallel.init_parallel(settings.sizes, timeout_seconds=timeout)
@@ -82,6 +82,6 @@ class RankState:
         if self.model is not None and not self.model.policy.offloaded:
             self.model.policy.offload()
             self.model.optimizer.offload()
-        gc.collect()  # graphs and buffers in reference cycles
+        gc.collect()  # frees graphs and buffers in reference cycles
         memory.release_cached()
         _libc.malloc_trim(0)  # each job's threads fragment the heap further

@@ -1,7 +1,7 @@
-"""What a rank does in one attempt: meet the others, load the model, train, write the checkpoint,
+"""A rank's work in one attempt: meet the others, load the model, train, write the checkpoint,
 leave.
 
-Rank 0 reads the job and sends it to the others. It alone writes events and the checkpoint.
+Rank 0 reads the job and sends it to the others. Only rank 0 writes events and the checkpoint.
 """
 
 import os
@@ -39,12 +39,13 @@ from tandem.training.steps import Training
 
 
 def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None = None) -> None:
-    """This rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank has
-    left the process groups or, with the `state` of a rank that stays, given back its device memory.
+    """Run this rank's part of one attempt. Afterwards checkpoint base_step + 1 exists, and the rank
+    has left the process groups. With the `state` of a rank that stays, it has given back its device
+    memory instead.
 
-    Raises Conflict if that checkpoint exists, CheckpointDamaged if the one to start from isn't
-    whole, NonFinite, InvalidInput, SpoolUnusable, or what torch raises. `state` can't be used after
-    an error.
+    Raises Conflict if that checkpoint exists, CheckpointDamaged if the checkpoint to start from
+    isn't whole, NonFinite, InvalidInput, SpoolUnusable, and torch's errors. `state` can't be used
+    after an error.
     """
     session = Session(attempt, settings)
     try:
@@ -53,7 +54,7 @@ def run_rank(attempt: Attempt, settings: RankSettings, state: RankState | None =
             with session.phases.phase("offload"):
                 state.offload()
     except torch.OutOfMemoryError:
-        session.heartbeat.write("out of memory")  # it records how much was in use
+        session.heartbeat.write("out of memory")  # it records the memory in use
         raise
     session.heartbeat.write("leave")
     if state is None:
@@ -118,7 +119,7 @@ def _session(session: Session, state: RankState, start: _Start) -> None:
 def _first_pass(
     session: Session, assignment: Assignment, arch: Arch
 ) -> Callable[[Policy], None] | None:
-    """Rehearses the first pass that waits; None where none does. A collective."""
+    """Rehearses the first pass that waits; None if none does. A collective."""
     spool, run = session.attempt.spool, assignment.run.name
     seq = None
     if session.rank == 0:
@@ -129,7 +130,7 @@ def _first_pass(
     try:
         with PackedBatch.open(spool.requests.data_dir(run, seq)) as batch:
             return JobProbe.choose(batch, arch.vocab_size, session.device).rehearse
-    except InvalidInput:  # its arrays are gone, which its result will tell
+    except InvalidInput:  # the request's arrays are gone, which its result will say
         return None
 
 
@@ -200,7 +201,7 @@ def _batch(session: Session, state: RankState, start: _Start) -> None:
 
 
 def _wait_for_space(session: Session, assignment: Assignment) -> None:
-    """Rank 0, while the others wait for the assignment."""
+    """Waits for space on the volume, on rank 0, while the other ranks wait for the assignment."""
     run, step = assignment.run.name, assignment.job.base_step
     spool = session.attempt.spool
     full_volume.wait_for_space(spool, run, step, beat=session.beat("rendezvous"))
@@ -220,7 +221,8 @@ def _versions() -> dict[str, str]:
 def _first_logprobs(
     settings: RankSettings, policy: Policy, probe: JobProbe
 ) -> tuple[list[list[float]], dict[str, float]]:
-    """The probe's log-probs before the training, and for fp8 a metric: how far it moves them."""
+    """The probe's log-probs before the training; for fp8 also a metric of how far fp8 moves
+    them."""
     exact = probe.logprobs(policy)
     if settings.base_precision == "same":
         return exact, {}
@@ -230,7 +232,7 @@ def _first_logprobs(
 
 
 def _report(session: Session, step: int, metrics: dict[str, float]) -> None:
-    """Tell of an optimizer step."""
+    """Report an optimizer step."""
     session.heartbeat.step = step
     with full_volume.event_left_out():
         session.event("step", step=step, steps=session.heartbeat.steps, metrics=metrics)
@@ -248,8 +250,8 @@ def _evaluate(session: Session, training: Training) -> dict[str, float]:
 def _publication(
     session: Session, run: RunSpec, base_model: Path, policy: Policy
 ) -> Publication | None:
-    """What sends whole weights to vLLM. None where the checkpoint has what vLLM reads: with `merge`
-    the adapter, of all weights with `volume` the model."""
+    """The object that sends whole weights to vLLM. None if vLLM reads the checkpoint itself: the
+    adapter with `merge`, or with `volume` the model of a run that trains all weights."""
     way = session.settings.way
     if run.weights != "merged" or way == ("volume" if run.lora is None else "merge"):
         return None

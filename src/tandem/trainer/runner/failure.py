@@ -1,5 +1,4 @@
-"""What the files in an attempt's work directory tell the runner: the ranks' progress, and why they
-failed."""
+"""Reads the files in an attempt's work directory: the ranks' progress, and why they failed."""
 
 import signal
 import time

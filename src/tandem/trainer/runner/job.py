@@ -276,7 +276,7 @@ class JobRun:
         _or_none(lambda: self.spool.leases.write(self.job, self.runner, phase))
 
     def _memory(self) -> dict[str, object]:
-        """What the ranks used, as fields of the event `released`: from heartbeats, which also exist
+        """The ranks' memory as fields of the event `released`: from heartbeats, which also exist
         for a rank that died or ran out of memory."""
         beats = _or_none(self._files.beats) or {}
         before: dict[str, int] = {}

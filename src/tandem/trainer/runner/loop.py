@@ -172,7 +172,7 @@ class Runner:
 
 
 def _kubernetes(settings: Settings, entry: str, stop: Stop, spool: Spool) -> Executor:
-    """InvalidInput where its client is not installed."""
+    """Raises InvalidInput if its client is not installed."""
     try:
         from tandem.trainer.executor.kubernetes import KubernetesExecutor
     except ModuleNotFoundError as error:

@@ -1,5 +1,4 @@
-"""What Tandem adds to vLLM's workers and engine where weights are merged. `patches.py` installs
-it."""
+"""Extends vLLM's workers and engine for merged weights. `patches.py` installs it."""
 
 import json
 import logging
@@ -18,12 +17,12 @@ from tandem.inference.server.worker.landing import LandingWeights
 from tandem.inference.server.worker.model_weights import BASE, MergedWeights
 from tandem.vllm_client.names import MERGED_VARIABLE
 
-log = logging.getLogger("vllm.tandem")  # vLLM's log has only its own loggers
+log = logging.getLogger("vllm.tandem")  # vLLM's log shows only its own loggers
 
 SWITCH_SECONDS = 1e-4
-"""After how long a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives it
-up, and the thread that writes what arrives needs it after each operation. By default it waits 5 ms
-each time."""
+"""Seconds after which a thread that waits for Python's GIL gets it. vLLM's own thread rarely gives
+it up, and the thread that writes arriving weights needs it after each operation. Python's default
+is 5 ms each time."""
 
 
 class MergedWorker:
@@ -32,8 +31,9 @@ class MergedWorker:
     tandem_weights: MergedWeights | LandingWeights
 
     def tandem_call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of the weights. An error becomes an answer: vLLM's executor stops at the
-        first worker that raises and takes the answers of the others for those of the next call."""
+        """Calls a method of the weights. An error is returned as an answer: vLLM's executor stops
+        at the first worker that raises and takes the answers of the other workers for answers to
+        the next call."""
         try:
             return {"result": getattr(self.tandem_weights, method)(*args)}
         except Exception as error:
@@ -42,8 +42,8 @@ class MergedWorker:
 
 def attach(worker: Any) -> None:
     """Give a worker that has just loaded its model its second copy of the weights. vLLM keeps the
-    memory of the copy, and what a swap needs, out of the KV cache. Tensors on the GPU come from the
-    allocator's current memory pool.
+    memory of the copy, and the memory that a swap needs, out of the KV cache. Tensors on the GPU
+    come from the allocator's current memory pool.
     """
     options = json.loads(os.environ[MERGED_VARIABLE])
     runner = worker.model_runner
@@ -69,14 +69,15 @@ def attach(worker: Any) -> None:
         "Merged weights: the second copy is on the %s (%s)", weights.place, options["second_copy"]
     )
     if on_gpu:
-        # vLLM 0.26 sums what it knows of, so it must be told of the copy. 0.32 measures what is in
-        # use. Neither knows what a swap will need.
+        # vLLM 0.26 adds up the memory that it knows of, so it must be told of the copy. 0.32
+        # measures the memory in use. Neither knows the memory that a swap will need.
         runner.model_memory_usage += weights.device_bytes
         worker.requested_memory -= weights.spare_bytes
 
 
 def keep_plain(layer: Any, remove_weight: bool) -> None:  # noqa: ARG001 - vLLM's signature
-    """Products by torch, of weights in the plain layout (`patches.install_plain_cpu_kernels`)."""
+    """Computes products by torch, for weights in the plain layout
+    (`patches.install_plain_cpu_kernels`)."""
     layer.cpu_linear = linear
 
 
@@ -108,13 +109,17 @@ def swap(
     name: str,
     deadline: float,
 ) -> dict[str, Any]:
-    """In the engine, between two steps: all workers get the weights of `version`, or all keep those
-    before.
+    """Runs in the engine, between two steps: either all workers get the weights of `version`, or
+    all keep the old ones.
 
-    `call`: the engine's `collective_rpc`; `deadline`: of `time.monotonic`. Returns `seconds` and
-    the `tokens` that each sequence has got from the weights before. Else `late`; or `error`; or
-    `torn`, where the weights before can't be restored: all requests are ended then. `late`, too,
-    where vLLM sleeps: who ordered this has died, and a trainer has the GPU.
+    Returns `seconds`, and the `tokens` that each sequence has got from the old weights. Otherwise
+    returns `late`; or `error`; or `torn` if the old weights can't be restored: then all requests
+    are ended. Also returns `late` if vLLM sleeps: the program that ordered the swap has died, and a
+    trainer has the GPU.
+
+    Args:
+        call: the engine's `collective_rpc`.
+        deadline: a value of `time.monotonic`.
     """
     if time.monotonic() > deadline or core.is_sleeping():
         return {"late": True}
@@ -133,15 +138,15 @@ def swap(
 
 
 def _tend(core: Any, name: str) -> dict[str, int]:
-    """What a swap means for requests and for cached prefixes. Returns how many tokens each request
-    has got before."""
+    """Updates requests and cached prefixes after a swap. Returns the number of tokens that each
+    request had before."""
     scheduler = core.scheduler
     tokens = {
         r.request_id: r.num_output_tokens + r.num_output_placeholders
         for r in scheduler.requests.values()
     }
     patches.replace_hash_root()
-    # Nobody knows yet how many of the drafts in flight will be accepted.
+    # It is not known yet how many of the drafts in flight will be accepted.
     drafted = getattr(scheduler, "num_spec_tokens", 0) and any(
         r.num_output_placeholders for r in scheduler.running
     )
@@ -153,14 +158,14 @@ def _tend(core: Any, name: str) -> dict[str, int]:
     for queue in (scheduler.waiting, getattr(scheduler, "skipped_waiting", ())):
         for request in queue:
             patches.hash_again(request)
-            # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, and still
-            # delivers what was on its way: nobody knows how many tokens. So they are discarded and
-            # sampled again, from the new weights. Not with routed experts: their connector can't
-            # take a request back before it has seen these tokens.
+            # vLLM 0.32 sets `num_output_placeholders` to 0 when it evicts a request, but still
+            # delivers tokens in flight, whose number is not known. So they are discarded and
+            # sampled again, from the new weights. This is not done with routed experts: their
+            # connector can't take a request back before it has seen these tokens.
             stale = getattr(request, "num_stale_output_tokens", 0)
             if stale and getattr(scheduler, "aux_output_connector", None) is None:
                 request.drop_stale_output = True
-    # vLLM 0.32 tells it in each answer of /inference/v1/generate.
+    # vLLM 0.32 reports it in each answer of /inference/v1/generate.
     if hasattr(core, "set_weight_version"):
         core.set_weight_version(name)
     return tokens

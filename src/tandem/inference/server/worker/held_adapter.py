@@ -1,7 +1,7 @@
-"""Compares the adapter that a worker of vLLM computes with, bit for bit, with the adapter's file.
+"""Compares a worker's adapter, bit for bit, with the adapter's file.
 
 Log-probs can't prove this: bfloat16's rounding moves them further than a missing layer does. vLLM
-loads an adapter whose names it does not know, and ignores it without a word.
+silently ignores tensors of an adapter whose names it does not know.
 """
 
 import json
@@ -18,15 +18,18 @@ from tandem.vllm_client.names import NOT_HELD
 
 EXPERT_BUFFERS = {"gate_proj": ("w13", 0), "up_proj": ("w13", 1), "down_proj": ("w2", 0)}
 CONFIG_BYTES = 2**20
-NAMED = 3  # differences that a message names
+NAMED = 3  # the most differences that a message names
 
 
 class Held(NamedTuple):
     """One matrix of an adapter in a layer of vLLM, or the matrices of all experts of a layer.
 
-    `name`: the file's module and matrix; `buffer`: [..., rows, columns] in the slot, larger than
-    the matrix where the adapter's rank is below vLLM's largest; `matrix`: the file's, as vLLM
-    casts, scales and cuts it; None: the file has none, and the buffer must be zero.
+    Attributes:
+        name: the file's module and matrix.
+        buffer: [..., rows, columns] in the slot, larger than the matrix if the adapter's rank is
+            below vLLM's largest.
+        matrix: the file's, as vLLM casts, scales and cuts it. None: the file has none, and the
+            buffer must be zero.
     """
 
     name: str
@@ -34,7 +37,7 @@ class Held(NamedTuple):
     matrix: torch.Tensor | None
 
     def wrong(self) -> str:
-        """How the buffer differs; empty: it does not."""
+        """How the buffer differs; empty if it does not."""
         if self.matrix is None:
             return f"{self.name} is not in the file" if self.buffer.any() else ""
         rows, columns = self.matrix.shape[-2:]
@@ -51,8 +54,9 @@ def check(worker: Any, request: Any) -> int:
         worker: vLLM's `Worker`, of any tensor parallel rank.
         request: vLLM's `LoRARequest`, whose path is the adapter's directory.
 
-    Returns the number of the file's modules. Raises ValueError with the first differences: a module
-    that no layer took, a matrix with other values, or a layer with values that the file lacks.
+    Returns the number of modules in the file. Raises ValueError with the first differences: a
+    module that no layer took, a matrix with other values, or a layer with values that the file
+    lacks.
     """
     directory = Path(request.lora_path)
     config = json.loads(read_plain(directory / CONFIG_FILE, most=CONFIG_BYTES))
@@ -128,7 +132,7 @@ def _linear(
 def _slices(
     layer: Any, parts: list[str], modules: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[str, slice]]:
-    """The module in each buffer of the layer, and the rows of the module's B that are there. A
+    """The module in each buffer of the layer, and the rows of the module's B in that buffer. A
     delta net's `in_proj_qkv` is in three buffers, before `in_proj_z`."""
     buffers = layer.lora_b_stacked
     if len(buffers) == len(parts):
@@ -149,8 +153,8 @@ def _experts(
     modules: dict[str, tuple[torch.Tensor, torch.Tensor]],
     scale: float,
 ) -> Iterator[Held]:
-    """The matrices of a mixture's experts, all of one projection together. `parts`: the modules of
-    all experts, in their order; vLLM demands that an adapter has all of them."""
+    """The matrices of a mixture's experts, all experts of one projection together. `parts`: the
+    modules of all experts, in order; vLLM demands that an adapter has all of them."""
     for projection, (weight, index) in EXPERT_BUFFERS.items():
         names = [part for part in parts if part.endswith(f".{projection}")]
         for matrix, letter in enumerate("ab"):

@@ -1,8 +1,8 @@
-"""Whole weights arrive in the second copy while the live ones are used; between two engine steps
-the two are exchanged.
+"""Receives whole weights in the second copy while the live ones are in use; between two engine
+steps the two are exchanged.
 
-After a swap the copy has the weights before, so a return to them is the same exchange, until the
-next version arrives.
+After a swap the copy has the old weights. So a return to them is the same exchange, until the next
+version arrives.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ from tandem.topology.sizes import Sizes
 log = logging.getLogger("vllm.tandem")
 
 SPARE_BYTES = 64 * 2**20
-"""How much is exchanged at once: the memory on the GPU that an exchange needs."""
+"""Bytes that are exchanged at once: the memory on the GPU that an exchange needs."""
 
 Source = dict[str, Any]
-"""How a version comes: `way`, and what that way needs to know."""
+"""Where a version comes from: `way`, and the data that this way needs."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a parameter, or its second copy, has."""
+    """The content of a parameter, or of its second copy."""
 
     version: str = BASE  # empty: nothing whole
     changed: frozenset[Rectangle] = frozenset()  # what may differ from the base model's weights
@@ -59,7 +59,8 @@ class Content:
 
 @dataclass
 class Arrival:
-    """A version on its way into the second copy. `way` is empty until all of it is there."""
+    """A version on its way into the second copy. `way` is empty until the whole version is
+    there."""
 
     version: str
     source: Source | None = None
@@ -74,7 +75,7 @@ class Arrival:
 
 
 class LandingWeights(ModelWeights):
-    """With the methods of `MergedWeights`. Every tensor may change."""
+    """`MergedWeights` for whole weights: it has the same methods. Every tensor may change."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class LandingWeights(ModelWeights):
         place: CopyPlace | float,
         worker: tuple[int, int],
     ) -> None:
-        """`worker`: this worker's number, and how many there are."""
+        """`worker`: this worker's number, and the number of workers."""
         super().__init__(model, base_model, place)
         self._base_model, self._worker = base_model, worker
         self._live = dict.fromkeys(self._copy, Content())
@@ -99,14 +100,17 @@ class LandingWeights(ModelWeights):
 
     @property
     def spare_bytes(self) -> int:
-        """Memory on the GPU beside the copy: for what an exchange needs, and for what arrives."""
+        """Memory on the GPU beside the copy, for an exchange and for arriving parts."""
         return SPARE_BYTES + BUFFERS * BUFFER_BYTES
 
     def stage(self, version: str, scale: float, source: Source | None = None) -> None:
-        """Begin to bring a version into the second copy, in a thread, unless it is here or on its
-        way from this source. The version that was there is lost. `source`: where whole weights come
-        from; None: they are merged from the base model's files and the adapter in the directory
-        `version` (for BASE: without one)."""
+        """Begin to bring a version into the second copy, in a thread, unless it is there or on its
+        way from this source. The version that was in the copy is lost.
+
+        Args:
+            source: where whole weights come from; None: they are merged from the base model's files
+                and the adapter in the directory `version` (for BASE: without an adapter).
+        """
         before = self._arrival
         coming = (
             (before.version, before.source) == (version, source)
@@ -125,12 +129,12 @@ class LandingWeights(ModelWeights):
         threading.Thread(target=self._land, args=(now, scale, changed), daemon=True).start()
 
     def staged(self, version: str) -> str:
-        """How the weights of this version came, if `swap` to it is possible now, else nothing.
-        Raises RuntimeError where they did not arrive, or nothing has come for a while."""
+        """The way by which the weights of this version came, if `swap` to it is possible now, else
+        nothing. Raises RuntimeError if they did not arrive, or nothing has come for a while."""
         arrival = self._arrival
         if self._has(version):
             return arrival.way if arrival.version == version else "merge"
-        # Connecting NCCL has no limit of its own.
+        # Connecting NCCL has no time limit of its own.
         if time.monotonic() > arrival.last + STALL_SECONDS + 1:
             arrival.error = f"nothing has come for {STALL_SECONDS:.0f} s"
         if arrival.version != version or arrival.error:
@@ -145,11 +149,12 @@ class LandingWeights(ModelWeights):
         )
 
     def _land(self, arrival: Arrival, scale: float, changed: frozenset[Rectangle]) -> None:
-        """Fill the second copy, in which `changed` may differ from the base model."""
+        """Fill the second copy. `changed` are the places where it may differ from the base
+        model."""
         try:
             with torch.inference_mode(), self._in_stream(self._stream):
                 if self._stream is not None:
-                    # What the version before has written comes before what this one writes.
+                    # The writes of the version before come first.
                     self._stream.synchronize()
                 arrived = self._bring(arrival, scale)
                 for rectangle in changed - arrived:
@@ -162,7 +167,7 @@ class LandingWeights(ModelWeights):
                 log.warning("The weights of %s did not arrive", arrival.version, exc_info=True)
 
     def _bring(self, arrival: Arrival, scale: float) -> frozenset[Rectangle]:
-        """Write what differs from the base model. Returns those rectangles."""
+        """Write the tensors that differ from the base model. Returns those rectangles."""
         source = arrival.source
         if source is None:
             factors = {} if arrival.version == BASE else self._factors(arrival.version, scale)
@@ -179,7 +184,8 @@ class LandingWeights(ModelWeights):
         return frozenset(self._adapted)
 
     def _receive(self, arrival: Arrival, source: Source) -> frozenset[Rectangle]:
-        """Write what the trainer's ranks send. Returns the rectangles that have all of it."""
+        """Write the parts that the trainer's ranks send. Returns the rectangles that have arrived
+        completely."""
         arch, dtype = read_arch(self._base_model), next(iter(self._copy.values())).dtype
         came = dict.fromkeys(self._adapted, 0)
         arrival.beat()
@@ -197,7 +203,7 @@ class LandingWeights(ModelWeights):
     def _scatter(
         self, arrival: Arrival, rectangle: Rectangle, part: Part, values: torch.Tensor
     ) -> int:
-        """Write what `part` has of a rectangle. Returns how many elements that is."""
+        """Write the elements of `part` that lie in a rectangle. Returns their number."""
         box = (slice(None), *rectangle.in_tensor) if rectangle.stacked else rectangle.in_tensor
         source, target = [], []
         for has, wants in zip(part.in_tensor, box, strict=True):
@@ -213,7 +219,7 @@ class LandingWeights(ModelWeights):
         return place.numel()
 
     def _record(self, arrival: Arrival, version: str, changed: frozenset[Rectangle]) -> None:
-        """Record what the second copy has from now on."""
+        """Record the second copy's content from now on."""
         by_parameter = {
             name: frozenset(rectangle for rectangle in changed if rectangle.parameter == name)
             for name in self._copy
@@ -223,7 +229,8 @@ class LandingWeights(ModelWeights):
                 self._landed = {name: Content(version, by_parameter[name]) for name in self._copy}
 
     def _read(self, tensors: Mapping[str, Any], rectangle: Rectangle) -> torch.Tensor:
-        """[names, ...], in the parameter's dtype. `tensors`: `stored_tensors` of a model."""
+        """A rectangle's values [names, ...], in the parameter's dtype. `tensors`: `stored_tensors`
+        of a model."""
         dtype = self._copy[rectangle.parameter].dtype
         return torch.stack([tensors[name][rectangle.in_tensor] for name in rectangle.names]).to(
             dtype
@@ -246,7 +253,7 @@ class LandingWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Exchange the weights with those of a staged version, as `MergedWeights.swap`."""
+        """Exchange the weights with the weights of a staged version, like `MergedWeights.swap`."""
         if not self._has(version):
             raise RuntimeError(f"{version} is not staged")
         for name in self._copy:
@@ -278,13 +285,15 @@ def receive(
     workers: int,
     beat: Callable[[], None],
 ) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Each part that the ranks send, and its values, which the next one may overwrite when it is
-    asked for.
+    """Each part that the ranks send, with its values. The next part may overwrite the values.
 
-    `source`: an offer (`trainer/rank/publication.py`), with the name of this worker's server;
-    `rank`: this worker's among the `workers` of the server; `beat` is called whenever something has
-    arrived. Raises what torch raises where a rank or another worker is gone, or stands still, and
-    RuntimeError where the ranks send without this server.
+    Raises torch's error if a rank or another worker is gone or stands still, and RuntimeError if
+    the ranks send without this server.
+
+    Args:
+        source: an offer (`trainer/rank/publication.py`), with the name of this worker's server.
+        rank: this worker's number among the `workers` of the server.
+        beat: called whenever something has arrived.
     """
     store = join_meeting(Path(source["meeting"]))
     address = own_address(source["address"])

@@ -1,5 +1,5 @@
-"""The weights of vLLM's model on one worker, a second copy of those that may change, and adapters
-to them."""
+"""Holds the weights of vLLM's model on one worker, a second copy of the weights that may change,
+and adapters to them."""
 
 import threading
 from collections import defaultdict, deque
@@ -26,7 +26,7 @@ from tandem.system.safetensors_header import DTYPES, Entry, read_header
 BASE = "base"
 """The version of the weights that vLLM loaded."""
 
-_ALIGNMENT = 512  # bytes, of each pinned copy
+_ALIGNMENT = 512  # bytes of each pinned copy
 _DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in DTYPES.items()}
 
 Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -35,8 +35,8 @@ Factors = dict[Rectangle, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def stored_tensors(model: str) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, memory-mapped, so that a block is read where it is used. `model`:
-    a directory, or the name of a hub repository that is in the cache."""
+    """A model's tensors by name, memory-mapped, so that a block is read only when it is used.
+    `model`: a directory, or a hub name in the cache."""
     stored: dict[str, torch.Tensor] = {}
     for path in weight_files(model_directory(model, cached=True)):
         stored |= file_tensors(path)
@@ -47,7 +47,7 @@ def file_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name, memory-mapped. InvalidInput as `read_header`."""
     entries = read_header(path)
     with open_plain(path, links="any") as file:
-        # Writable pages of this process's own: torch warns of memory that it must not write.
+        # Writable pages of this process alone: torch warns of memory that it must not write.
         data = np.memmap(file, np.uint8, "c")
     stored = {}
     for name, entry in entries.items():
@@ -64,11 +64,13 @@ class ModelWeights:
         place: CopyPlace | float,
         targets: frozenset[str] | None = None,
     ) -> None:
-        """`place`: of the copy, or how many bytes are left beside the model, and `automatic_copy`
-        decides; `targets`: names of the linear layers that may change; None: every tensor may.
+        """Proves the layout: the base model's files, put through it, must equal the loaded weights,
+        byte for byte. Else CannotWrite.
 
-        Proves the layout: the base model's files, put through it, are what vLLM loaded, byte for
-        byte. Else CannotWrite.
+        Args:
+            place: where the copy goes, or the bytes that are left beside the model, by which
+                `automatic_copy` decides.
+            targets: names of the linear layers that may change; None: every tensor may.
         """
         self._parameters = dict(model.named_parameters())
         self._base = stored_tensors(base_model)
@@ -92,12 +94,13 @@ class ModelWeights:
         )
         self._pinned: torch.Tensor | None = None  # an adapter's file on its way to the device
         self._reading = threading.Lock()
-        # One for all adapters: torch's allocator keeps what was freed on a stream for that stream.
+        # One stream for all adapters: torch's allocator reserves memory that was freed on a stream
+        # for that stream.
         self._reader = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
     def device_bytes(self) -> int:
-        """Memory on the GPU that the copy has."""
+        """Memory on the GPU that the copy takes."""
         return sum(copy.nbytes for copy in self._copy.values() if copy.is_cuda)
 
     @property
@@ -124,8 +127,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def rows(self, row_numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """For one row of each named tensor that is on this worker: its columns here and the SHA-256
-        of its bytes."""
+        """One row of each named tensor on this worker: its columns here and the SHA-256 of its
+        bytes."""
         found, parts = [], []
         for rectangle in self._adapted:
             live = rectangle.view(self._parameters[rectangle.parameter].data)
@@ -142,9 +145,9 @@ class ModelWeights:
 
     @contextmanager
     def _in_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """For a thread: what it gives to the device here is done at the end. Without the device,
-        `torch.cuda.stream` would return to the thread's own one, GPU 0, and make a CUDA context
-        there."""
+        """A stream for a thread: all work that the block gives to the device is done at its end.
+        The device is named, because `torch.cuda.stream` would otherwise return to the thread's own
+        device, GPU 0, and make a CUDA context there."""
         if stream is None:
             yield
             return
@@ -154,8 +157,8 @@ class ModelWeights:
 
     @torch.inference_mode()
     def _factors(self, directory: str, scale: float) -> Factors:
-        """An adapter in PEFT's format. On return all of it is on the device. CannotWrite where it
-        does not fit."""
+        """The factors of an adapter in PEFT's format. On return they are on the device. Raises
+        CannotWrite if the adapter does not fit."""
         factors: Factors = {}
         path = Path(directory, WEIGHTS_FILE)
         entries = read_header(path)
@@ -207,9 +210,9 @@ class ModelWeights:
 
 
 class MergedWeights(ModelWeights):
-    """vLLM's own weights become those of an adapter merged into the base model, in place and
-    between two engine steps. The second copy stays the base model's, so each merge starts from
-    there and no rounding accumulates.
+    """Merges an adapter into vLLM's own weights, in place and between two engine steps. The second
+    copy always holds the base model's weights, so each merge starts from them and no rounding
+    accumulates.
     """
 
     def __init__(
@@ -223,21 +226,21 @@ class MergedWeights(ModelWeights):
         self._threads = ThreadPoolExecutor(1)
         self._staged = {BASE: Future[Factors]()}
         self._staged[BASE].set_result({})
-        self._used = deque([BASE], maxlen=2)  # the versions that the weights had last
+        self._used = deque([BASE], maxlen=2)  # the last versions that were in use
         self._changed: set[Rectangle] = set()
 
     def stage(self, version: str, scale: float, _source: dict[str, Any] | None = None) -> None:
         """Begin to read the adapter in the directory `version` onto the device, in a thread.
-        `staged` says when it is there. Others are forgotten, but those of the two versions that
-        were in use last."""
+        `staged` says when it is there. Other adapters are forgotten, except the adapters of the two
+        versions that were in use last."""
         before = self._staged.get(version)
         if before is None or (before.done() and before.exception()):
             self._staged = {name: self._staged[name] for name in {BASE, *self._used}}
             self._staged[version] = self._threads.submit(self._factors, version, scale)
 
     def staged(self, version: str) -> str:
-        """How the weights of this version came, if `swap` to it is possible now, else nothing.
-        Raises RuntimeError where its adapter can't be read."""
+        """The way by which the weights of this version came, if `swap` to it is possible now, else
+        nothing. Raises RuntimeError if its adapter can't be read."""
         staged = self._staged[version]
         if not staged.done():
             return ""
@@ -249,8 +252,8 @@ class MergedWeights(ModelWeights):
 
     @torch.inference_mode()
     def swap(self, version: str) -> None:
-        """Make the weights those of a staged version. Call it between two steps, on the thread that
-        runs them. If it raises, the weights are torn, until a swap to the version before or another
+        """Make a staged version the current weights. Call it between two steps, on the thread that
+        runs them. If it raises, the weights are torn, until a swap to the old version or to another
         one."""
         if not self.staged(version):
             raise RuntimeError(f"the adapter of {version} is not staged")

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lies in the parameters of vLLM's model on this worker.
+"""Finds the place of each Hugging Face tensor in the parameters of vLLM's model on this worker.
 
 vLLM fuses q, k and v, gate and up, and all experts of a layer into one parameter each, and cuts
 parameters over its tensor-parallel workers.
@@ -23,8 +23,8 @@ class CannotWrite(Exception):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of one Hugging Face tensor in a parameter, or the same rectangle of each expert's
-    tensor.
+    """A rectangle of one Hugging Face tensor in a parameter, or the same rectangle of every
+    expert's tensor.
 
     `names`: the tensor's name; for experts one name for each index of the parameter's first
     dimension.
@@ -38,7 +38,7 @@ class Rectangle:
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """The rectangle in `parameter` or in a copy of it: [names, rows, columns], or [names, rows]
-        of a vector."""
+        for a vector."""
         if self.stacked:
             return parameter[(slice(None), *self.in_parameter)]
         return parameter[self.in_parameter].unsqueeze(0)
@@ -48,8 +48,8 @@ def weight_layout(model: torch.nn.Module) -> list[Rectangle]:
     """The rectangles of every tensor of the checkpoint that this worker holds, in the order of the
     model's modules.
 
-    Raises CannotWrite for quantised weights, for experts that are not cut as Tandem cuts them, and
-    for a parameter that vLLM has removed or whose place in the checkpoint is unknown.
+    Raises CannotWrite for quantised weights, for experts that are not cut in Tandem's way, and for
+    a parameter that vLLM has removed or whose place in the checkpoint is unknown.
     """
     # Once for each parameter: a tied lm_head is the embedding.
     parameters = dict(model.named_parameters())
@@ -89,8 +89,8 @@ def _rectangles(path: str, module: Any) -> Iterator[Rectangle]:
 
 
 def _rows(path: str, module: Any, length: int) -> Iterator[tuple[str, slice, slice]]:
-    """For each source of a parameter: its path, its rows in the parameter, and which of its own
-    rows those are."""
+    """For each source of a parameter: its path, its rows in the parameter, and its own rows that
+    are there."""
     parent, _, name = path.rpartition(".")
     match type(module).__name__:
         case "QKVParallelLinear":
