@@ -46,7 +46,8 @@ SPARE_BYTES = 64 * 2**20
 """Bytes that are exchanged at once: the memory on the GPU that an exchange needs."""
 
 Source = dict[str, Any]
-"""Where a version comes from: `way`, and the data that this way needs."""
+"""How a version comes: `way`, and what that way needs. Ranks that send need a `meeting`, a model's
+files a `directory`."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class LandingWeights(ModelWeights):
                 merge(out := torch.empty_like(base), base, *ab_and_scale)
                 self._put(arrival, rectangle, out)
             return frozenset(factors)
-        if source["way"] != "volume":
+        if "meeting" in source:
             return self._receive(arrival, source)
         files = stored_tensors(source["directory"])
         for rectangle in self._adapted:
