@@ -364,6 +364,30 @@ def test_a_silent_rank_is_not_up_and_its_memory_is_not_exported(volume: Spool, m
     assert seen.get("tandem_train_rank_step", rank="0") == 1  # its step stays
 
 
+def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) -> None:
+    """Neither TandemRankDown nor TandemJobStuck fires for hours in a queue."""
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    exported = exported_jobs(volume, ranks=2)
+    assert exported.collect().get("tandem_job_waiting_seconds") is None
+    begun, now = time.time(), time.monotonic()
+    volume.leases.write(job, "runner", "waiting: quota", begun - 7200)
+    exported.collect()
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200)
+    monkeypatch.setattr(ranks.time, "time", lambda: begun + 7200)
+    seen = exported.collect()
+    assert seen.get("tandem_job_waiting_seconds", run="r") == pytest.approx(7200, abs=20)
+    assert not seen.all("tandem_rank_up")
+    assert seen.get("tandem_job_last_progress_timestamp_seconds") == begun + 7200
+    volume.leases.write(job, "runner", "start 0")
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200 + 30)
+    seen = exported.collect()
+    assert seen.get("tandem_job_waiting_seconds", run="r") is None
+    assert not seen.all("tandem_rank_up"), "the ranks have had 30 s"
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200 + 61)
+    assert exported.collect().by("rank", "tandem_rank_up") == {"0": 0, "1": 0}
+
+
 def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkeypatch) -> None:
     """Nothing is counted twice, and measurements are not exported for longer than they are true."""
     submit(volume, "j1")

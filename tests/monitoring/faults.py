@@ -21,6 +21,7 @@ from monitoring.stacks import (
     resident_idle,
     sharing,
     training,
+    waiting,
 )
 
 Change = Callable[[Stack], None]
@@ -188,6 +189,11 @@ fault(
     idle,
     {29: NONE, 30: {"TandemJobQueueStalled"}},
     setting("controller", "tandem_jobs", since(20, 2), state="queued"),
+)
+fault(
+    "Kueue admits no job for hours",
+    waiting,
+    {40: NONE, 239: NONE, 242: {"TandemJobWaiting"}, 320: {"TandemJobWaiting"}},
 )
 fault(
     "the runner hangs with its ranks",

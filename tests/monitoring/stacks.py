@@ -200,6 +200,17 @@ def _run_long_job(stack: Stack, kind: str) -> None:
     put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", CLOCK)
 
 
+def waiting() -> Stack:
+    """`idle`, and an attempt that waits for its ranks' start, as the exporter tells it."""
+    stack = idle()
+    put(stack, "controller", "tandem_jobs", 1, state="running")
+    put(stack, "trainer", "tandem_train_active", 1)
+    put(stack, "trainer", "tandem_job_info", 1, job_id="queued", run="math", kind="rl")
+    put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", CLOCK)
+    put(stack, "trainer", "tandem_job_waiting_seconds", CLOCK, run="math")
+    return stack
+
+
 def starting() -> Stack:
     """The first minutes: containers start one after another, and vLLM loads its model for eight
     minutes."""

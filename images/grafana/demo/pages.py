@@ -198,6 +198,7 @@ def _set_training(samples: Samples, world: World) -> None:
         return
     job_id, kind = world.job
     samples.set("tandem_job_info", 1, job_id=job_id, run=RUN, kind=kind)
+    samples.set("tandem_job_waiting_seconds", world.now % 1800, run="letters")
     samples.set("tandem_job_last_progress_timestamp_seconds", world.began + world.now)
     samples.set("tandem_train_step", world.step)
     samples.set("tandem_train_steps", STEPS)

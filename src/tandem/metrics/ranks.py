@@ -145,8 +145,15 @@ METRICS = (
     Metric(
         "tandem_job_last_progress_timestamp_seconds",
         "When the rank that has been silent for longest wrote its "
-        "last heartbeat, or the attempt began; absent without a job.",
+        "last heartbeat, or the attempt began or waited; absent without a job.",
         "beat.<rank>",
+    ),
+    Metric(
+        "tandem_job_waiting_seconds",
+        "How long the running attempt has waited for its ranks' start: for a quota, nodes or hosts;"
+        " absent once they run. `tandem jobs` says for what.",
+        "lease.json",
+        labels={"run": OPEN},
     ),
     Metric(
         "tandem_job_info",
@@ -161,11 +168,18 @@ METRICS = (
 class _AttemptSeries:
     job: Job
     number: int
+    waited: float | None  # seconds; None: its ranks run
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
     # Of each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
     # clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+
+    def waits(self, seconds: float | None) -> None:
+        """While the attempt waits, nobody is silent."""
+        self.waited = seconds
+        if seconds is not None:
+            self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()
 
 
 class RanksCollector(SpoolCollector):
@@ -190,6 +204,8 @@ class RanksCollector(SpoolCollector):
             return
         spec = attempt.job.spec
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
+        if attempt.waited is not None:
+            gauges.set("tandem_job_waiting_seconds", attempt.waited, run=spec.run)
         now = time.monotonic()
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
@@ -215,10 +231,11 @@ class RanksCollector(SpoolCollector):
                 continue
             known = self._attempt
             if known is not None and (known.job.spec.id, known.number) == (job_id, lease.attempt):
+                known.waits(lease.waited)
                 return known
             state, job = spool.jobs.get(job_id)
             if state == "running":
-                return _AttemptSeries(job, lease.attempt)
+                return _AttemptSeries(job, lease.attempt, lease.waited)
         return None
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
