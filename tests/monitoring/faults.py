@@ -262,6 +262,12 @@ fault(
     setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="rank_hung"),
 )
 fault(
+    "Kueue preempts attempts again and again",
+    training,
+    {45: NONE},
+    setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="preempted"),
+)
+fault(
     "a gradient is infinite",
     training,
     {20: NONE, 22: {"TandemNonFinite", "TandemJobFailed"}},
