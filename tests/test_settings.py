@@ -101,6 +101,8 @@ MERGED = {"TANDEM_WEIGHTS": "merged"}
             "Slurm chooses the GPUs; unset TANDEM_TRAINER_DEVICES",
         ),
         (HOSTS | {"TANDEM_TOPOLOGY": "auto"}, "needs given sizes"),
+        ({"TANDEM_PARALLEL_JOBS": "2"}, "=local: runs one job at a time; unset TANDEM_PARALLEL_"),
+        (HOSTS | {"TANDEM_PARALLEL_JOBS": "2"}, "=hosts: runs one job at a time"),
         (HOSTS | {"TANDEM_ORPHAN_SECONDS": "5"}, "ORPHAN_SECONDS=5 is below the heartbeat"),
         ({"TANDEM_REPLICA": "Pod_1"}, "TANDEM_REPLICA|pattern"),
         ({"TANDEM_KEEP_EVERY": "5"}, "TANDEM_KEEP_CHECKPOINTS"),

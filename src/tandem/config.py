@@ -78,6 +78,7 @@ class Settings(BaseSettings):
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
     executor: Literal["local", "hosts", "kubernetes", "slurm"] = "local"
+    parallel_jobs: int = Field(default=1, ge=1, le=64)
     job_template: Path | None = None
     slurm_args: str = ""
     trainer_hosts: int = Field(default=1, ge=1)
@@ -231,6 +232,10 @@ class Settings(BaseSettings):
             (not several and self.trainer_hosts > 1, f"has one host; unset {hosts}"),
             (ranks % self.trainer_hosts, f"{hosts} does not divide TANDEM_TRAINER_RANKS={ranks}"),
             (several and self.launch != "fork", f"forks; unset TANDEM_LAUNCH={self.launch}"),
+            (
+                self.parallel_jobs > 1 and self.executor in ("local", "hosts"),
+                f"runs one job at a time; unset TANDEM_PARALLEL_JOBS={self.parallel_jobs}",
+            ),
             (several and self.gpu_mode == "shared", "can't share GPUs; unset TANDEM_GPU_MODE"),
             (several and self.topology == "auto", "needs given sizes; unset TANDEM_TOPOLOGY=auto"),
             (

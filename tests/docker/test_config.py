@@ -421,6 +421,8 @@ NOT_PASSED = {
         "ADMIN_TOKEN_FILE",
         # The chart mounts it.
         "JOB_TEMPLATE",
+        # Of executors that compose has not.
+        "PARALLEL_JOBS",
         # In docker-compose.hosts.yml.
         "EXECUTOR",
         "TRAINER_HOSTS",

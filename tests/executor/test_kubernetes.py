@@ -255,6 +255,25 @@ def test_kueue_admits_preempts_and_admits_again(cluster):
 
 
 @scripted
+def test_hours_in_kueues_queue_do_not_count_as_the_hosts_time_to_arrive(cluster, monkeypatch):
+    passed = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed, sleep=time.sleep)
+    monkeypatch.setattr(agents, "time", clock)
+    cluster.nodes.kueue = True
+    execution = cluster.runner.begin()
+    until(execution, Waiting, "Kueue has not said why")
+    passed = 36_000
+    for _ in range(3):
+        passed += 1  # it looks five times a second
+        assert "Kueue" in str(execution.poll())
+    (name,) = jobs(cluster)
+    cluster.nodes.admit(name)
+    until(execution, Waiting, "has not arrived")
+    passed += 901
+    assert "not all hosts were there after 900 s" in str(until(execution, Ended))
+
+
+@scripted
 @pytest.mark.parametrize("began", [True, False])
 def test_a_new_runner_finds_a_job_that_is_suspended(cluster, began):
     """Kueue may have preempted it meanwhile; then its hosts are taken, and nothing can go on."""

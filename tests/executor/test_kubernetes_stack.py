@@ -135,6 +135,39 @@ def test_the_next_runner_goes_on_with_the_attempt(stack, how):
     stack.until_empty()
 
 
+def test_jobs_of_two_runs_train_at_once_and_are_adopted_by_the_next_runner(stack):
+    """A run's second job waits for its first; one job is cancelled, and the others go on."""
+    assert stack.stop() == 0
+    stack.environment["TANDEM_PARALLEL_JOBS"] = "2"
+    try:
+        stack.start()
+        runs = [stack.run("left"), stack.run("right")]
+        first, second = (stack.submit(run, do="wait_for_go") for run in runs)
+        third = stack.submit("left", do="wait_for_go")
+        for job_id in (first, second):
+            stack.until_beating(job_id, ranks=2)
+        made = {job["metadata"]["uid"] for job in stack.jobs()}
+        assert len(made) == 2
+        stack.kill()
+        stack.forget()
+        stack.start()
+        stack.until(lambda: stack.logged().count("adopted") == 2, "both attempts adopted")
+        assert {job["metadata"]["uid"] for job in stack.jobs()} == made
+        assert stack.spool.jobs.get(third)[0] == "queued"
+        stack.spool.queue.cancel(second)
+        assert stack.wait(second)[0] == "cancelled"
+        assert stack.spool.jobs.get(first)[0] == "running"
+        (stack.spool.root / "go").touch()
+        for job_id in (first, third):
+            state, job = stack.wait(job_id)
+            assert (state, job.attempt) == ("succeeded", 1), job.result
+        assert stack.spool.checkpoints.steps("left") == [0, 1, 2]
+        stack.until_empty()
+    finally:
+        del stack.environment["TANDEM_PARALLEL_JOBS"]
+        stack.stop()
+
+
 @of_pods
 def test_a_node_that_is_lost_keeps_nobody_waiting(stack):
     """Its pods stay, its ranks go on for a while; they change nothing any more."""

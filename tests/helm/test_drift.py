@@ -57,6 +57,7 @@ OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
             "TANDEM_EXECUTOR": "kubernetes",
             "TANDEM_TRAINER_HOSTS": "1",
             "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
+            "TANDEM_PARALLEL_JOBS": "1",
             "TANDEM_ROLE": "trainer",
             "OMP_NUM_THREADS": "4",
             "NVIDIA_VISIBLE_DEVICES": "void",
@@ -69,6 +70,19 @@ OTHER_VALUES: dict[str, tuple[Any, dict[str, str]]] = {
             "TANDEM_TRAINER_HOSTS": "2",
             "TANDEM_TRAINER_RANKS": "2",
             "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
+            "TANDEM_PARALLEL_JOBS": "1",
+            "TANDEM_ROLE": "trainer",
+            "OMP_NUM_THREADS": "4",
+            "NVIDIA_VISIBLE_DEVICES": "void",
+        },
+    ),
+    "trainer.parallelJobs": (
+        {"trainer": {"executor": "kubernetes", "parallelJobs": 3}},
+        {
+            "TANDEM_EXECUTOR": "kubernetes",
+            "TANDEM_TRAINER_HOSTS": "1",
+            "TANDEM_JOB_TEMPLATE": "/etc/tandem/job/job.json",
+            "TANDEM_PARALLEL_JOBS": "3",
             "TANDEM_ROLE": "trainer",
             "OMP_NUM_THREADS": "4",
             "NVIDIA_VISIBLE_DEVICES": "void",
@@ -105,6 +119,7 @@ OF_A_POD = {
     # Of the runner alone. Under compose it is in the trainer's image, which has the role, and one
     # thread per core that the container has.
     "TANDEM_JOB_TEMPLATE",
+    "TANDEM_PARALLEL_JOBS",
     "TANDEM_ROLE",
     "OMP_NUM_THREADS",
 }

@@ -77,6 +77,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"gateway\.controllerHost and gateway\.inferenceHost are the same",
     ),
     # Jobs.
+    (at("trainer.parallelJobs", 2), r"parallelJobs=2 needs trainer\.executor=kubernetes"),
     (at("trainer.hosts", 2), r"trainer\.hosts=2 needs trainer\.executor=kubernetes"),
     (
         merged(SHARED, at("trainer.executor", "kubernetes")),

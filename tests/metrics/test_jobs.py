@@ -121,10 +121,10 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     assert seen.get("tandem_train_active") == 1
     assert seen.get("tandem_job_info", job_id="j1", run="r", kind="rl") == 1
     assert seen.get("tandem_job_queue_wait_seconds_count", kind="rl") == 1
-    assert abs(seen.get("tandem_job_last_progress_timestamp_seconds") - time.time()) < 20
+    assert abs(seen.get("tandem_job_last_progress_timestamp_seconds", run="r") - time.time()) < 20
     # No rank has written a heartbeat, and the attempt has just begun.
     assert not seen.all("tandem_rank_up")
-    assert seen.get("tandem_train_last_step_timestamp_seconds") is None
+    assert seen.get("tandem_train_last_step_timestamp_seconds", run="r") is None
 
     volume.events.append(
         "j1", "loaded", attempt=1, seconds={"build": 3.0, "base_weights": 8.0}, memory={}
@@ -142,7 +142,11 @@ def test_a_job_from_queued_to_released(volume: Spool) -> None:
     seen = exported.collect()
     check_running(seen)
     beats = Attempt(volume, "j1", 1).beats()
-    assert seen.get("tandem_job_last_progress_timestamp_seconds") == beats[0].time < beats[1].time
+    assert (
+        seen.get("tandem_job_last_progress_timestamp_seconds", run="r")
+        == beats[0].time
+        < beats[1].time
+    )
 
     step(volume, job, 2)
     volume.events.append("j1", "checkpoint", attempt=1, step=1, sha256="x", bytes=5, seconds=2.5)
@@ -190,17 +194,16 @@ def check_running(seen: Scraped) -> None:
         "optimizer": 12,
         "data": 3,
     }
-    assert seen.get("tandem_torch_host_pinned_bytes", rank="0") == 7
-    assert seen.get("tandem_train_rank_step", rank="1") == 0
+    assert seen.get("tandem_torch_host_pinned_bytes", run="r", rank="0") == 7
+    assert seen.get("tandem_train_rank_step", run="r", rank="1") == 0
+    seen.check({"run": "r"}, train_step=1, train_steps=4)
     # KL: no value.
-    seen.check(
-        train_step=1, train_steps=4, train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None
-    )
+    seen.check(train_loss=0.5, train_logprob_mismatch=0.01, train_kl=None)
     seen.check(train_tokens_total=640, train_samples_total=8, train_step_duration_seconds_sum=4.75)
     seen.check({"phase": "base_weights"}, train_phase_duration_seconds_sum=8)
     for le, count in (("0.5", 0), ("1.0", 1)):
         seen.check({"phase": "optimizer", "le": le}, train_phase_duration_seconds_bucket=count)
-    assert abs(seen.get("tandem_train_last_step_timestamp_seconds") - time.time()) < 20
+    assert abs(seen.get("tandem_train_last_step_timestamp_seconds", run="r") - time.time()) < 20
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,7 @@ def test_old_events_of_a_requeued_job_are_not_counted(volume: Spool) -> None:
     step(volume, other, 1)
     exported = exported_jobs(volume)
     seen = exported.collect()
-    assert seen.get("tandem_train_last_step_timestamp_seconds") is not None  # of the running job
+    assert seen.by("run", "tandem_train_last_step_timestamp_seconds").keys() == {"other"}
     again = volume.queue.claim("runner")
     assert (again.spec.id, again.attempt) == (job.spec.id, 2)
     step(volume, again, 1)
@@ -320,7 +323,7 @@ def test_a_new_exporter_knows_what_idle_resident_ranks_keep(volume: Spool) -> No
     exported = exported_jobs(volume)
     seen = exported.collect()
     assert seen.by("uuid", "tandem_job_gpu_resident_bytes") == {GPU: 30}
-    assert seen.get("tandem_train_last_step_timestamp_seconds") is None
+    assert seen.get("tandem_train_last_step_timestamp_seconds", run="r") is None
     for _ in range(2):
         assert seen.get("tandem_train_tokens_total") == 0
         assert seen.get("tandem_jobs_finished_total", outcome="failed") == 0
@@ -357,7 +360,55 @@ def test_a_silent_rank_is_not_up_and_its_memory_is_not_exported(volume: Spool, m
     seen = exported.collect()
     assert seen.by("rank", "tandem_rank_up") == {"0": 0, "1": 1, "2": 0}
     assert seen.by("rank", "tandem_torch_memory_allocated_bytes").keys() == {"1"}
-    assert seen.get("tandem_train_rank_step", rank="0") == 1  # its step stays
+    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 1  # its step stays
+
+
+def test_while_an_attempt_waits_no_rank_is_silent(volume: Spool, monkeypatch) -> None:
+    """Neither TandemRankDown nor TandemJobStuck fires for hours in a queue."""
+    submit(volume, "j1")
+    job = volume.queue.claim("runner")
+    exported = exported_jobs(volume, ranks=2)
+    assert exported.collect().get("tandem_job_waiting_seconds") is None
+    begun, now = time.time(), time.monotonic()
+    volume.leases.write(job, "runner", "waiting: quota", begun - 7200)
+    exported.collect()
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200)
+    monkeypatch.setattr(ranks.time, "time", lambda: begun + 7200)
+    seen = exported.collect()
+    assert seen.get("tandem_job_waiting_seconds", run="r") == pytest.approx(7200, abs=20)
+    assert not seen.all("tandem_rank_up")
+    assert seen.get("tandem_job_last_progress_timestamp_seconds", run="r") == begun + 7200
+    volume.leases.write(job, "runner", "start 0")
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200 + 30)
+    seen = exported.collect()
+    assert seen.get("tandem_job_waiting_seconds", run="r") is None
+    assert not seen.all("tandem_rank_up"), "the ranks have had 30 s"
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: now + 7200 + 61)
+    assert exported.collect().by("rank", "tandem_rank_up") == {"0": 0, "1": 0}
+
+
+def test_all_running_jobs_are_exported(volume: Spool) -> None:
+    add_run(volume, "s")
+    for name, run in (("j1", "r"), ("k1", "s")):
+        submit(volume, name, run=run)
+    first, second = volume.queue.claim("runner"), volume.queue.claim("runner")
+    exported = exported_jobs(volume, ranks=1)
+    exported.collect()
+    beat(volume, first, 0, 3)
+    beat(volume, second, 0, 1, uuid="GPU-other")
+    step(volume, first, 3)
+    seen = exported.collect()
+    assert seen.by("run", "tandem_train_step") == {"r": 3, "s": 1}
+    assert seen.by("run", "tandem_rank_up") == {"r": 1, "s": 1}
+    assert seen.by("run", "tandem_job_info").keys() == {"r", "s"}
+    assert seen.by("run", "tandem_train_last_step_timestamp_seconds").keys() == {"r"}
+    assert seen.by("uuid", "tandem_torch_memory_step_floor_bytes").keys() == {GPU, "GPU-other"}
+    step(volume, second, 1)
+    requeue(volume, first)
+    seen = exported.collect()
+    assert seen.by("run", "tandem_train_step") == {"s": 1}
+    assert seen.by("run", "tandem_train_last_step_timestamp_seconds").keys() == {"s"}
+    assert seen.get("tandem_train_active") == 1
 
 
 def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkeypatch) -> None:
@@ -379,10 +430,10 @@ def test_a_volume_that_goes_and_comes_back(volume: Spool, tmp_path: Path, monkey
     seen = exported.scrape()
     monkeypatch.undo()
     assert not seen.names & {"tandem_torch_memory_allocated_bytes", "tandem_rank_up"}
-    assert seen.get("tandem_train_rank_step", rank="0") == 0
+    assert seen.get("tandem_train_rank_step", run="r", rank="0") == 0
     assert seen.get("tandem_train_active") == 1  # alerts about a hang need this, and the next two
     assert seen.all("tandem_job_info")
-    assert seen.get("tandem_train_last_step_timestamp_seconds") is not None
+    assert seen.get("tandem_train_last_step_timestamp_seconds", run="r") is not None
     assert seen.get("tandem_train_tokens_total") == 640
     volume.root.rmdir()
     (tmp_path / "gone").rename(volume.root)

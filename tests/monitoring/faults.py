@@ -21,6 +21,7 @@ from monitoring.stacks import (
     resident_idle,
     sharing,
     training,
+    waiting,
 )
 
 Change = Callable[[Stack], None]
@@ -190,31 +191,36 @@ fault(
     setting("controller", "tandem_jobs", since(20, 2), state="queued"),
 )
 fault(
+    "Kueue admits no job for hours",
+    waiting,
+    {40: NONE, 239: NONE, 242: {"TandemJobWaiting"}, 320: {"TandemJobWaiting"}},
+)
+fault(
     "the runner hangs with its ranks",
     in_long_job,
     {20: NONE, 92: {"TandemTrainerStuck"}, 93: {"TandemJobStuck", "TandemTrainerStuck"}},
-    setting("trainer", LAST_STEP, stopping(60)),
-    setting("trainer", PROGRESS, stopping(60)),
+    setting("trainer", LAST_STEP, stopping(60), run="math"),
+    setting("trainer", PROGRESS, stopping(60), run="math"),
 )
 fault(
     "ranks are silent for twenty minutes, as the job allows",
     in_long_job,
     {81: NONE, 90: NONE},
-    setting("trainer", PROGRESS, lambda m: 60.0 * (60 if 60 <= m <= 80 else m)),
+    setting("trainer", PROGRESS, lambda m: 60.0 * (60 if 60 <= m <= 80 else m), run="math"),
 )
 fault(
     "a job beats but makes no steps",
     in_long_job,
     {75: NONE, 78: {"TandemTrainerStuck"}},
-    setting("trainer", LAST_STEP, stopping(60)),
+    setting("trainer", LAST_STEP, stopping(60), run="math"),
 )
 fault(
     "after its last step a job writes its checkpoint for long, and then hangs",
     in_long_job,
     {78: NONE, 170: NONE, 190: {"TandemTrainerStuck"}},
-    setting("trainer", "tandem_train_step", lambda _: 8),
-    setting("trainer", "tandem_train_steps", lambda _: 8),
-    setting("trainer", LAST_STEP, stopping(60)),
+    setting("trainer", "tandem_train_step", lambda _: 8, run="math"),
+    setting("trainer", "tandem_train_steps", lambda _: 8, run="math"),
+    setting("trainer", LAST_STEP, stopping(60), run="math"),
 )
 fault(
     "steps take ten minutes, as they always did",
@@ -228,20 +234,20 @@ fault(
         buckets=("60", "300"),
         seconds=600.0,
     ),
-    setting("trainer", LAST_STEP, lambda m: 600.0 * (min(m, 400) // 10)),
+    setting("trainer", LAST_STEP, lambda m: 600.0 * (min(m, 400) // 10), run="math"),
 )
 fault(
     "the first steps in hours never come",
     in_long_job,
     {416: NONE, 418: {"TandemTrainerStuck"}},
     counting("trainer", STEPS, lambda _: 50, at="60", buckets=("60", "300"), seconds=40.0),
-    setting("trainer", LAST_STEP, stopping(400)),
+    setting("trainer", LAST_STEP, stopping(400), run="math"),
 )
 fault(
     "a rank falls silent",
     in_long_job,
     {24: NONE, 25: {"TandemRankDown"}},
-    setting("trainer", "tandem_rank_up", since(20, 0, before=1), rank="1"),
+    setting("trainer", "tandem_rank_up", since(20, 0, before=1), run="math", rank="1"),
 )
 fault(
     "a job fails",
@@ -254,6 +260,12 @@ fault(
     training,
     {35: NONE, 45: {"TandemAttemptsFailing"}, 120: NONE},
     setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="rank_hung"),
+)
+fault(
+    "Kueue preempts attempts again and again",
+    training,
+    {45: NONE},
+    setting("trainer", FAILED, lambda m: min(max((m - 10) // 10, 0), 4), error="preempted"),
 )
 fault(
     "a gradient is infinite",

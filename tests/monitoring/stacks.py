@@ -179,7 +179,7 @@ def on_cpu() -> Stack:
     process's."""
     stack = idle(gpus=False)
     _run_long_job(stack, kind="sft")
-    put(stack, "trainer", "tandem_rank_up", 1, rank="0")
+    put(stack, "trainer", "tandem_rank_up", 1, run="math", rank="0")
     put(stack, "trainer", "tandem_torch_memory_reserved_bytes", GIB, rank="0", uuid="cpu")
     put(
         stack,
@@ -196,8 +196,19 @@ def _run_long_job(stack: Stack, kind: str) -> None:
     put(stack, "controller", "tandem_jobs", 1, state="running")
     put(stack, "trainer", "tandem_train_active", 1)
     put(stack, "trainer", "tandem_job_info", 1, job_id="long", run="math", kind=kind)
-    put(stack, "trainer", "tandem_train_last_step_timestamp_seconds", CLOCK)
-    put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", CLOCK)
+    put(stack, "trainer", "tandem_train_last_step_timestamp_seconds", CLOCK, run="math")
+    put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", CLOCK, run="math")
+
+
+def waiting() -> Stack:
+    """`idle`, and an attempt that waits for its ranks' start, as the exporter tells it."""
+    stack = idle()
+    put(stack, "controller", "tandem_jobs", 1, state="running")
+    put(stack, "trainer", "tandem_train_active", 1)
+    put(stack, "trainer", "tandem_job_info", 1, job_id="queued", run="math", kind="rl")
+    put(stack, "trainer", "tandem_job_last_progress_timestamp_seconds", CLOCK, run="math")
+    put(stack, "trainer", "tandem_job_waiting_seconds", CLOCK, run="math")
+    return stack
 
 
 def starting() -> Stack:
@@ -246,8 +257,8 @@ def training() -> Stack:
         trainer(
             "tandem_job_info", _during_jobs(mine), job_id=f"job-{number}", run="math", kind="rl"
         )
-    trainer("tandem_train_last_step_timestamp_seconds", _during_jobs(CLOCK, first=2))
-    trainer("tandem_job_last_progress_timestamp_seconds", _during_jobs(CLOCK))
+    trainer("tandem_train_last_step_timestamp_seconds", _during_jobs(CLOCK, first=2), run="math")
+    trainer("tandem_job_last_progress_timestamp_seconds", _during_jobs(CLOCK), run="math")
     histogram(
         stack,
         "trainer",
@@ -259,7 +270,7 @@ def training() -> Stack:
     )
     for rank, uuid in enumerate(TRAINER_GPUS):
         where = {"rank": str(rank), "uuid": uuid}
-        trainer("tandem_rank_up", _during_jobs(1), rank=str(rank))
+        trainer("tandem_rank_up", _during_jobs(1), run="math", rank=str(rank))
         for kind, size in (("reserved", 120), ("allocated", 16), ("inactive_split", 24)):
             trainer(f"tandem_torch_memory_{kind}_bytes", _during_jobs(size * GIB), **where)
         # Jobs of different sizes.
@@ -396,7 +407,7 @@ def in_long_job() -> Stack:
             trainer(f"tandem_torch_memory_{kind}_bytes", size * GIB, rank=str(rank), uuid=uuid)
         trainer("tandem_gpu_memory_used_bytes", 0.92 * TOTAL, uuid=uuid)
         trainer("tandem_gpu_utilization_ratio", 0.9, uuid=uuid)
-        trainer("tandem_rank_up", 1, rank=str(rank))
+        trainer("tandem_rank_up", 1, run="math", rank=str(rank))
     return stack
 
 

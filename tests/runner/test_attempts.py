@@ -18,7 +18,7 @@ from tandem.spool import Spool
 from tandem.spool.attempt import Attempt
 from tandem.spool.checkpoints import Checkpoints
 from tandem.spool.recovery import recover
-from tandem.spool.schema import TERMINAL, Event, EventType, Job, JobError
+from tandem.spool.schema import TERMINAL, Event, EventType, Job, JobError, Lease
 from tandem.trainer.executor import Ended, Order, Running, Waiting
 from tandem.trainer.runner import failure, job
 from tandem.trainer.runner.job import TERMINATE_SECONDS, JobRun
@@ -73,6 +73,8 @@ class Processes:
         lease = self.files.spool.leases.get("j")
         if lease is not None and lease.phase not in executor.phases:
             executor.phases.append(lease.phase)
+        if lease is not None and lease not in executor.leases[-1:]:
+            executor.leases.append(lease)
         if self._end is None and executor.ranks_end and self._stopped:
             self._end = Ended(-15)
         if self._end is not None:
@@ -92,6 +94,8 @@ class Processes:
             case "wait" | "hours":
                 self._executor.clock.now += 4000 if action == "hours" else 0
                 return Waiting("quota")
+            case _ if action.startswith("wait for"):
+                return Waiting(action)
             case "beat":
                 beat = f'{{"time": {self._executor.clock.now}, "phase": "train"}}'
                 self.files.beat(0).write_text(beat)
@@ -176,6 +180,7 @@ class Scripted:
         self.stays = adopting
         self.attempts: list[Processes] = []
         self.phases: list[str] = []  # of leases
+        self.leases: list[Lease] = []
         self.found: list[int] = []  # attempts that other runners started
         self.runner_stop = Stop()
 
@@ -304,6 +309,7 @@ def run(
     adopting: bool = False,
     phases: list[str] | None = None,
     found: list[int] | None = None,
+    leases: list[Lease] | None = None,
 ) -> tuple[str, Job, list[Event]]:
     with memory_directory() as directory:
         root = Path(directory)
@@ -317,6 +323,8 @@ def run(
             phases += executor.phases
         if found is not None:
             found += executor.found
+        if leases is not None:
+            leases += executor.leases
         return ends_once(executor, spool)
 
 
@@ -402,6 +410,32 @@ def test_a_job_that_waits_says_for_what_and_can_be_cancelled(clock: Clock) -> No
     assert phases == ["claimed", "waiting: quota"]
     assert (state, ended.attempt) == ("cancelled", 1)
     assert "requeued" not in {event.type for event in events}
+
+
+def test_the_reasons_of_a_wait_are_events_and_a_new_runner_goes_on_with_it(clock: Clock) -> None:
+    """A reason that stays is told once, by whichever runner, and one that changes all the time is
+    told at longer and longer pauses."""
+    script = [*["wait"] * 400, "kill the runner", *["wait"] * 400, "stage", "commit", "exit 0"]
+    state, _, events = run(script, clock, adopting=True)
+    told = [event.data["reason"] for event in events if event.type == "waiting"]
+    assert (state, told) == ("succeeded", ["quota"])
+    changing = [f"wait for {number % 7}" for number in range(8_000)]  # 800 s
+    state, _, events = run([*changing, "stage", "commit", "exit 0"], clock)
+    told = [event.data["reason"] for event in events if event.type == "waiting"]
+    assert state == "succeeded"
+    assert 5 <= len(told) <= 7
+    assert len(set(told)) > 1
+
+
+def test_a_lease_says_since_when_its_attempt_waits(clock: Clock) -> None:
+    leases: list[Lease] = []
+    script = [*["wait"] * 100, "kill the runner", *["wait"] * 100, *["stage"] * 100, "commit"]
+    before = time.time()
+    run([*script, "exit 0"], clock, adopting=True, leases=leases)
+    waiting = [lease for lease in leases if lease.phase == "waiting: quota"]
+    assert len({lease.waits_since for lease in waiting}) == 1, "the new runner began anew"
+    assert before <= (waiting[0].waits_since or 0) <= time.time()
+    assert {lease.waited for lease in leases if lease.phase.startswith("start")} == {None}
 
 
 HUNG = ["run", *["hang"] * 3]

@@ -31,7 +31,7 @@ from tandem.spool.schema import (
     StepRequest,
     VoidRequest,
 )
-from tandem.spool.session_jobs import queue_waiting
+from tandem.spool.session_jobs import others_wait, queue_waiting
 
 STEP = StepRequest(learning_rate=1e-4)
 DONE = RequestResult(finished=0.0)
@@ -340,6 +340,25 @@ def test_a_job_is_queued_where_a_request_waits(spool: Spool, run: str):
     spool.sessions.end(session_of(spool, run), "a test")
     spool.queue.cancel(spool.jobs.list(states=["queued"])[0][1].spec.id)
     assert queued() == []
+
+
+def test_a_run_that_trains_itself_keeps_nobody_waiting(spool: Spool, run: str):
+    """Beside another one's ranks a session's ranks stay; they leave for those that have no room."""
+    other = spool.sessions.run_name(session_of(spool, run), 2)
+    add_run(spool, other, session=session_of(spool, run))
+    add_run(spool, "batch")
+    for name in (run, other):
+        spool.requests.append(name, 1, STEP)
+    queue_waiting(spool)
+    assert spool.queue.claim("runner") is not None
+    assert others_wait(spool)
+    assert spool.queue.claim("runner") is not None
+    assert not others_wait(spool)
+    submit(spool, run="batch")
+    assert others_wait(spool)
+    assert spool.queue.claim("runner") is not None
+    submit(spool, run="batch")
+    assert not others_wait(spool), "the run's second job waits for its first"
 
 
 @pytest.mark.parametrize("way", ["cancelled", "failed"])

@@ -158,5 +158,31 @@ def test_a_loop_that_does_not_turn_any_more_is_named(tmp_path, monkeypatch):
     assert message.startswith("the loop of up has not turned for 100 s")
 
 
+def test_a_program_of_several_loops_is_as_alive_as_the_one_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_ALIVE_DIR", str(tmp_path))
+    hangs, begun = threading.Event(), threading.Event()
+
+    def loop() -> None:
+        liveness.beat("runner")
+        begun.set()
+        hangs.wait()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        begun.wait()
+        now = time.time()
+        monkeypatch.setattr(liveness.time, "time", lambda: now + 1000)
+        liveness.beat("runner")
+        assert "the loop of runner has not turned for 1000 s" in (
+            liveness.silence("runner", tmp_path) or ""
+        )
+    finally:
+        hangs.set()
+        thread.join()
+    liveness.beat("runner")
+    assert liveness.silence("runner", tmp_path) is None
+
+
 def test_wrong_settings_are_one_line():
     assert check(os.environ | {"TANDEM_TRAINER_RANKS": "none"}, "trainer")[0] == 1

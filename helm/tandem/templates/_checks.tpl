@@ -127,6 +127,9 @@ this one added; then refuses what can't be. */}}
 {{- if gt (int $t.hosts) 1 -}}
 {{- fail (printf "trainer.hosts=%d needs trainer.executor=kubernetes: with executor=local all processes are in the trainer's one pod" (int $t.hosts)) -}}
 {{- end -}}
+{{- if gt (int $t.parallelJobs) 1 -}}
+{{- fail (printf "trainer.parallelJobs=%d needs trainer.executor=kubernetes: with executor=local all jobs take turns on the trainer's GPUs" (int $t.parallelJobs)) -}}
+{{- end -}}
 {{- else -}}
 {{- if eq $v.gpuMode "shared" -}}
 {{- fail "trainer.executor=kubernetes and gpuMode=shared: a Job's pods have GPUs of their own, on any node; set gpuMode=dedicated" -}}

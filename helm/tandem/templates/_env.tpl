@@ -50,6 +50,8 @@
 {{- if .runner }}
 - name: TANDEM_JOB_TEMPLATE
   value: /etc/tandem/job/job.json
+- name: TANDEM_PARALLEL_JOBS
+  value: {{ int $v.trainer.parallelJobs | quote }}
 - name: TANDEM_ROLE
   value: trainer
 {{- end }}

@@ -198,19 +198,22 @@ def _set_training(samples: Samples, world: World) -> None:
         return
     job_id, kind = world.job
     samples.set("tandem_job_info", 1, job_id=job_id, run=RUN, kind=kind)
-    samples.set("tandem_job_last_progress_timestamp_seconds", world.began + world.now)
-    samples.set("tandem_train_step", world.step)
-    samples.set("tandem_train_steps", STEPS)
+    samples.set("tandem_job_waiting_seconds", world.now % 1800, run="letters")
+    samples.set("tandem_job_last_progress_timestamp_seconds", world.began + world.now, run=RUN)
+    samples.set("tandem_train_step", world.step, run=RUN)
+    samples.set("tandem_train_steps", STEPS, run=RUN)
     if world.step:
-        samples.set("tandem_train_last_step_timestamp_seconds", world.began + world.step_ended)
+        ended = world.began + world.step_ended
+        samples.set("tandem_train_last_step_timestamp_seconds", ended, run=RUN)
     for rank in world.ranks:
         _set_rank(samples, world, rank)
 
 
 def _set_rank(samples: Samples, world: World, rank: dict[str, str]) -> None:
-    samples.set("tandem_rank_up", 1, rank=rank["rank"])
-    samples.set("tandem_train_rank_step", world.step, rank=rank["rank"])
-    samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, rank=rank["rank"])
+    where = {"run": RUN, "rank": rank["rank"]}
+    samples.set("tandem_rank_up", 1, **where)
+    samples.set("tandem_train_rank_step", world.step, **where)
+    samples.set("tandem_torch_host_pinned_bytes", 0.25 * GIB, **where)
     samples.set("tandem_torch_memory_step_floor_bytes", 31.5 * GIB, **rank)
     peak = max(world.phase_peaks.values(), default=0.0)
     for name, size in (

@@ -235,7 +235,7 @@ def _ranks() -> list[Json]:
             "Page-locked memory of each rank (`tandem_torch_host_pinned_bytes`) and use "
             "of /dev/shm (`tandem_volume_total_bytes` - `tandem_volume_free_bytes`).",
             "bytes",
-            query("tandem_torch_host_pinned_bytes{@pod}", "rank {{rank}} pinned"),
+            query("tandem_torch_host_pinned_bytes{@pod}", "{{run}} rank {{rank}} pinned"),
             query(
                 'tandem_volume_total_bytes{@pod,volume="shm"} -'
                 ' tandem_volume_free_bytes{@pod,volume="shm"}',

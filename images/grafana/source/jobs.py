@@ -384,4 +384,14 @@ def _builds() -> list[Json]:
             width=8,
             texts=YES_NO | {"0": ("idle", GREY)},
         ),
+        timeseries(
+            "Waiting for a place",
+            "How long a running attempt has waited for its ranks' start:"
+            " `tandem_job_waiting_seconds`. Four hours are TandemJobWaiting.",
+            "s",
+            query("tandem_job_waiting_seconds{@pod}", "{{run}}"),
+            width=24,
+            none="no job waits",
+            defaults={"min": 0},
+        ),
     ]

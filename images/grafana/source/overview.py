@@ -56,8 +56,8 @@ def _now() -> list[Json]:
             "Optimizer steps that the running job has done, and has in all: `tandem_train_step`, "
             "`tandem_train_steps`.",
             "short",
-            query("tandem_train_step{@pod}", "done", kind="instant"),
-            query("tandem_train_steps{@pod}", "of", kind="instant"),
+            query("tandem_train_step{@pod}", "{{run}}: done", kind="instant"),
+            query("tandem_train_steps{@pod}", "{{run}}: of", kind="instant"),
             none="no job",
         ),
         stat(
@@ -65,7 +65,9 @@ def _now() -> list[Json]:
             "Of the running job: `tandem_train_last_step_timestamp_seconds`. "
             "TandemTrainerStuck waits for four mean steps, 15 minutes at least.",
             "s",
-            query("time() - tandem_train_last_step_timestamp_seconds{@pod}", "age", kind="instant"),
+            query(
+                "time() - tandem_train_last_step_timestamp_seconds{@pod}", "{{run}}", kind="instant"
+            ),
             none="no job",
             limits=[(RED, LIMITS["TandemTrainerStuck"])],
         ),

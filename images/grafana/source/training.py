@@ -36,14 +36,14 @@ def _speed() -> list[Json]:
             "Step",
             "Optimizer steps that the running job has done: `tandem_train_step`.",
             "short",
-            query("tandem_train_step{@pod}", "step", kind="instant"),
+            query("tandem_train_step{@pod}", "{{run}}", kind="instant"),
             none="no job",
         ),
         stat(
             "Steps of the job",
             "All optimizer steps of the running job: `tandem_train_steps`.",
             "short",
-            query("tandem_train_steps{@pod}", "steps", kind="instant"),
+            query("tandem_train_steps{@pod}", "{{run}}", kind="instant"),
             none="no job",
         ),
         stat(
@@ -63,7 +63,9 @@ def _speed() -> list[Json]:
             "Of the running job: `tandem_train_last_step_timestamp_seconds`. "
             "TandemTrainerStuck waits for four mean steps, 15 minutes at least.",
             "s",
-            query("time() - tandem_train_last_step_timestamp_seconds{@pod}", "age", kind="instant"),
+            query(
+                "time() - tandem_train_last_step_timestamp_seconds{@pod}", "{{run}}", kind="instant"
+            ),
             none="no job",
             limits=[(RED, LIMITS["TandemTrainerStuck"])],
         ),
@@ -73,7 +75,9 @@ def _speed() -> list[Json]:
             "`tandem_job_last_progress_timestamp_seconds`. Red as TandemJobStuck.",
             "s",
             query(
-                "time() - tandem_job_last_progress_timestamp_seconds{@pod}", "age", kind="instant"
+                "time() - tandem_job_last_progress_timestamp_seconds{@pod}",
+                "{{run}}",
+                kind="instant",
             ),
             none="no job",
             limits=[(RED, LIMITS["TandemJobStuck"])],
@@ -232,7 +236,7 @@ def _ranks() -> list[Json]:
             "Whether each rank's heartbeat changed within a minute: `tandem_rank_up`. No rank "
             "between two jobs is normal.",
             "none",
-            query("tandem_rank_up{@pod}", "{{pod}} rank {{rank}}"),
+            query("tandem_rank_up{@pod}", "{{pod}} {{run}} rank {{rank}}"),
             width=12,
             texts=UP_DOWN,
             none="no job",
@@ -242,7 +246,7 @@ def _ranks() -> list[Json]:
             "Optimizer steps done by each rank: `tandem_train_rank_step`. They advance "
             "together; a rank that stops also stops the others.",
             "short",
-            query("tandem_train_rank_step{@pod}", "{{pod}} rank {{rank}}"),
+            query("tandem_train_rank_step{@pod}", "{{pod}} {{run}} rank {{rank}}"),
             width=12,
             none="no job",
             custom={"lineInterpolation": "stepAfter"},

@@ -35,6 +35,7 @@ _POLL_SECONDS = 0.5
 # Event type -> fields of its data that are printed.
 _FIELDS = {
     "claimed": ["runner"],
+    "waiting": ["seconds", "reason"],
     "slept": ["seconds"],
     "woken": ["seconds"],
     "started": ["device"],

@@ -33,12 +33,18 @@ ERRORS = (
     "non_finite",
     "runner_lost",
     "runner_stopped",
+    "preempted",
+    "host_lost",
+    "job_deleted",
+    "job_failed",
     "invalid_input",
     "conflict",
     "checkpoint_damaged",
     "base_missing",
     "spool_unusable",
     "hub_unreachable",
+    "hosts_differ",
+    "nothing_to_learn",
     "inference_unavailable",
     "gpus_not_freed",
     "job_damaged",
@@ -106,6 +112,7 @@ METRICS = (
         "When the running job last finished an optimizer step; absent before its first one, and "
         "without a job.",
         "event step",
+        labels={"run": OPEN},
     ),
     _histogram(
         "tandem_train_step_duration_seconds",
@@ -124,7 +131,7 @@ METRICS = (
     *(
         Metric(
             f"tandem_train_{name}",
-            f"{text}. Of the last optimizer step; stays between jobs.",
+            f"{text}. Of the last optimizer step of any run; stays between jobs.",
             f"event step, {key}",
         )
         for key, (name, text) in _LAST_STEP.items()
@@ -194,6 +201,7 @@ METRICS = (
 @dataclass
 class _Followed:
     kind: str
+    run: str
     created: float  # Unix seconds
     offset: int = 0  # bytes of its event file that have been read
     attempts: LivingAttempts = field(default_factory=LivingAttempts)
@@ -216,6 +224,7 @@ class JobsCollector(SpoolCollector):
         # Events from before this process only set gauges.
         self._uncounted = Samples(self.metrics)
         self._last: dict[str, float] = {}  # gauges without labels
+        self._last_step_at: dict[str, float] = {}  # run -> Unix seconds, of its running job
         self._per_device: dict[str, dict[str, float]] = {}  # gauge -> UUID -> bytes
 
     def collect(self, gauges: Samples) -> None:
@@ -233,6 +242,8 @@ class JobsCollector(SpoolCollector):
         self._caught_up = True
         for name, value in self._last.items():
             gauges.set(name, value)
+        for run, at in self._last_step_at.items():
+            gauges.set(_LAST_STEP_AT, at, run=run)
         for name, values in self._per_device.items():
             for uuid, value in values.items():
                 gauges.set(name, value, uuid=uuid)
@@ -266,7 +277,7 @@ class JobsCollector(SpoolCollector):
     def _follow(self, spool: Spool, job_id: str) -> None:
         with suppress(NotFound):  # its file was damaged and is set aside
             spec = spool.jobs.get(job_id)[1].spec
-            self._followed[job_id] = _Followed(spec.kind, spec.created)
+            self._followed[job_id] = _Followed(spec.kind, spec.run, spec.created)
         self._unread.discard(job_id)
 
     def _read_job(self, spool: Spool, job_id: str) -> None:
@@ -281,7 +292,7 @@ class JobsCollector(SpoolCollector):
         if not job.attempts.admits(event):
             return
         if event.type in (*TERMINAL, "requeued", "claimed"):
-            self._last.pop(_LAST_STEP_AT, None)
+            self._last_step_at.pop(job.run, None)
         if event.type == "claimed" and job.first_claimed is None:
             job.first_claimed = event.time
             counts.observe(
@@ -290,7 +301,7 @@ class JobsCollector(SpoolCollector):
         elif event.type == "loaded":
             _count_phases(counts, data.get("seconds"))
         elif event.type == "step":
-            self._last[_LAST_STEP_AT] = event.time
+            self._last_step_at[job.run] = event.time
             self._read_step(data.get("metrics"), counts)
         elif event.type == "evaluated":
             _count_phases(counts, data.get("seconds"))

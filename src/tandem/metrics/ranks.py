@@ -1,4 +1,4 @@
-"""The ranks of the running job, from the heartbeats that they write to the attempt's work
+"""The ranks of the running jobs, from the heartbeats that they write to the attempt's work
 directory."""
 
 import time
@@ -12,7 +12,8 @@ from tandem.spool.attempt import Attempt
 from tandem.spool.schema import Beat, Job
 
 _CPU = "; on the CPU the resident set"
-_RANK = {"rank": OPEN}
+_RUN = {"run": OPEN}  # which has one running job at most
+_RANK = {"run": OPEN, "rank": OPEN}
 _RANK_AND_GPU = {"uuid": OPEN, "rank": OPEN}
 
 # Each dictionary's keys are those of a heartbeat's `memory` or `phases`. `tandem memory` shows the
@@ -109,11 +110,13 @@ METRICS = (
         "tandem_train_step",
         "Optimizer steps done by the running job; absent without one.",
         "beat.0",
+        labels=_RUN,
     ),
     Metric(
         "tandem_train_steps",
         "All optimizer steps of the running job; absent without one.",
         "beat.0",
+        labels=_RUN,
     ),
     Metric(
         "tandem_train_rank_step",
@@ -124,12 +127,20 @@ METRICS = (
     Metric(
         "tandem_job_last_progress_timestamp_seconds",
         "When the rank that has been silent for longest wrote its "
-        "last heartbeat, or the attempt began; absent without a job.",
+        "last heartbeat, or the attempt began or waited; absent without a job.",
         "beat.<rank>",
+        labels=_RUN,
+    ),
+    Metric(
+        "tandem_job_waiting_seconds",
+        "How long the running attempt has waited for its ranks' start: for a quota, nodes or hosts;"
+        " absent once they run. `tandem jobs` says for what.",
+        "lease.json",
+        labels=_RUN,
     ),
     Metric(
         "tandem_job_info",
-        "1; the running job, and no other.",
+        "1; the running jobs, and no other.",
         "jobs/active",
         labels={"job_id": OPEN, "run": OPEN, "kind": JOB_KINDS},
     ),
@@ -140,11 +151,18 @@ METRICS = (
 class _AttemptSeries:
     job: Job
     number: int
+    waited: float | None  # seconds; None: its ranks run
     seen_since: float = field(default_factory=time.time)
     seen_since_monotonic: float = field(default_factory=time.monotonic)
     # For each rank: its last heartbeat, and when (monotonic) this process first saw it. The rank's
     # clock may be wrong.
     ranks: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+
+    def waits(self, seconds: float | None) -> None:
+        """While the attempt waits, nobody is silent."""
+        self.waited = seconds
+        if seconds is not None:
+            self.seen_since, self.seen_since_monotonic = time.time(), time.monotonic()
 
 
 class RanksCollector(SpoolCollector):
@@ -157,18 +175,21 @@ class RanksCollector(SpoolCollector):
     def __init__(self, open_spool: OpenSpool, ranks: int) -> None:
         super().__init__(open_spool)
         self._expected = ranks
-        self._attempt: _AttemptSeries | None = None
+        self._attempts: list[_AttemptSeries] = []
         self._caught_up = False
 
     def collect(self, gauges: Samples) -> None:
         spool = self.spool()
-        attempt = self._attempt = self._current_attempt(spool)
-        gauges.set("tandem_train_active", float(attempt is not None))
-        if attempt is None:
-            self._caught_up = True
-            return
+        self._attempts = self._running_attempts(spool)
+        gauges.set("tandem_train_active", float(bool(self._attempts)))
+        self.try_each(self._attempts, lambda attempt: self._collect(spool, attempt, gauges))
+        self._caught_up = True
+
+    def _collect(self, spool: Spool, attempt: _AttemptSeries, gauges: Samples) -> None:
         spec = attempt.job.spec
         gauges.set("tandem_job_info", 1, job_id=spec.id, run=spec.run, kind=spec.kind)
+        if attempt.waited is not None:
+            gauges.set("tandem_job_waiting_seconds", attempt.waited, run=spec.run)
         now = time.monotonic()
         for rank, beat in Attempt(spool, spec.id, attempt.number).beats().items():
             last, _ = attempt.ranks.get(rank, (None, now))
@@ -176,29 +197,30 @@ class RanksCollector(SpoolCollector):
                 # An earlier exporter has counted what a rank counted before this process began.
                 self._count(str(rank), last if self._caught_up else beat, beat)
                 attempt.ranks[rank] = beat, now
-        self._caught_up = True
         for rank, (beat, seen_at) in attempt.ranks.items():
-            _set_rank(gauges, str(rank), beat, up=now - seen_at <= STALE_SECONDS)
+            _set_rank(gauges, spec.run, str(rank), beat, up=now - seen_at <= STALE_SECONDS)
         for rank in set(range(self._expected)) - set(attempt.ranks):
             if now - attempt.seen_since_monotonic > STALE_SECONDS:
-                gauges.set("tandem_rank_up", 0, rank=str(rank))
+                gauges.set("tandem_rank_up", 0, run=spec.run, rank=str(rank))
         beats = [beat.time for beat, _ in attempt.ranks.values()]
         progress = min(beats) if len(beats) >= self._expected else attempt.seen_since
-        gauges.set("tandem_job_last_progress_timestamp_seconds", progress)
+        gauges.set("tandem_job_last_progress_timestamp_seconds", progress, run=spec.run)
 
-    def _current_attempt(self, spool: Spool) -> _AttemptSeries | None:
-        """The running attempt. A spool has one runner, which runs one job at a time."""
+    def _running_attempts(self, spool: Spool) -> list[_AttemptSeries]:
+        known = {(one.job.spec.id, one.number): one for one in self._attempts}
+        found = []
         for job_id in (key.id for key in spool.jobs.index.running()):
             lease = spool.leases.get(job_id)
             if lease is None:
                 continue
-            known = self._attempt
-            if known is not None and (known.job.spec.id, known.number) == (job_id, lease.attempt):
-                return known
+            if (one := known.get((job_id, lease.attempt))) is not None:
+                one.waits(lease.waited)
+                found.append(one)
+                continue
             state, job = spool.jobs.get(job_id)
             if state == "running":
-                return _AttemptSeries(job, lease.attempt)
-        return None
+                found.append(_AttemptSeries(job, lease.attempt, lease.waited))
+        return found
 
     def _count(self, rank: str, before: Beat | None, beat: Beat) -> None:
         """Continues the counters from attempt to attempt: a rank's own counts begin at 0 in each
@@ -209,13 +231,13 @@ class RanksCollector(SpoolCollector):
                 self.counts.inc(name, max(beat.memory[key] - earlier, 0), uuid=beat.uuid, rank=rank)
 
 
-def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
-    gauges.set("tandem_rank_up", float(up), rank=rank)
-    gauges.set("tandem_train_rank_step", beat.step, rank=rank)
+def _set_rank(gauges: Samples, run: str, rank: str, beat: Beat, *, up: bool) -> None:
+    gauges.set("tandem_rank_up", float(up), run=run, rank=rank)
+    gauges.set("tandem_train_rank_step", beat.step, run=run, rank=rank)
     if rank == "0":
-        gauges.set("tandem_train_step", beat.step)
+        gauges.set("tandem_train_step", beat.step, run=run)
         if beat.steps:
-            gauges.set("tandem_train_steps", beat.steps)
+            gauges.set("tandem_train_steps", beat.steps, run=run)
     if not up or beat.uuid is None:
         return  # the memory of a rank that was silent for a minute is out of date
     where = {"uuid": beat.uuid, "rank": rank}
@@ -229,4 +251,5 @@ def _set_rank(gauges: Samples, rank: str, beat: Beat, *, up: bool) -> None:
     if beat.step_floor is not None:
         gauges.set("tandem_torch_memory_step_floor_bytes", beat.step_floor, **where)
     if "host_pinned" in beat.memory:
-        gauges.set("tandem_torch_host_pinned_bytes", beat.memory["host_pinned"], rank=rank)
+        pinned = beat.memory["host_pinned"]
+        gauges.set("tandem_torch_host_pinned_bytes", pinned, run=run, rank=rank)

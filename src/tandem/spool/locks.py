@@ -171,7 +171,7 @@ class Leases:
         """The job's lease; None if nobody runs the job, or if the file is damaged."""
         return fs.read_undamaged(self._paths.lease_file(job_id), Lease)
 
-    def write(self, job: Job, runner: str, phase: str) -> None:
+    def write(self, job: Job, runner: str, phase: str, waits_since: float | None = None) -> None:
         """The runner's heartbeat. No check: the runner of the spool, which holds the runner lock,
         is the one writer."""
         lease = Lease(
@@ -182,6 +182,7 @@ class Leases:
             attempt=job.attempt,
             phase=phase,
             beat=time.time(),
+            waits_since=waits_since,
         )
         # Not durable: a loss of power ends the runner too, and a lease without a runner says
         # nothing.

@@ -25,10 +25,13 @@ def queue_waiting(spool: Spool) -> None:
                     _queue(spool, session, run)
 
 
-def others_wait(spool: Spool, run: str) -> bool:
-    """Whether another run of a session has a request to compute. The runner queues no job for it
-    while one runs."""
-    return any(other != run for _, other, _ in _waiting(spool))
+def others_wait(spool: Spool) -> bool:
+    """Whether a run without a running job has a job that is queued, or a request to compute. As
+    long as the runner has no room, it claims and queues none."""
+    index = spool.jobs.index
+    busy = {key.run for key in index.running()}
+    queued = any(head.run not in busy for head in index.heads())
+    return queued or any(run not in busy for _, run, _ in _waiting(spool))
 
 
 def _waiting(spool: Spool) -> Iterator[tuple[str, str, int]]:

@@ -32,12 +32,23 @@ def program_kind(program: str) -> str:
     return program.partition("-")[0]
 
 
+_turns: dict[threading.Thread, float] = {}  # when each thread's loop last turned
+
+
 def beat(program: str) -> None:
-    """Records a turn of `program`'s loop in TANDEM_ALIVE_DIR; does nothing without one."""
+    """Records a turn of this thread's loop in TANDEM_ALIVE_DIR; does nothing without one. A program
+    with several loops lives as long as the oldest last turn says."""
     if directory := os.environ.get(VARIABLE):
+        now = time.time()
+        _turns[threading.current_thread()] = now
+        for thread in list(_turns):
+            if not thread.is_alive():
+                _turns.pop(thread, None)
+        oldest = min([now, *_turns.copy().values()])
         with suppress(OSError):  # a full tmpfs must not end a program that works
-            name = os.environ.get(NAME_VARIABLE) or program
-            Path(directory, f"{name}.alive").touch()
+            path = Path(directory, f"{os.environ.get(NAME_VARIABLE) or program}.alive")
+            path.touch()
+            os.utime(path, (oldest, oldest))
 
 
 def report(program: str, problem: str) -> None:

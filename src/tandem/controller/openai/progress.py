@@ -184,6 +184,8 @@ def tuning_events(spool: Spool, tuning: Tuning) -> list[dict[str, Any]]:
                 shown = "?" if loss is None else f"{loss:.4f}"
                 message = f"Step {step}/{total}: {what} loss={shown}"
                 add(event.time, name, message, data=values)
+            elif event.type == "waiting":
+                add(event.time, name, f"The job waits: {event.data.get('reason')}")
             elif event.type == "requeued":
                 reason = event.data.get("error", {}).get("message", "it was stopped")
                 add(event.time, name, f"An attempt ended ({reason}) and is made again", "warn")

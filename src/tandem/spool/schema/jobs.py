@@ -139,6 +139,7 @@ class Job(Record):
 
 EventType = Literal[
     "claimed",
+    "waiting",
     "slept",
     "started",
     "loaded",
@@ -192,6 +193,13 @@ class Lease(BaseModel):
     attempt: int
     phase: str
     beat: float  # Unix seconds, by the runner's clock
+    # Since when the attempt has waited for its ranks' start, by the same clock; None: they run.
+    waits_since: float | None = None
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds, at the last beat; None: it does not wait."""
+        return None if self.waits_since is None else max(self.beat - self.waits_since, 0.0)
 
 
 class RankMemory(BaseModel):

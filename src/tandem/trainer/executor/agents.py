@@ -297,7 +297,7 @@ class EngineExecution(AgentsExecution):
 
 class EngineExecutor(AgentsExecutor):
     """An `Executor`, but for `start`, whose engine is asked over a network. The attempts go on
-    without the runner."""
+    without the runner. Attempts in several threads may run at once."""
 
     stays = True
     engine: ClassVar[str]
@@ -319,8 +319,8 @@ class EngineExecutor(AgentsExecutor):
             result = action()
         except self.away as error:
             now = time.monotonic()
-            self._away_since = self._away_since or now
-            if now - self._away_since > REPORT_SECONDS:
+            self._away_since = since = self._away_since or now
+            if now - since > REPORT_SECONDS:
                 liveness.report("runner", str(error))
             raise
         self._away_since = None

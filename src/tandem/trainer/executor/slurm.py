@@ -143,8 +143,11 @@ class SlurmExecutor(EngineExecutor):
         running = self._spool.jobs.index.running()
         names = {self.batch.name(self._spool.jobs.get(key.id)[1]) for key in running}
         now = time.monotonic()
-        self._finishing = {name: end for name, end in self._finishing.items() if end > now}
-        names |= self._finishing.keys()
+        for name, end in list(self._finishing.items()):  # threads of attempts add to it
+            if end > now:
+                names.add(name)
+            else:
+                del self._finishing[name]
         for one in self.ask(self.slurm.jobs):
             if one.name.startswith(self.batch.prefix) and one.name not in names and not one.ended:
                 log.warning("cancelling a Slurm job that no running job has", job=one.name)

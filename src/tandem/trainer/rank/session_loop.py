@@ -143,9 +143,7 @@ class SessionLoop:
         enough."""
         if now >= self._next_look:
             self._next_look = now + BEAT_SECONDS
-            heads = self._spool.jobs.index.heads()
-            own = self._run.name
-            self._others = any(head.run != own for head in heads) or others_wait(self._spool, own)
+            self._others = others_wait(self._spool)
             assert self._run.session is not None
             if self._spool.sessions.ended(self._run.session) is not None:
                 return True

@@ -17,6 +17,7 @@ from tandem.system.logs import Log
 from tandem.trainer.executor import Ended, Execution, Executor, Order, Waiting
 from tandem.trainer.runner.failure import Heartbeats, RankProgress, failure
 from tandem.trainer.runner.joblog import JobLog
+from tandem.trainer.runner.waiting import Wait
 from tandem.trainer.stop import LONGEST_PAUSE_SECONDS, Stop
 
 log = Log("runner")
@@ -59,6 +60,7 @@ class JobRun:
         self._files = Attempt(self.spool, self.job.spec.id, self.job.attempt)
         hosts = None if self.settings.executor == "local" else self.settings.trainer_hosts
         self._log = JobLog(self._files, self.settings.trainer_ranks, hosts)
+        self._wait = Wait(self._files, time.monotonic)
         self._next_beat = 0.0
 
     def run(self) -> float:
@@ -185,6 +187,7 @@ class JobRun:
         counted = f"{self._counted} of {self.job.spec.max_attempts} that count"
         if self.adopted:
             self._log.go_on(self.job.attempt)
+            _or_none(self._wait.adopt)
         begins = "goes on under another runner" if self.adopted else f"({counted})"
         self._log.say(f"attempt {self.job.attempt} {begins}, {now}")
         order = Order(self.job, self._files, self._interrupted, self._log.say, self._append_event)
@@ -226,7 +229,12 @@ class JobRun:
                 self._log.say(f"stopping the ranks: {reason.type}: {reason.message}")
                 execution.stop()
                 kill_time = now + TERMINATE_SECONDS
-            phase = f"waiting: {state.reason}" if isinstance(state, Waiting) else ranks[-1].phase
+            if isinstance(state, Waiting):
+                self._wait.goes_on(state.reason)
+                phase = f"waiting: {state.reason}"
+            else:
+                self._wait.ends()
+                phase = ranks[-1].phase
             self._beat("stopping" if reason else phase)
             time.sleep(0.1)
         execution.kill()
@@ -273,7 +281,8 @@ class JobRun:
             return
         self._next_beat = time.monotonic() + self.settings.heartbeat_seconds
         liveness.beat("runner")
-        _or_none(lambda: self.spool.leases.write(self.job, self.runner, phase))
+        write = self.spool.leases.write
+        _or_none(lambda: write(self.job, self.runner, phase, self._wait.since))
 
     def _memory(self) -> dict[str, object]:
         """The ranks' memory as fields of the event `released`: from heartbeats, which also exist

@@ -29,6 +29,7 @@ from tandem.system.gpus import Devices
 from tandem.system.logs import Log
 from tandem.trainer.executor import Executor, hosts, local, slurm
 from tandem.trainer.runner import job
+from tandem.trainer.runner.running import RunningJobs
 from tandem.trainer.stop import Stop
 
 log = Log("runner")
@@ -79,6 +80,7 @@ class Runner:
             pid=os.getpid(),
             launch=settings.launch,
             ranks=settings.trainer_ranks,
+            jobs=settings.parallel_jobs,
             devices=self._executor.devices,
         )
         settled = self.stop.retry(
@@ -95,13 +97,15 @@ class Runner:
         job_run = partial(job.JobRun, settings, self._spool, self._executor, self.stop, self._name)
         try:
             self._executor.prepare()
-            self._go_on(job_run)
-            while not self.stop.requested:
-                liveness.beat("runner")
-                if (claimed := self.stop.retry("look for a job", self._next_job)) is not None:
-                    self._run_job(job_run(claimed))
-                elif not self.stop.requested:
-                    time.sleep(0.2)
+            with RunningJobs(settings.parallel_jobs, self._executor, self.stop) as running:
+                self._go_on(running, job_run)
+                while not self.stop.requested:
+                    liveness.beat("runner")
+                    self._note(running.ended())
+                    if (claimed := self._claim(running)) is not None:
+                        running.start(job_run(claimed))
+                    elif not self.stop.requested:
+                        time.sleep(0.2)
         finally:
             self._executor.close()
         log.info("runner is down")
@@ -127,17 +131,22 @@ class Runner:
         files = Attempt(self._spool, running.spec.id, running.attempt)
         return self._executor.adopts(files)
 
-    def _go_on(self, job_run: Callable[[Job], job.JobRun]) -> None:
-        """Watch the attempts that went on without a runner, one after the other."""
+    def _go_on(self, running: RunningJobs, job_run: Callable[[Job], job.JobRun]) -> None:
+        """Watch the attempts that went on without a runner."""
         for key in self._spool.jobs.index.running():
             if self.stop.requested:
                 return
             adopted = job_run(self._spool.jobs.get(key.id)[1])
-            self._run_job(replace(adopted, adopted=True))
+            running.start(replace(adopted, adopted=True))
 
-    def _run_job(self, run: job.JobRun) -> None:
-        pause = run.run()
-        self._waiting[run.job.spec.id] = time.monotonic() + pause
+    def _claim(self, running: RunningJobs) -> Job | None:
+        return None if running.full else self.stop.retry("look for a job", self._next_job)
+
+    def _note(self, ended: dict[str, float]) -> None:
+        """Remember how long the ended attempts' jobs should wait."""
+        now = time.monotonic()
+        self._waiting = {job_id: end for job_id, end in self._waiting.items() if end > now}
+        self._waiting |= {job_id: now + pause for job_id, pause in ended.items()}
 
     def _mounted_volume(self) -> str:
         with fs.volume_errors(self._spool.root):
@@ -157,11 +166,10 @@ class Runner:
                 " lock"
             )
             raise Conflict(f"{problem}; it exits to be restarted")
-        self._waiting = {
-            job_id: end for job_id, end in self._waiting.items() if end > time.monotonic()
-        }
         queue_waiting(self._spool)
-        if all(head.id in self._waiting for head in self._spool.jobs.index.heads()):
+        index = self._spool.jobs.index
+        busy = {key.run for key in index.running()}
+        if all(head.run in busy or head.id in self._waiting for head in index.heads()):
             return None
         self._executor.wait_until_free()
         return (
