@@ -36,7 +36,7 @@ def test_the_document_is_made_from_the_catalogue():
 
 
 def test_a_stacks_series_are_few():
-    """With 8 ranks on 8 devices and every metric exported, Prometheus stores less than 1300 series
+    """With 8 ranks on 8 devices and every metric exported, Prometheus stores less than 1400 series
     of the trainer."""
     total = 0
     for metric in CATALOGUE:
@@ -46,9 +46,9 @@ def test_a_stacks_series_are_few():
                 open_values = {
                     "uuid": 1 if "rank" in metric.labels else 8,
                     "rank": 8,
-                    "run": 20,
+                    "run": 1 if "rank" in metric.labels else 20,
                     "program": 3,
                 }
                 size *= len(values) or open_values.get(label, 1)
             total += size * (len(metric.buckets) + 3 if metric.kind == "histogram" else 1)
-    assert total < 1300
+    assert total < 1400

@@ -53,6 +53,7 @@ EXCEPTIONS = {
     "spool/fs.py open_dir": "a directory",
     "system/liveness.py reported": PRIVATE,
     "system/network.py interface_addresses": "/proc",
+    "system/network.py lost_data": "/proc",
     "system/network.py network_name": "/proc",
     "system/processes.py marked": "/proc",
     "system/processes.py read_process": "/proc",
@@ -69,7 +70,7 @@ EXCEPTIONS = {
 
 OPENERS = {"open", "read_text", "read_bytes", "copyfile", "copy2", "copytree", "memmap"}
 OPENERS |= {"open_memmap", "safe_open", "load_file"}
-NO_OPENERS = {"PackedBatch.open", "launch.open", "opener.open", "fs.read_bytes", "read_bytes"}
+NO_OPENERS = {"PackedBatch.open", "launch.open", "_OPENER.open", "fs.read_bytes", "read_bytes"}
 """Functions of these names that open nothing by themselves."""
 
 

@@ -12,7 +12,7 @@ Step = Annotated[int, Field(strict=True)]
 
 
 class _Own(NamedTuple):
-    """What a policy takes where the job does not say, as its paper does."""
+    """A policy's defaults, as in its paper."""
 
     level: Literal["token", "sequence"]
     mean_over: Literal["token", "trajectory"]
