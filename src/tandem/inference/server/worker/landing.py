@@ -46,7 +46,7 @@ SPARE_BYTES = 64 * 2**20
 """Bytes that are exchanged at once: the memory on the GPU that an exchange needs."""
 
 Source = dict[str, Any]
-"""Where a version comes from: `way`, and the data that this way needs."""
+"""The origin of a version: `way`, and the data that this way needs."""
 
 
 @dataclass(frozen=True)
