@@ -59,7 +59,7 @@ class Metric:
     name: str
     help: str
     source: str
-    """Where the value comes from, for docs/metrics.md."""
+    """The value's origin, for docs/metrics.md."""
     kind: Kind = "gauge"
     exporters: tuple[Exporter, ...] = ("trainer",)
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -24,8 +24,8 @@ _TOO_SLOW = (408, "Request Timeout", f"the headers did not end within {WAIT_SECO
 
 
 Owed = Literal["request", "head", "body"]
-"""What the peer still owes: a request that has not begun, the rest of its headers, or the rest of
-its body."""
+"""The part that the peer still owes: a request that has not begun, the rest of its headers, or the
+rest of its body."""
 
 
 class _HeadTooLarge(Exception):

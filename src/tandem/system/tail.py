@@ -10,7 +10,7 @@ from tandem.system.plain_files import open_plain
 _CHUNK = 1 << 16
 # A longer line is returned in pieces, because its end may never come.
 _LONGEST_LINE = 1 << 20
-# What one call reads, about: a writer may be faster than its reader.
+# Approximate bytes that one call reads: a writer may be faster than its reader.
 _MOST = 1 << 24
 
 

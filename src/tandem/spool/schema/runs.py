@@ -13,7 +13,7 @@ Serving = Literal["adapter", "merged"]
 vLLM's own weights."""
 
 Trainable = Literal["lora", "full"]
-"""What a run trains: a LoRA adapter, or all weights of its base model."""
+"""The trained weights of a run: a LoRA adapter, or all weights of its base model."""
 
 LoraTarget = Literal[
     "q_proj",
