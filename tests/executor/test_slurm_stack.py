@@ -176,6 +176,38 @@ def polled(execution: Execution) -> Waiting | Running | Ended:
     return execution.poll()
 
 
+@pytest.mark.slow
+def test_jobs_of_two_runs_are_in_slurms_queue_at_once_and_adopted(
+    stack: SlurmStack, cluster: SlurmCluster
+) -> None:
+    stack.kill()
+    stack.environment["TANDEM_PARALLEL_JOBS"] = "2"
+    try:
+        stack.start()
+        jobs = [stack.submit(stack.run(name), do="wait_for_go") for name in ("left", "right")]
+        third = stack.submit("left", do="wait_for_go")
+
+        def living() -> set[str]:
+            known = cluster.jobs("tandem-")
+            return {name for name, state in known if state in ("PENDING", "RUNNING")}
+
+        stack.until(lambda: len(living()) == 2, "two Slurm jobs")
+        made = living()
+        stack.kill()
+        stack.forget()
+        stack.start()
+        stack.until(lambda: stack.logged().count("adopted") == 2, "both attempts adopted")
+        assert living() == made
+        assert stack.spool.jobs.get(third)[0] == "queued"
+        (stack.spool.root / "go").touch()
+        for job_id in (*jobs, third):
+            state, job = stack.wait(job_id)
+            assert (state, job.attempt) == ("succeeded", 1), job.result
+    finally:
+        del stack.environment["TANDEM_PARALLEL_JOBS"]
+        stack.stop()
+
+
 def test_a_runner_that_is_killed_after_the_submission_finds_it(
     cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
