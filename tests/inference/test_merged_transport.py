@@ -139,6 +139,18 @@ def test_an_offer_of_an_attempt_that_was_ended_is_passed_over(scene: Scene) -> N
     assert scene.log == ["verify", "volume"]
 
 
+def test_files_that_ranks_still_write_are_waited_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such an offer has no meeting."""
+    monkeypatch.setattr(liveness, "beat", lambda _: None)
+    written = SimpleNamespace(type="sent", attempt=1, data={"transport": "volume"})
+    scene.offers = [SimpleNamespace(type="offered", attempt=1, data={"transport": "volume"})]
+    monkeypatch.setattr(transports.time, "sleep", lambda _: scene.offers.append(written))
+    assert scene.transport()._offered(RUN, scene.manifest) == []
+    assert scene.offers[1:] == [written]
+
+
 def test_files_are_verified_before_vllm_reads_them(scene: Scene) -> None:
     scene.load(broken="nccl")
     assert scene.log == ["nccl", "verify", "volume"]
