@@ -68,7 +68,7 @@ SPECIAL: dict[str, Schema] = {
     "settings.weights": optional(enum("adapter", "merged")),
     "trainer.executor": enum("local", "kubernetes"),
     "trainer.hosts": COUNT,
-    "trainer.parallelJobs": COUNT | {"maximum": 64},
+    "trainer.parallelJobs": COUNT,
     "trainer.runner.serviceAccountName": NAME,
     "trainer.settings.topology": optional(enum("given", "auto")),
     "settings.transport": optional(enum("auto", "merge", "nccl", "volume")),

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     docker: bool = Field(default=False, validation_alias=AliasChoices("TANDEM_DOCKER", "RL_DOCKER"))
     trainer_ranks: int = Field(default=1, ge=1)
     executor: Literal["local", "hosts", "kubernetes", "slurm"] = "local"
-    parallel_jobs: int = Field(default=1, ge=1, le=64)
+    parallel_jobs: int = Field(default=1, ge=1)
     job_template: Path | None = None
     slurm_args: str = ""
     trainer_hosts: int = Field(default=1, ge=1)

@@ -112,6 +112,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         f"trainer.{name}": {"trainer": {"executor": "kubernetes"}}
         for name in (
             "hosts",
+            "parallelJobs",
             "runner.serviceAccountName",
             "runner.admissionPolicy",
             "runner.resources.requests.cpu",

@@ -168,7 +168,8 @@ def test_runner_and_hosts_have_the_same_settings_and_threads():
         agent = environment(container)
         assert agent["OMP_NUM_THREADS"] == runner["OMP_NUM_THREADS"] == threads
         assert agent["TANDEM_TRAINER_RANKS"] == str(2 * gpus)
-        own = {"TANDEM_JOB_TEMPLATE", "TANDEM_ROLE", "NVIDIA_VISIBLE_DEVICES"}
+        own = {"TANDEM_JOB_TEMPLATE", "TANDEM_PARALLEL_JOBS", "TANDEM_ROLE"}
+        own |= {"NVIDIA_VISIBLE_DEVICES"}
         assert {key: value for key, value in runner.items() if key not in own} == agent
     given = of(
         merged(SETS["jobs"], at("trainer.extraEnv", [{"name": "OMP_NUM_THREADS", "value": "7"}]))
