@@ -12,13 +12,14 @@ Step = Annotated[int, Field(strict=True)]
 
 
 _BY_SEQUENCE = ("gspo", "gspo_token")
+_WITHOUT_BOUNDS = ("dro", "sapo")
 
 
 class RLLoss(Record):
     """The policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
-    policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro"] = "cispo"
+    policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro", "sapo"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
@@ -32,6 +33,10 @@ class RLLoss(Record):
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
+    # SAPO: how fast the gate closes where the advantage is positive, and elsewhere. None: 1 and
+    # 1.05.
+    sapo_temperature_pos: float | None = Field(default=None, gt=0)
+    sapo_temperature_neg: float | None = Field(default=None, gt=0)
     # Leave out sequences of negative advantage whose log-probs fell, on average per token, by more
     # nats than this.
     off_policy_threshold: float | None = Field(default=None, gt=0)
@@ -86,11 +91,20 @@ class RLLoss(Record):
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if (self.policy == "dro") != (self.dro_beta is not None):
             raise ValueError('dro_beta goes with policy="dro", and only with it')
-        bounds = (self.clip_low, self.clip_high, self.dual_clip, self.ratio_level)
-        if self.policy == "dro" and (set(bounds) != {None} or self.beyond_bounds == "mask"):
+        bounds = (self.clip_low, self.clip_high, self.dual_clip)
+        if self.policy in _WITHOUT_BOUNDS and (
+            set(bounds) != {None} or self.beyond_bounds == "mask"
+        ):
             raise ValueError(
-                "DRO has no ratio in its loss; leave clip_low, clip_high, dual_clip, ratio_level"
-                " and beyond_bounds out"
+                "DRO and SAPO do not bound the ratio; leave clip_low, clip_high, dual_clip and"
+                " beyond_bounds out"
+            )
+        if self.policy == "dro" and self.ratio_level is not None:
+            raise ValueError("DRO has no ratio in its loss; leave ratio_level out")
+        temperatures = (self.sapo_temperature_pos, self.sapo_temperature_neg)
+        if self.policy != "sapo" and set(temperatures) != {None}:
+            raise ValueError(
+                'sapo_temperature_pos and _neg go with policy="sapo", and only with it'
             )
         if self.dual_clip is not None and (
             self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]
@@ -140,20 +154,27 @@ class RLLoss(Record):
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
-        """`normalisation` after defaults: CISPO, PPO and DRO token, GSPO trajectory (their papers,
-        and DAPO for PPO)."""
-        return self.normalisation or ("trajectory" if self.policy in _BY_SEQUENCE else "token")
+        """`normalisation` after defaults: CISPO, PPO and DRO token, GSPO and SAPO trajectory (their
+        papers, and DAPO for PPO)."""
+        by_trajectory = (*_BY_SEQUENCE, "sapo")
+        return self.normalisation or ("trajectory" if self.policy in by_trajectory else "token")
+
+    @property
+    def sapo_temperatures(self) -> tuple[float, float]:
+        """`(sapo_temperature_pos, sapo_temperature_neg)` after defaults: the paper's."""
+        return self.sapo_temperature_pos or 1.0, self.sapo_temperature_neg or 1.05
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher),
-        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4], DRO none."""
+        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4], DRO and SAPO none."""
         low, high = {
             "ppo": (0.2, 0.28),
             "cispo": (1.0, 4.0),
             "gspo": (3e-4, 4e-4),
             "gspo_token": (3e-4, 4e-4),
             "dro": (1.0, math.inf),
+            "sapo": (1.0, math.inf),
         }[self.policy]
         low = low if self.clip_low is None else self.clip_low
         high = high if self.clip_high is None else self.clip_high
