@@ -28,12 +28,15 @@ def policy(
     level: str,
     dual: float,
     mask: bool,
+    gate: tuple[float, float] = (1.0, 1.05),
 ) -> tuple[float, Array]:
     """sum_i w_i value_i, and its gradient by lp.
 
     - cispo: MiniMax-M1 eq. 4-5, negated; the clipped ratio is a constant.
     - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the
       clipped one; with Ye et al.'s second clip at `dual` for negative advantages.
+    - sapo: Gao et al., arXiv:2511.20347, section 3, negated; `gate` has the temperatures for
+      positive and other advantages. d/dr of 4 / t sigmoid(t (r - 1)) is 4 p (1 - p).
     - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)
     for members in sequences if level == "sequence" else [np.array([t]) for t in range(len(lp))]:
@@ -46,6 +49,11 @@ def policy(
                 constant = min(max(r, low), high)
                 total += weights[t] * -constant * adv[t] * lp[t]
                 grad[t] = weights[t] * -constant * adv[t]
+            elif name == "sapo":
+                tau = gate[0] if adv[t] > 0 else gate[1]
+                p = 1 / (1 + math.exp(-tau * (r - 1)))
+                total += weights[t] * -4 / tau * p * adv[t]
+                slope += weights[t] * -4 * p * (1 - p) * r * adv[t]
             elif adv[t] > 0 and r > high:
                 total += weights[t] * -high * adv[t]
             elif adv[t] < 0 and r < low:

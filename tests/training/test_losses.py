@@ -77,7 +77,12 @@ def close(got: torch.Tensor | np.ndarray | float | None, want: np.ndarray | floa
     np.testing.assert_allclose(value, want, rtol=1e-10, atol=1e-11)
 
 
-BOUNDS = {"cispo": (0.0, 5.0), "ppo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}
+BOUNDS = {
+    "cispo": (0.0, 5.0),
+    "ppo": (0.8, 1.28),
+    "gspo": (1 - 3e-4, 1 + 4e-4),
+    "sapo": (0.0, np.inf),
+}
 
 
 @st.composite
@@ -87,9 +92,10 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
     def either(*values: object) -> object:
         return draw(st.sampled_from([None] * len(values) + list(values)))
 
-    policy = draw(st.sampled_from(["cispo", "ppo", "gspo"]))
+    policy = draw(st.sampled_from(["cispo", "ppo", "gspo", "sapo"]))
     kind = draw(st.sampled_from(["token", "trajectory", "group", "constant"]))
     bounds = draw(st.sampled_from([(None, None), (0.2, 0.28), (0.5, 4.0), (1e-5, 2e-5)]))
+    bounded = policy != "sapo"
     tis = {
         "tis_cap": either(0.7, 2.0),
         "tis_mask_low": either(0.0, 0.5),
@@ -99,11 +105,13 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         tis["tis_level"] = draw(st.sampled_from(["token", "sequence"]))
     kl_coef = draw(st.sampled_from([0.0, 0.3]))
     chosen = {
-        "clip_low": bounds[0],
-        "clip_high": bounds[1],
+        "clip_low": bounds[0] if bounded else None,
+        "clip_high": bounds[1] if bounded else None,
+        "sapo_temperature_pos": None if bounded else either(0.5, 2.0),
+        "sapo_temperature_neg": None if bounded else either(0.5, 2.0),
         **tis,
         "ratio_level": None if policy == "gspo" else either("token", "sequence"),
-        "dual_clip": None if policy == "cispo" else either(5.01, 20.0),
+        "dual_clip": either(5.01, 20.0) if policy in ("ppo", "gspo") else None,
         "off_policy_threshold": either(1e-5, 0.5),
         "normalisation_constant": CONSTANT if kind == "constant" else None,
         "kl_in": (either("loss", "advantage") or "loss") if kl_coef else "loss",
@@ -116,7 +124,11 @@ def losses_of_every_kind(draw: st.DrawFn) -> RLLoss:
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
         entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_correction=bool(kl_coef and chosen["kl_in"] == "loss" and draw(st.booleans())),
-        beyond_bounds="clip" if chosen["dual_clip"] else draw(st.sampled_from(["clip", "mask"])),
+        beyond_bounds=(
+            draw(st.sampled_from(["clip", "mask"]))
+            if bounded and not chosen["dual_clip"]
+            else "clip"
+        ),
         **chosen,
     )
 
@@ -161,6 +173,7 @@ def in_float64(
         level=spec.ratio_level or ("sequence" if spec.policy == "gspo" else "token"),
         dual=spec.dual_clip or np.inf,
         mask=spec.beyond_bounds == "mask",
+        gate=(spec.sapo_temperature_pos or 1.0, spec.sapo_temperature_neg or 1.05),
     )
     estimate = plain = reference.kl(case.lp, case.ref, spec.kl_estimator)
     if spec.kl_correction:
@@ -261,10 +274,11 @@ def test_weights_are_the_means_of_the_papers(case, kind) -> None:
 
 
 def test_each_policys_own_normalisation_is_its_papers() -> None:
-    """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) over sequences."""
-    policies = ("cispo", "ppo", "gspo", "gspo_token")
+    """CISPO (eq. 4) and DAPO's PPO (eq. 8) average over tokens, GSPO (eq. 5) and SAPO over
+    sequences."""
+    policies = ("cispo", "ppo", "gspo", "gspo_token", "sapo")
     found = [RLLoss(policy=policy).mean_over for policy in policies]
-    assert found == ["token", "token", "trajectory", "trajectory"]
+    assert found == ["token", "token", "trajectory", "trajectory", "trajectory"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -448,8 +462,11 @@ def test_settings_that_do_nothing_are_refused(settings: dict[str, object], says:
         ({"policy": "ppo", "dual_clip": 1.28}, "upper bound"),
         ({"policy": "dro"}, "dro_beta goes with"),
         ({"policy": "ppo", "dro_beta": 0.1}, "dro_beta goes with"),
-        ({"policy": "dro", "dro_beta": 0.1, "clip_low": 0.2}, "no ratio"),
-        ({"policy": "dro", "dro_beta": 0.1, "beyond_bounds": "mask"}, "no ratio"),
+        ({"policy": "dro", "dro_beta": 0.1, "clip_low": 0.2}, "do not bound"),
+        ({"policy": "dro", "dro_beta": 0.1, "beyond_bounds": "mask"}, "do not bound"),
+        ({"policy": "dro", "dro_beta": 0.1, "ratio_level": "token"}, "no ratio"),
+        ({"policy": "sapo", "dual_clip": 3.0}, "do not bound"),
+        ({"policy": "ppo", "sapo_temperature_neg": 1.1}, 'go with policy="sapo"'),
         ({"kl_correction": True}, "kl_coef"),
         ({"kl_reference": True, "kl_coef": 0.1}, "valid integer"),
         ({"kl_reference": "3", "kl_coef": 0.1}, "valid integer"),

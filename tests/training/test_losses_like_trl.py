@@ -48,7 +48,13 @@ class Batch:
 
     def trl(self, loss_type: str, **settings: Any) -> tuple[float, torch.Tensor]:
         """TRL's loss and its gradient by the log-probs, from one micro-batch on one process."""
-        args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
+        args = {
+            "delta": None,
+            "use_bias_correction_kl": False,
+            "steps_per_generation": 1,
+            "sapo_temperature_pos": 1.0,
+            "sapo_temperature_neg": 1.05,
+        }
         trainer = {
             "loss_type": loss_type,
             "importance_sampling_level": "token",
@@ -141,6 +147,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "CISPO, sequences' ratios": (
         {"policy": "cispo", "ratio_level": "sequence"},
         {"loss_type": "cispo", "epsilon_high": 5.0, **SEQUENCE},
+    ),
+    # TRL holds the temperatures in fp32, in which 1.5 and 2 are exact.
+    "SAPO": (
+        {"policy": "sapo", "sapo_temperature_neg": 1.5},
+        {"loss_type": "sapo", "sapo_temperature_neg": 1.5},
+    ),
+    "SAPO, sequences' ratios": (
+        {"policy": "sapo", "ratio_level": "sequence", "sapo_temperature_neg": 2.0},
+        {"loss_type": "sapo", "sapo_temperature_neg": 2.0, **SEQUENCE},
     ),
     "dual clip": ({"policy": "ppo", "dual_clip": 3.0}, {"loss_type": "dapo", "delta": 3.0}),
     "dual clip of GSPO": (

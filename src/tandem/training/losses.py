@@ -17,6 +17,7 @@ Sources:
   arXiv:2503.14476, eq. 8.
 - GSPO: arXiv:2507.18071, eq. 5 and 7; GSPO-token: eq. 13 and 14, and Tinker's documentation
   (tinker/losses/gspo), whose ratio is of some of a sequence's tokens.
+- SAPO: Gao et al., 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
 - Dual clip: Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
   Learning", arXiv:1912.09729; the same as the two-sided clipping of INTELLECT-2, arXiv:2505.07291.
 - Mask by ratio: token level, IcePop, in Ring-1T, arXiv:2510.18855; sequence level, Liu, Li et al.,
@@ -154,8 +155,8 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     - ppo:   -min(r A, clip(r, lo, hi) A); with dual clip and A < 0: -max(min(r A, clip(r, lo, hi)
              A), dual_clip A)
     - gspo:  ppo with the sequence's ratio. Each token of a sequence gets the gradient r A / |y|.
-             With one sequence per
-      trajectory and GSPO's default normalisation this is the paper's objective.
+             With one sequence per trajectory and GSPO's default normalisation this is the paper's
+             objective.
 
     - gspo_token: ppo with r_i = sg(s) exp(lp_i - sg(lp_i)); s is the exp of the mean of lp - old
              over the sequence's items whose `old` is not NaN. Each token has its own advantage and
@@ -163,6 +164,10 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
 
     - dro:   -(A lp - beta / 2 (log r)^2), without bounds (Richemond et al., 2024,
              arXiv:2405.19107, with the advantage in place of the reward less its value)
+
+    - sapo:  -4 / t sigmoid(t (r - 1)) A; t is the first of `loss.sapo_temperatures` where A > 0,
+             else the second (Gao et al., 2025, arXiv:2511.20347). The gradient is PPO's at r = 1
+             and fades on both sides.
 
     With `beyond_bounds="mask"` the term of an item whose r is outside [lo, hi] is 0, and all other
     terms are unclipped.
@@ -180,6 +185,10 @@ def policy_terms(items: Items, loss: RLLoss) -> tuple[Tensor, Tensor, Tensor]:
     if loss.dro_beta is not None:
         terms = advantages * items.logprobs - 0.5 * loss.dro_beta * log_r.square()
         return -terms, ratio.detach(), outside
+    if loss.policy == "sapo":
+        positive, negative = loss.sapo_temperatures
+        t = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
+        return -4 / t * (t * (ratio - 1)).sigmoid() * advantages, ratio.detach(), outside
     if loss.policy == "cispo":
         ratio = ratio.detach()
         terms, clipped = ratio.clamp(low, high) * advantages * items.logprobs, outside

@@ -26,6 +26,7 @@ _OWN = {
     "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
     "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
+    "sapo": _Own("token", "trajectory", 1.0, math.inf),  # no bounds
 }
 """Each policy of `RLLoss`. A new one is a line here, its name in `RLLoss.policy`, and its term in
 `tandem.training.losses.policy_terms`."""
@@ -35,7 +36,7 @@ class RLLoss(Record):
     """The settings of the policy loss. Formulas and sources: `tandem.training.losses`."""
 
     reference_field: ClassVar[str] = "loss.kl_reference"
-    policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro"] = "cispo"
+    policy: Literal["cispo", "ppo", "gspo", "gspo_token", "dro", "sapo"] = "cispo"
     # The ratio's bounds are [1 - clip_low, 1 + clip_high]; None: the policy's own default (see
     # `clip_bounds`).
     clip_low: float | None = Field(default=None, ge=0)
@@ -49,6 +50,10 @@ class RLLoss(Record):
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)
+    # SAPO: how fast the gate closes where the advantage is positive, and elsewhere. None: 1 and
+    # 1.05.
+    sapo_temperature_pos: float | None = Field(default=None, gt=0)
+    sapo_temperature_neg: float | None = Field(default=None, gt=0)
     # Leaves out sequences with a negative advantage whose log-probs fell, on average per token, by
     # more nats than this.
     off_policy_threshold: float | None = Field(default=None, gt=0)
@@ -103,11 +108,20 @@ class RLLoss(Record):
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if (self.policy == "dro") != (self.dro_beta is not None):
             raise ValueError('dro_beta goes with policy="dro", and only with it')
-        bounds = (self.clip_low, self.clip_high, self.dual_clip, self.ratio_level)
-        if self.policy == "dro" and (set(bounds) != {None} or self.beyond_bounds == "mask"):
+        bounds = (self.clip_low, self.clip_high, self.dual_clip)
+        if self.policy in ("dro", "sapo") and (
+            set(bounds) != {None} or self.beyond_bounds == "mask"
+        ):
             raise ValueError(
-                "DRO has no ratio in its loss; leave clip_low, clip_high, dual_clip, ratio_level"
-                " and beyond_bounds out"
+                "DRO and SAPO do not bound the ratio; leave clip_low, clip_high, dual_clip and"
+                " beyond_bounds out"
+            )
+        if self.policy == "dro" and self.ratio_level is not None:
+            raise ValueError("DRO has no ratio in its loss; leave ratio_level out")
+        temperatures = (self.sapo_temperature_pos, self.sapo_temperature_neg)
+        if self.policy != "sapo" and set(temperatures) != {None}:
+            raise ValueError(
+                'sapo_temperature_pos and _neg go with policy="sapo", and only with it'
             )
         if self.dual_clip is not None and (
             self.policy == "cispo" or self.dual_clip <= self.clip_bounds[1]
@@ -159,6 +173,11 @@ class RLLoss(Record):
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
         """`normalisation` after the policy's own default."""
         return self.normalisation or _OWN[self.policy].mean_over
+
+    @property
+    def sapo_temperatures(self) -> tuple[float, float]:
+        """`(sapo_temperature_pos, sapo_temperature_neg)` after defaults: the paper's."""
+        return self.sapo_temperature_pos or 1.0, self.sapo_temperature_neg or 1.05
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
