@@ -96,6 +96,7 @@ def theirs(config: dict[str, Any]) -> Any:
 
 
 NOT_BUILT = {
+    "attention_out_bias",
     "mlp_bias",
     "quantization_config",
     "mlp_only_layers",
