@@ -23,6 +23,9 @@ from tandem.system.api_keys import split_name
 from tandem.system.environment import REPLICA_PATTERN
 from tandem.system.loopback import is_loopback as is_loopback
 
+Way = Literal["merge", "nccl", "volume"]
+"""How merged weights reach vLLM."""
+
 
 class Settings(BaseSettings):
     """Every setting of a deployment. docs/settings.md says what each one means.
@@ -109,7 +112,7 @@ class Settings(BaseSettings):
     """None: this vLLM is the only one of its spool."""
     publish_seconds: float = Field(default=60.0, gt=0)
     weights: Literal["adapter", "merged"] = "adapter"
-    transport: Literal["auto", "merge", "nccl", "volume"] = "auto"
+    transport: Literal["auto", Way] = "auto"
     second_copy: Literal["auto", "device", "host"] = "auto"
     swap_requests: Literal["keep", "wait"] = "keep"
     swap_seconds: float = Field(default=120.0, gt=0)
@@ -277,7 +280,7 @@ class Settings(BaseSettings):
         return 1 if self.replica is not None else self.inference_replicas
 
     @property
-    def way(self) -> Literal["merge", "nccl", "volume"]:
+    def way(self) -> Way:
         """How merged weights reach vLLM."""
         return "merge" if self.transport == "auto" else self.transport
 

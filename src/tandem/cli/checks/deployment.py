@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tandem.cli.checks.check import Answer, Asked, Command, Container
-from tandem.config import Settings, is_loopback
+from tandem.config import Settings, Way, is_loopback
 from tandem.errors import InvalidInput, SpoolUnusable, TandemError
 from tandem.families.registry import read_arch
 from tandem.inference.server.command import check_merged_arguments, ordered_copy, serving_device
@@ -260,7 +260,7 @@ def weights(asked: Asked) -> Iterator[Answer]:
         yield Answer("fail", "weights: runs", found, remedy)
 
 
-_TRANSPORTS = {
+_TRANSPORTS: dict[Way, str] = {
     "merge": "merge: only adapters travel, which is the least where only adapters change",
     "nccl": (
         "nccl: whole weights, from the trainer's ranks; vLLM must reach the trainer on every port"

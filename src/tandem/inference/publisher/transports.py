@@ -319,13 +319,16 @@ class MergedTransport:
         if self._settings.way == "merge" or checkpoint.job is None:
             return []
         sources, deadline = list[dict[str, Any]](), time.monotonic() + self._settings.swap_seconds
-        while (offer := self._offer(checkpoint.job)).get(
-            "transport"
-        ) == "volume" and time.monotonic() < deadline:
-            liveness.beat("publisher")  # the job's ranks write the files
+        # Ranks that do not meet vLLM's workers write files.
+        while (
+            (offer := self._offer(checkpoint.job))
+            and "meeting" not in offer
+            and time.monotonic() < deadline
+        ):
+            liveness.beat("publisher")
             time.sleep(0.1)
         server = self._settings.replica or ONLY
-        if offer and offer["transport"] != "volume" and server in offer["servers"]:
+        if "meeting" in offer and server in offer["servers"]:
             meeting = self._spool.root / offer["meeting"]
             if meeting.parent.parent == self._spool.paths.all_work_dirs(checkpoint.job):
                 way = offer["transport"]

@@ -1,7 +1,7 @@
 """Records of what a job computes: its loss, its optimizer settings and its packed data."""
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,24 @@ Step = Annotated[int, Field(strict=True)]
 """Not `true`, `false` or a text, which would be steps 1 and 0 and the like."""
 
 
-_BY_SEQUENCE = ("gspo", "gspo_token")
+class _Own(NamedTuple):
+    """What a policy takes where the job does not say, as its paper does."""
+
+    level: Literal["token", "sequence"]
+    mean_over: Literal["token", "trajectory"]
+    clip_low: float
+    clip_high: float
+
+
+_OWN = {
+    "cispo": _Own("token", "token", 1.0, 4.0),
+    "ppo": _Own("token", "token", 0.2, 0.28),  # DAPO's mean and clip-higher
+    "gspo": _Own("sequence", "trajectory", 3e-4, 4e-4),
+    "gspo_token": _Own("sequence", "trajectory", 3e-4, 4e-4),
+    "dro": _Own("token", "token", 1.0, math.inf),  # no bounds
+}
+"""Each policy of `RLLoss`. A new one is a line here, its name in `RLLoss.policy`, and its term in
+`tandem.training.losses.policy_terms`."""
 
 
 class RLLoss(Record):
@@ -82,7 +99,7 @@ class RLLoss(Record):
             )
         if (self.tis_mask_low or 0.0) >= (self.tis_mask_high or float("inf")):
             raise ValueError("tis_mask_low must be below tis_mask_high")
-        if self.policy in _BY_SEQUENCE and self.ratio_level == "token":
+        if _OWN[self.policy].level == "sequence" and self.ratio_level == "token":
             raise ValueError("GSPO's ratio is the sequence's; policy=\"ppo\" has the token's")
         if (self.policy == "dro") != (self.dro_beta is not None):
             raise ValueError('dro_beta goes with policy="dro", and only with it')
@@ -135,28 +152,21 @@ class RLLoss(Record):
 
     @property
     def level(self) -> Literal["token", "sequence"]:
-        """`ratio_level` after defaults: GSPO sequence, the others token."""
-        return self.ratio_level or ("sequence" if self.policy in _BY_SEQUENCE else "token")
+        """`ratio_level` after the policy's own default."""
+        return self.ratio_level or _OWN[self.policy].level
 
     @property
     def mean_over(self) -> Literal["token", "trajectory", "group", "constant", "sum"]:
-        """`normalisation` after defaults: CISPO, PPO and DRO token, GSPO trajectory (their papers,
-        and DAPO for PPO)."""
-        return self.normalisation or ("trajectory" if self.policy in _BY_SEQUENCE else "token")
+        """`normalisation` after the policy's own default."""
+        return self.normalisation or _OWN[self.policy].mean_over
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """(low, high) bounds of the ratio after defaults: PPO [0.8, 1.28] (DAPO's clip-higher),
-        CISPO [0, 5], GSPO [1 - 3e-4, 1 + 4e-4], DRO none."""
-        low, high = {
-            "ppo": (0.2, 0.28),
-            "cispo": (1.0, 4.0),
-            "gspo": (3e-4, 4e-4),
-            "gspo_token": (3e-4, 4e-4),
-            "dro": (1.0, math.inf),
-        }[self.policy]
-        low = low if self.clip_low is None else self.clip_low
-        high = high if self.clip_high is None else self.clip_high
+        """(low, high) bounds of the ratio after the policy's own defaults: PPO [0.8, 1.28], CISPO
+        [0, 5]."""
+        own = _OWN[self.policy]
+        low = own.clip_low if self.clip_low is None else self.clip_low
+        high = own.clip_high if self.clip_high is None else self.clip_high
         return max(0.0, 1.0 - low), 1.0 + high
 
 

@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tandem.config import Settings
+from tandem.config import Settings, Way
 from tandem.spool import Spool, fs
 from tandem.spool.attempt import Attempt
 from tandem.spool.paths import Paths
@@ -73,7 +73,7 @@ class RankSettings(Record):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     recompute: Literal["auto", "none", "full"] = "auto"
     base_precision: Literal["same", "fp8"] = "same"
-    way: Literal["merge", "nccl", "ipc", "volume"] = "merge"
+    way: Way = "merge"
     session_idle_seconds: float = 60.0
 
     @classmethod

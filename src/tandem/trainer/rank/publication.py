@@ -77,6 +77,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         self._rank, self._sizes = self.policy.topology.rank, self.policy.topology.sizes
+        self._meets = self.settings.way == "nccl"  # ranks and workers do; else ranks write files
         # Which linear layers are trained; None: everything.
         self._targets = list(self.policy.lora.targets) if self.policy.lora else None
 
@@ -85,7 +86,7 @@ class Publication:
         waits for them."""
         way, offer = self.settings.way, dict[str, Any]()
         try:
-            if way != "volume" and self._rank == 0:
+            if self._meets and self._rank == 0:
                 make_meeting(self.attempt.meeting)
                 meeting = self.attempt.meeting.relative_to(self.attempt.spool.root)
                 offer = {"address": address_for_vllm(self.attempt.spool)}
@@ -108,7 +109,7 @@ class Publication:
         """`checkpoint`: on rank 0, the one that has the weights."""
         begin, way = time.perf_counter(), self.settings.way
         try:
-            outcome = self._write_files(checkpoint) if way == "volume" else self._send_to_vllm()
+            outcome = self._send_to_vllm() if self._meets else self._write_files(checkpoint)
         except Exception as error:
             traceback.print_exc()
             self.event(

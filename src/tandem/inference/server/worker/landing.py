@@ -46,7 +46,8 @@ SPARE_BYTES = 64 * 2**20
 """How much is exchanged at once: the memory on the GPU that an exchange needs."""
 
 Source = dict[str, Any]
-"""How a version comes: `way`, and what that way needs to know."""
+"""How a version comes: `way`, and what that way needs: a `meeting` with ranks that send, or the
+`directory` of a model's files."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class LandingWeights(ModelWeights):
                 merge(out := torch.empty_like(base), base, *ab_and_scale)
                 self._put(arrival, rectangle, out)
             return frozenset(factors)
-        if source["way"] != "volume":
+        if "meeting" in source:
             return self._receive(arrival, source)
         files = stored_tensors(source["directory"])
         for rectangle in self._adapted:
