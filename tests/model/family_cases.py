@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "smollm3": {"family": "smollm3", "tie_word_embeddings": True},
+    "seed_oss": {"family": "seed_oss"},
+    "seed_oss, no biases": {"family": "seed_oss", "attention_bias": False},
     "ministral3": {"family": "ministral3"},
     "ministral3, window": {"family": "ministral3", "sliding_window": 7, "num_key_value_heads": 1},
     # The norms of latents have transformers' default there, the model's value in vLLM.

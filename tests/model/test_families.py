@@ -96,6 +96,7 @@ def theirs(config: dict[str, Any]) -> Any:
 
 
 NOT_BUILT = {
+    "attention_out_bias",
     "mlp_bias",
     "quantization_config",
     "mlp_only_layers",
@@ -191,6 +192,8 @@ def meaning(arch: Arch, hf: Any) -> dict[str, tuple[Any, Any]]:
         "decoder_sparse_step": (1, getattr(hf, "decoder_sparse_step", 1)),
         **{key: (False, bool(getattr(hf, key, None))) for key in NOT_BUILT},
     }
+    if arch.model_type == "seed_oss":  # elsewhere it is about the output, too
+        found["attention_bias"] = (arch.qkv_bias, hf.attention_bias)
     if gdn := arch.gdn:
         found["layer_types"] = (
             list(gdn.layers),

@@ -68,6 +68,7 @@ FAMILIES = {
     "gemma4": Family("gemma4", GEMMA, OF_GEMMA),
     "gemma4_moe": Family("gemma4", GEMMA | GEMMA4_MOE, OF_GEMMA[:3]),
     "olmo3": Family("olmo3", {"head_dim": 32}, LORA_TARGETS),
+    "seed_oss": Family("seed_oss", {"head_dim": 32}, LORA_TARGETS),
 }
 
 

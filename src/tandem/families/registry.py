@@ -15,6 +15,7 @@ from tandem.families import (
     olmo3,
     qwen3_5,
     qwen3_vl,
+    seed_oss,
     smollm3,
 )
 from tandem.families.arch import Arch
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Decoder] = {
         ministral3.TEXT,
         ministral3.FAMILY,
         olmo3.FAMILY,
+        seed_oss.FAMILY,
         smollm3.FAMILY,
     )
 }
