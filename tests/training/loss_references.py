@@ -35,7 +35,7 @@ def policy(
     - cispo: MiniMax-M1 eq. 4-5, negated; the clipped ratio is a constant.
     - ppo: PPO eq. 7, negated: the gradient is zero exactly where the pessimistic bound is the
       clipped one; with Ye et al.'s second clip at `dual` for negative advantages.
-    - sapo: Gao et al., arXiv:2511.20347, section 3, negated; `gate` has the temperatures for
+    - sapo: Gao et al., arXiv:2511.20347, negated; `gate` has the temperatures for
       positive and other advantages. d/dr of 4 / t sigmoid(t (r - 1)) is 4 p (1 - p).
     - gspo: ppo with `level` "sequence" (GSPO eq. 5-7): every token of y has the ratio s of y."""
     total, grad = 0.0, np.zeros_like(lp)

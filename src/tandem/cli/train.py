@@ -101,7 +101,8 @@ def _from_file(training: type[SFTTraining | DPOTraining]) -> Callable[..., None]
             int | None, typer.Option(help="Tokens of a row.  \\[default: 2048]")
         ] = None,
         too_long: Annotated[
-            str | None, typer.Option(help="refuse, drop or truncate.  \\[default: refuse]")
+            str | None,
+            typer.Option(help="refuse or drop; sft also: truncate.  \\[default: refuse]"),
         ] = None,
         full: Annotated[
             bool, typer.Option("--full", help="A new run trains all weights instead of a LoRA.")

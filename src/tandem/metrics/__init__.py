@@ -1,4 +1,5 @@
-"""Every metric; the exporter and its collectors, with a file for each source.
+"""Every metric except those of vLLM's server; the exporter and its collectors, a file for each
+source.
 
 Ranks write their numbers into their heartbeat files, and the exporter reads these files. So ranks
 serve no HTTP, and the exporter outlives them. Prometheus scrapes four jobs: `tandem-controller`,

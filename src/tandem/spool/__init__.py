@@ -3,12 +3,12 @@ goes through it.
 
 `queue.py` claims jobs, ends them and puts them back for the next attempt; `job_checks.py` checks a
 job before it is queued. `session_jobs.py` queues the jobs of sessions, and `recovery.py` settles
-the jobs that a lost runner left. `attempt.py` names the files of one attempt, `fence.py` ends one
-for good. `replicas.py` announces the steps that several inference servers have in common;
-`inference.py` records the state and the address of vLLM. `sessions.py` has the sessions, whose
-clients train by single calls; `requests.py` has these calls. `tunings.py` has the files and jobs of
-OpenAI's API. `locks.py` has leases and the hold; `removal.py` removes what the settings don't keep.
-No other package builds a path on the volume.
+the jobs that a lost runner left, and removes temporary files of dead processes. `attempt.py` names
+the files of one attempt, `fence.py` ends one for good. `replicas.py` announces the steps that
+several inference servers have in common; `inference.py` records the state and the address of vLLM.
+`sessions.py` has the sessions, whose clients train by single calls; `requests.py` has these calls.
+`tunings.py` has the files and jobs of OpenAI's API. `locks.py` has leases and the hold;
+`removal.py` removes what the settings don't keep. No other package builds a path on the volume.
 
     <root>/
       spool.json                          marks the directory as a spool and names its version

@@ -1,6 +1,8 @@
 """One rank: a training process, on one GPU or the CPU.
 
-`entry.py` is its program and `train.py` its script: rendezvous, load, train, leave. `state.py`
+`entry.py` is its program and `train.py` its script: rendezvous, load, train, leave.
+`rendezvous.py` has the ranks meet in their parent's store, and they get the job from rank 0.
+`session.py` holds a rank's attempt, device and heartbeat: it is no client's session. `state.py`
 holds what stays between jobs. `commit.py` makes the job's checkpoint. `checkpoint.py` reads and
 writes the adapter and Adam's state, `model_checkpoint.py` all weights and their state.
 `model_files.py` writes a Hugging Face model by all ranks at once. `model_loader.py` loads the
