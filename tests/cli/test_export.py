@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     model = write_random_model(tmp_path / "base")
     adapter = write_random_adapter(tmp_path / "adapter", model, LORA)
     other = write_random_model(tmp_path / "other", intermediate_size=64)
-    with pytest.raises(CheckpointDamaged, match="no adapter of rank 4"):
+    with pytest.raises(CheckpointDamaged, match="not an adapter of rank 4"):
         write_merged_model(tmp_path / "out", other, adapter, LORA)
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
