@@ -314,8 +314,8 @@ def _metrics(step: Mapping[str, Any]) -> dict[str, float]:
 def _job_settings(
     learning_rate: float, groups: int, sequence_length: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tandem's job settings for ART's options of `train`. Removes the options that it knows from
-    `options`."""
+    """Tandem's job settings that match the options of ART's `train`. Removes the matched options
+    from `options`."""
     take = options.pop
     kind = "ppo" if take("ppo", False) else take("loss_fn", "cispo")
     if kind not in _POLICIES:

@@ -198,7 +198,8 @@ class VllmClient:
         source: Mapping[str, Any] | None = None,
         again: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Make the weights of `path` vLLM's own. New requests wait until `announce_merged`.
+        """Merge the adapter of `path` into vLLM's weights, or replace them by the weights of
+        `source`. New requests wait until `announce_merged`.
 
         Raises InferenceUnavailable if the same order can succeed later: running requests did not
         end in time (`requests="wait"`), or the engine did not answer. Raises InferenceRefused if
