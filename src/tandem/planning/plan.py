@@ -67,7 +67,7 @@ class Candidate:
     """A topology that the trainer builds, on GPUs of a given size."""
 
     sizes: Sizes
-    memory: Memory  # of the fullest pipeline stage, as are `levels`; the speed is the slowest one's
+    memory: Memory  # like `levels`, of the fullest pipeline stage; the speed is the slowest stage's
     levels: tuple[int, int] | None  # see `Memory.levels`; None: it does not fit
     tokens_per_second: float  # of all GPUs; 0 where it does not fit
     measured: bool  # no rate or bandwidth was assumed

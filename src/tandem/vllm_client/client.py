@@ -248,7 +248,7 @@ class VllmClient:
         return list(answer["rows"])
 
     def ready_instance(self) -> str:
-        """The name of the present process of a vLLM that is one of several servers."""
+        """The name of the process that runs this vLLM now, which is one of several servers."""
         return str(self._ask("GET", READY_ROUTE)["instance"])
 
     def is_ready(self) -> bool:

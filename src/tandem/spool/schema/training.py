@@ -172,7 +172,8 @@ class RLLoss(Record):
 
 class SFTLoss(Record):
     """Cross-entropy on the items: a weighted mean, or with `sum` the weighted sum over an optimizer
-    step. Weights of both signs need the sum, since their mean may divide by 0."""
+    step. Weights of both signs need `sum`, because a mean divides by the sum of the weights, which
+    may be 0."""
 
     reference_field: ClassVar[str] = ""
     normalisation: Literal["token", "trajectory", "sum"] = "token"

@@ -115,7 +115,7 @@ class Meeting:
     # ---- both
 
     def order(self) -> AgentOrder | None:
-        """The runner's order; None without one, and where the attempt was ended."""
+        """The runner's order; None if there is no order yet or the attempt was ended."""
         if not self.is_open():
             return None
         return fs.read_undamaged(self.directory / "order.json", AgentOrder)

@@ -89,7 +89,7 @@ class JobStates:
         )
 
     def why_failed(self, seen: Seen) -> Ended | None:
-        """Why the pods failed; None where nobody says."""
+        """Why the pods failed; None if neither a pod nor the Job tells."""
         found = why_failed(seen.pods)
         stopped = found is None or (found.error is not None and found.error.type == "job_deleted")
         return (self._disruption(seen.job) or found) if stopped else found

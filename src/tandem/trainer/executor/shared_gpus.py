@@ -4,16 +4,16 @@ The runner does not talk to vLLM. It asks for the GPUs by a hold, the publisher 
 and answers in a record, and the runner measures the memory. The cycle of a job:
 
 1. The publisher says in `jobs/vllm.json` how vLLM is, twice a second. The runner claims nothing
-   until that says that vLLM is awake. Then it claims a job and writes the hold.
+   until this record says that vLLM is awake. Then the runner claims a job and writes the hold.
 2. The publisher finishes what it loads and sees the hold. It asks vLLM once more, calls `POST
    /sleep?level=1&mode=keep` and answers the hold. Level 2 would lose the base model under LoRA.
    With `keep`, running requests return to vLLM's queue and continue after the wake.
-3. The runner does not trust that answer (vLLM #47654). It reads the bytes in use by UUID until they
+3. The runner does not trust the answer (vLLM #47654). It reads the bytes in use by UUID until they
    are less than half of what vLLM had and no longer change. That number is the floor. More than 256
    MiB beyond the floor means that somebody else uses the GPU. Only then do ranks start.
 4. When the ranks are gone and the memory is measured to be back at the floor, the runner removes
-   the hold. The publisher wakes vLLM and says so. Only then does the job get its terminal state, or
-   60 s later where no vLLM wakes.
+   the hold. The publisher wakes vLLM and says so. Then the job gets its terminal state; if no vLLM
+   wakes, it gets this state after 60 s.
 
 The hold is written before the publisher looks at vLLM, and a vLLM that starts looks for a hold
 first: so a vLLM that is about to take the memory is either noticed by the publisher or waits there.

@@ -131,12 +131,12 @@ class SlurmExecutor(EngineExecutor):
         self.devices += " under Slurm"
 
     def find(self, job: Job) -> SlurmJob | None:
-        """The Slurm job of the job's present attempt."""
+        """The Slurm job of the job's current attempt."""
         found = self.ask(partial(self.slurm.jobs, self.batch.name(job)))
         return min(found, key=lambda one: one.ended, default=None)
 
     def lets_finish(self, job: Job) -> None:
-        """The agents of the job's present attempt are done, and its Slurm job ends by itself."""
+        """The agents of the job's current attempt are done, and its Slurm job ends by itself."""
         self._finishing[self.batch.name(job)] = time.monotonic() + FINISH_SECONDS
 
     def _sweep(self) -> None:
