@@ -86,10 +86,10 @@ _AUTO_BATCH = 8
 
 
 class TandemBackend:
-    """A backend of ART. `url`, `api_key`: the controller's, as for `Tandem`; `inference_url`:
-    vLLM's, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`: the directory of ART's
-    own files; `sequence_length`: slots of a packed row, at least the longest conversation;
-    `options`: further settings of each job (`stall_seconds`, `labels`, ...).
+    """A backend of ART. `url`, `api_key`: the controller's address and key, as for `Tandem`;
+    `inference_url`: vLLM's address, default TANDEM_INFERENCE_URL or http://127.0.0.1:8000; `path`:
+    the directory of ART's own files; `sequence_length`: slots of a packed row, at least the longest
+    conversation; `options`: further settings of each job (`stall_seconds`, `labels`, ...).
 
     A model is the run of its name; `get_inference_name()` names its newest served step.
     """

@@ -34,8 +34,8 @@ from tandem.vllm_client.names import READY_MARGIN_SECONDS
 log = Log("publisher")
 
 BEAT_SECONDS = 2.0
-"""Seconds between two renewals of a living replica's record, and between two reads of the
-others'."""
+"""Seconds between two renewals of a living replica's record, and between two reads of the other
+replicas' records."""
 LEASE_SECONDS = DEAD_SECONDS / 2
 """Seconds for which vLLM answers requests after the last renewal."""
 DRAIN_SECONDS = READY_MARGIN_SECONDS

@@ -45,7 +45,7 @@ class RLLoss(Record):
     ratio_level: Literal["token", "sequence"] | None = None
     # For an item beyond the bounds: clip its ratio as the policy does, or leave the item out.
     beyond_bounds: Literal["clip", "mask"] = "clip"
-    # PPO and GSPO: an upper bound on the ratio where the advantage is negative.
+    # PPO and GSPO: an upper bound on the ratio of items with a negative advantage.
     dual_clip: float | None = Field(default=None, gt=1)
     # DRO: the weight of the squared log-ratio.
     dro_beta: float | None = Field(default=None, ge=0)

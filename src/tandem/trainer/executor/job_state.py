@@ -127,8 +127,8 @@ class JobStates:
 
 
 def why_failed(pods: Iterable[Object]) -> Ended | None:
-    """Why the pods of a failed Job failed; None where they don't say. The cause of the others'
-    ends comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
+    """Why the pods of a failed Job failed; None if the pods don't tell. The cause that ended the
+    other pods comes first: a disruption, then a failure of ranks, then a pod that was stopped."""
     pods = list(pods)
     if (disrupted := _why_disrupted(pods)) is not None:
         return disrupted

@@ -24,8 +24,8 @@ _MOST_SECONDS = 2**31 - 1
 
 
 class JobTemplate:
-    """The template of each attempt's Job. InvalidInput where the chart has not made it.
-    `start_seconds`: how long the pods of an attempt may take until all of them run."""
+    """The template of each attempt's Job. Raises InvalidInput if the chart has not made the
+    template. `start_seconds`: how long the pods of an attempt may take until all of them run."""
 
     def __init__(self, path: Path | None, hosts: int, start_seconds: float) -> None:
         self._start_seconds = start_seconds

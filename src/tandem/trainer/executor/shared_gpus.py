@@ -86,8 +86,8 @@ class SharedGpus:
         return None if state == "awake" else self._not_ready(state)
 
     def _vllm(self, since: float = 0.0) -> str | None:
-        """How vLLM is, by a look of the publisher after `since`; None where it has said nothing for
-        SILENT_SECONDS."""
+        """vLLM's state, which the publisher saw after `since`; None if the publisher has said
+        nothing for SILENT_SECONDS."""
         found, now = self._spool.inference.shared(), time.monotonic()
         if found is None or found.looked <= since or not 0 <= now - found.beat < SILENT_SECONDS:
             return None
@@ -193,9 +193,9 @@ class SharedGpus:
             self._spool.hold.put(self._hold)
 
     def renew(self) -> JobError | None:
-        """Renew the hold before the ranks start. Returns an error where that may be too late: once
-        its lease is over, the publisher clears it and wakes vLLM. Raises SpoolUnusable, and may
-        then be called again.
+        """Renew the hold before the ranks start. Returns an error if this may be too late: once the
+        hold's lease is over, the publisher clears the hold and wakes vLLM. Raises SpoolUnusable,
+        and may then be called again.
         """
         assert self._hold is not None
         found, now = self._spool.hold.get(), time.time()

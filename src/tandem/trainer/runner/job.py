@@ -303,7 +303,7 @@ class JobRun:
 
 
 def _or_none[T](action: Callable[[], T]) -> T | None:
-    """The result of `action`, or None where the volume is unusable."""
+    """The result of `action`, or None if the volume is unusable."""
     with suppress(TandemError, OSError):
         return action()
     return None

@@ -15,8 +15,8 @@ time."""
 
 
 class Wait:
-    """Reports each reason that lasts as an event `waiting`. The lease has the time when the wait
-    began."""
+    """Reports each reason that lasts as an event `waiting`. The phase in the lease is the current
+    reason."""
 
     def __init__(self, attempt: Attempt, clock: Callable[[], float]) -> None:
         self._attempt, self._clock = attempt, clock
