@@ -173,8 +173,8 @@ class Member:
                 self._trouble = str(error)
 
     def beat(self) -> None:
-        """Renew the record, stop being ready if the server is about to stop or lags behind, and
-        announce each run's steps on which the ready replicas agree."""
+        """Renew the record, and stop being ready if the server is about to stop or lags behind.
+        Then announce each run's steps on which the ready replicas agree."""
         self._spool.check()
         with self._replicas.lock():
             if self._record.ready and time.monotonic() - self._beaten > DEAD_SECONDS - 5:
